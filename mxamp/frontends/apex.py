@@ -174,7 +174,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _o3_policy(policy: Policy, trainers: Sequence[Trainer]) -> Policy:
+def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
     """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel.
 
     Raises if the optimizer of a trainer can't update float16 weights.
