@@ -277,6 +277,16 @@ class Gradients:
             bad = [group[i] for i in unscale([entry.gradient for entry in group], scale)]
             self.overflown |= {entry.key for entry in bad if entry.is_fresh}
         self.carried, self.exceptions, self.owners = 1.0, {}, frozenset()
+        self.tell_others(entries)
+
+    def tell_others(self, entries: Sequence[Entry]) -> None:
+        """Record in trainers with the same parameters that these gradients are unscaled."""
+        unscaled = {id(entry.data) for entry in entries}
+        others = [gradients_of(trainer) for trainer in passes.trainers]
+        for other in others if len(others) > 1 else ():
+            shared = [one for one in other.entries() if id(one.data) in unscaled]
+            if other is not self and other.carried != 1:
+                other.exceptions.update((one.key, 1.0) for one in shared)
 
     def end_step(self) -> None:
         """Record that the gradients have been used."""

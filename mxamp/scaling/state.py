@@ -328,6 +328,7 @@ class State:
         arrays = [entry.gradient for entry in used]
         if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
             gradients.exceptions.update((entry.key, 1.0) for entry in used)
+            gradients.tell_others(used)
         report = self._update_scaler(finite, scale, used)
         losses, self._losses = self._losses, []
         self._stage, self._is_reduced = Stage.NONE, False

@@ -516,3 +516,27 @@ def test_a_step_knows_whether_a_pass_was_scaled(name, inside, way, caplog):
 
     assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
     assert ("a loss that is not scaled" in caplog.text) == (inside and "before" in name)
+
+
+@pytest.mark.parametrize("unscaled", [(), (0,), (0, 1)], ids=str)
+def test_two_trainers_that_share_a_parameter(unscaled):
+    def trained(*scalers):
+        one, other, shared = (gluon.Parameter(n, shape=(2,), init=mx.init.One()) for n in "abc")
+        trainers = []
+        for param in (one, other, shared):
+            param.initialize()
+        for own, scaler in zip((one, other), scalers):
+            trainers.append(gluon.Trainer([own, shared], "sgd", {"learning_rate": 2.0**-6}))
+            if scaler:
+                amp.init_trainer(trainers[-1], scaler)
+        for _ in range(2):
+            with autograd.record():
+                loss = (one.data() * other.data() * shared.data()).sum()
+            backward(loss, trainers, scalers[0] is not None)
+            for i in unscaled if scalers[0] else ():
+                amp.unscale(trainers[i])
+            for trainer in trainers:
+                trainer.step(1, ignore_stale_grad=True)
+        return [p.data().asnumpy() for p in (one, other, shared)]
+
+    np.testing.assert_array_equal(trained(*static(8, 8)), trained(None, None))
