@@ -26,12 +26,7 @@ from ..framework.distributed import (
     is_distributed,
     is_horovod_trainer,
 )
-from ..framework.worker_process import (
-    cancel_wait_timer,
-    log_long_wait,
-    prepare_worker,
-    start_wait_timer,
-)
+from ..framework.worker_process import prepare_worker
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .passes import Entry, Gradients
@@ -53,14 +48,6 @@ _RESULT_FIELDS = (
 DIFFERENT = (
     "worker {other} differs from worker 0 in {what}: start all workers with the same script, "
     "arguments, mxamp and checkpoint. This is worker {rank}, with {own}"
-)
-WAITING = (
-    "worker %s waits for the other workers to begin training with mxamp: one of them may have "
-    "ended, trains without mxamp, or in float32, as 'auto' chooses for each machine by itself"
-)
-GRADIENTS = (
-    "worker %s waits for the gradients of the other workers: one of them may have ended, train on "
-    "fewer batches, or with other parameters"
 )
 COMPRESSED = (
     "the kvstore would compress Inf to a finite number, so no overflow would be found: leave out "
@@ -99,8 +86,7 @@ class Workers:
             "loss scale": state.pop("loss_scale", None),
             "loss scaler": sorted(state.items(), key=str),
         }
-        with log_long_wait(WAITING, self.rank):
-            rows = self._gather([zlib.crc32(repr(v).encode()) for v in values.values()])
+        rows = self._gather([zlib.crc32(repr(v).encode()) for v in values.values()])
         shown = {**values, "policy": repr(policy), "loss scaler": state.get("kind")}
         own = ", ".join(f"{name} {value}" for name, value in shown.items())
         for other, row in enumerate(rows):
@@ -166,7 +152,6 @@ class Reduction:
         self._trainer = trainer
         self.workers: Optional[Workers] = None
         self._uninitialized: Optional[int] = None  #: number of parameters, at the last sum
-        self._wait_timer: Any = None  #: warns if the running sum takes long
 
     @property
     def is_distributed(self) -> bool:
@@ -209,17 +194,10 @@ class Reduction:
         A script may have made such a gradient finite since, by clipping it element by element.
         """
         stale = self._reset_stale(gradients) if self.workers is not None else []
-        self.end_wait()
-        if self.workers is not None:
-            self._wait_timer = start_wait_timer(GRADIENTS, self.workers.rank)
         type(self._trainer)._allreduce_grads(self._trainer)
         for entry in stale:
             # Computed by another worker, which updates with it: so does this worker.
             entry.data._fresh_grad = bool(entry.gradient.asnumpy().any())
-
-    def end_wait(self) -> None:
-        """Stop the timer that warns of a long sum."""
-        cancel_wait_timer(self._wait_timer)
 
     def _reset_stale(self, gradients: Gradients) -> List[Entry]:
         """Set overflown gradients to Inf and stale ones to 0; return the stale ones.

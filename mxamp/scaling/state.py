@@ -345,7 +345,6 @@ class State:
         """Call the functions that the debugging tools have put into `_amp_observers`."""
         for observer in vars(self.trainer).get("_amp_observers", ()):
             observer(report, losses)
-        self.reduction.end_wait()
 
     def _check_skips(self, report: StepReport) -> None:
         """Log a step; warn of many skips in a row, and raise `StateError` at the limit."""

@@ -12,7 +12,6 @@ from mxnet import autograd, gluon
 import mxamp as amp
 from helpers import BF16, down
 from mxamp.framework import distributed as kvstores
-from mxamp.framework import worker_process as waiting
 from mxamp.framework.distributed import PARAMETER_SERVER
 from mxamp.frontends.module_api import check_kvstore
 from mxamp.patches import table as patched
@@ -130,49 +129,6 @@ def test_policies_are_described_alike_in_all_processes():
         policy.untuned().override(low=["exp"])
     )
     assert distributed._policy_checksum(None) is None
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """The waits that begin, and those that have not ended."""
-    begun, pending = [], {}
-
-    class Timer:
-        def __init__(self, _seconds, _log, args):
-            self.message = args[0] % args[1:]
-
-        def start(self):
-            begun.append(self.message)
-            pending[id(self)] = self.message
-
-        def cancel(self):
-            pending.pop(id(self), None)
-
-    monkeypatch.setattr(waiting, "Timer", Timer)
-    return SimpleNamespace(begun=begun, pending=pending)
-
-
-def test_a_worker_says_what_it_waits_for(waits):
-    together(lambda store: Workers(store).check_settings({"loss_scale": 1.0}), count=1)
-    (message,) = waits.begun
-    assert "worker 0 waits for the other workers to begin training" in message
-    assert not waits.pending
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_a_worker_waits_for_gradients_from_their_sum_to_the_decision(worker, waits, scaled):
-    net, trainer = worker
-    waiting_in_between = []
-
-    def step(rows):
-        trainer.allreduce_grads()
-        waiting_in_between.extend(waits.pending.values())
-        trainer.update(rows)
-
-    train(net, trainer, batches()[0], scaled=scaled, step=step)
-    (message,) = waiting_in_between
-    assert "worker 1 waits for the gradients of the other workers" in message
-    assert len(waits.begun) == 1 and not waits.pending
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
