@@ -27,7 +27,7 @@ from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import COMPRESSED, Workers, fill_with_inf
+from ..scaling.distributed import COMPRESSED, check_settings, fill_with_inf
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
@@ -311,4 +311,4 @@ def _synchronize_workers(module: Module, shared: SharedScale) -> None:
         kvstore.pull(name, out=arrays)
     mx.nd.waitall()
     module._params_dirty = True
-    Workers(kvstore, string_keys=True).check_settings(shared.scaler.state_dict())
+    check_settings(kvstore, shared.scaler.state_dict(), key_type=str)

@@ -46,7 +46,7 @@ _NAMED = 8
 class Caches:
     """Results that other modules derive from one policy, by module."""
 
-    __slots__ = ("eager", "fingerprint", "layers", "regions", "workers")
+    __slots__ = ("eager", "fingerprint", "layers", "regions")
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
@@ -58,8 +58,6 @@ class Caches:
         self.regions: Dict[str, Policy] = {}
         #: `policy.regions`: a hash of the policy's file.
         self.fingerprint: Optional[str] = None
-        #: `scaling.distributed`: a number that is the same in all processes.
-        self.workers: Optional[int] = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

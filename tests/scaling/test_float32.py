@@ -113,7 +113,7 @@ def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypat
 
 def test_workers_compare_nothing(monkeypatch):
     """The weights are waited for, as updates are not on the kvstore; no message is sent."""
-    monkeypatch.setattr(distributed, "is_distributed", lambda _: True)
+    monkeypatch.setattr(distributed.transports, "is_distributed", lambda _: True)
     net, trainer = setup(CONTEXTS["two"])
     control, plain = setup(CONTEXTS["two"])
     hook = sys.excepthook

@@ -106,7 +106,7 @@ def test_the_decision_is_that_on_the_sum(hvd, other, stepped):
     assert trainer.amp_loss_scale == (8 if stepped else 2)
     assert all(np.array_equal(*pair) for pair in zip(before, weights(net))) == (not stepped)
     assert trainer.sums == 2
-    assert trainer._amp_loss_scaler.reduction.is_distributed
+    assert trainer._amp_loss_scaler.reduction.workers is not None
     assert len(hvd.messages) == 1, "settings are compared once, and steps cost no message"
 
 
@@ -133,7 +133,7 @@ def test_a_worker_that_trains_alone_compares_nothing(hvd, process_set):
     train(net, trainer, batches(1)[0])
     assert trainer.amp_last_step.stepped
     assert hvd.messages == []
-    assert not trainer._amp_loss_scaler.reduction.is_distributed
+    assert trainer._amp_loss_scaler.reduction.workers is None
 
 
 def nets():

@@ -16,7 +16,7 @@ from mxamp.framework.distributed import PARAMETER_SERVER
 from mxamp.frontends.module_api import check_kvstore
 from mxamp.patches import table as patched
 from mxamp.scaling import distributed
-from mxamp.scaling.distributed import Workers
+from mxamp.scaling.distributed import check_settings
 from mxamp.scaling.scaler import LossScaler, StaticLossScaler
 from training import batches, poisoned, setup, train, weights
 
@@ -76,7 +76,7 @@ def together(work, count=2):
 
 
 def test_workers_with_the_same_settings_go_on():
-    errors, server = together(lambda s: Workers(s).check_settings(LossScaler().state_dict()), 3)
+    errors, server = together(lambda s: check_settings(s, LossScaler().state_dict()), 3)
     assert errors == [None] * 3
     assert server.messages == 3, "one from each, once"
 
@@ -92,11 +92,11 @@ def test_workers_with_the_same_settings_go_on():
 )
 def test_a_worker_with_another_scaler_is_named_in_all(one, other, what):
     scalers = [one, one, other]
-    errors, _ = together(lambda s: Workers(s).check_settings(scalers[s.rank].state_dict()), count=3)
+    errors, _ = together(lambda s: check_settings(s, scalers[s.rank].state_dict()), count=3)
     for rank, error in enumerate(errors):
         assert f"worker 2 differs from worker 0 in {what}: start all" in error
-        assert f"This is worker {rank}, with" in error
-        assert f"loss scale {scalers[rank].loss_scale}" in error
+        assert f"Worker {rank} has mxamp version" in error
+        assert f"loss scale {scalers[rank].loss_scale}, loss scaler {{" in error
 
 
 @pytest.mark.parametrize("what", ["policy", "mxamp version"])
@@ -113,22 +113,22 @@ def test_a_worker_with_other_code_is_named(what, monkeypatch):
         if what == "policy" and store.rank:
             policy = policy.override(fp32=["FullyConnected"])
         with amp.autocast(policy=policy):
-            Workers(store).check_settings({"loss_scale": 1.0})
+            check_settings(store, {"loss_scale": 1.0})
 
     errors, _ = together(work)
     assert all(f"worker 1 differs from worker 0 in {what}:" in error for error in errors)
+    assert all("policy <Policy bfloat16 on cpu" in error for error in errors)
 
 
 def test_policies_are_described_alike_in_all_processes():
     policy = amp.Policy.default("float16", "cpu")
     again = amp.Policy.default("float16", "cpu").override(fp32=["softmax"])
-    assert distributed._policy_checksum(policy) == distributed._policy_checksum(
+    assert distributed._results_of(policy) == distributed._results_of(
         again.override(fp32=["softmax"])
     )
-    assert distributed._policy_checksum(policy) != distributed._policy_checksum(
+    assert distributed._results_of(policy) != distributed._results_of(
         policy.untuned().override(low=["exp"])
     )
-    assert distributed._policy_checksum(None) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
