@@ -17,77 +17,58 @@ the backward pass, the operator is given unscaled gradients, whatever it compute
 gradients stay scaled, because they would lose the small values that the scale preserves.
 """
 
+from __future__ import annotations
+
 import atexit
-import functools
 import threading
+from collections import UserList
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from functools import partial
+from typing import Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp, CustomOpProp
 
+from ..framework import operators
 from ..framework.arrays import cast, dtypes_of, plain_array
 from ..framework.locks import hold_during_forks
 from ..framework.machine import dtype_name
-from ..framework.operators import (
-    BACKWARD_STARTERS,
-    WRITTEN_BY_USERS,
-    auxiliary_states,
-    handle_of,
-    starts_backward,
-)
+from ..framework.patching import Original, wrapping
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
 
-__all__ = [
-    "LOSS_OUTPUT_HANDLES",
-    "count_scaled_backwards",
-    "build_custom_op_init",
-    "in_unscaled_backward",
-    "scalable_inputs",
-    "scale_array",
-    "scaled_custom_ops",
-    "scaled_outputs",
-]
-
 #: Names of the operators whose eager calls may need a scalable input, by handle.
-LOSS_OUTPUT_HANDLES = {handle_of(name): name for name in (*BACKWARD_STARTERS, *WRITTEN_BY_USERS)}
+LOSS_OUTPUT_HANDLES = {
+    operators.handle_of(name): name
+    for name in (*operators.BACKWARD_STARTERS, *operators.WRITTEN_BY_USERS)
+}
 
 #: The scale by context. Recorded graphs hold these arrays, so each is made once per process.
-_scales: Dict[Any, NDArray] = {}
+_scales: dict[Any, NDArray] = {}
 atexit.register(_scales.clear)  # before MXNet's library is unloaded
 _lock = threading.Lock()
 hold_during_forks(_lock)
-
-
-class _CustomBackwards:
-    """State of the custom operators' backward passes, which MXNet runs in its own threads."""
-
-    def __init__(self) -> None:
-        #: Scale and `unscaled_outside` of each `scaled_custom_ops` that runs, outermost first.
-        self.contexts: Dict[object, Tuple[float, bool]] = {}
-        self.count = 0  #: how many have run with a scale
-        self.thread = threading.local()  #: `unscaled`: it runs one on unscaled gradients
-
-
-#: One per process, like MXNet's threads.
-_backwards = _CustomBackwards()
+#: Scale and `unscaled_outside` of each `scaled_custom_ops` that runs, outermost first. Global, as
+#: MXNet runs custom operators' backward passes in threads of its own.
+_contexts: dict[object, tuple[float, bool]] = {}
+_thread = threading.local()  #: `unscaled`: it runs such a backward pass on unscaled gradients
 
 
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
-) -> List[NDArray]:
+) -> list[NDArray]:
     """Return an operator's inputs; where it starts backward, their gradients will be scaled.
 
     `handle` is one of `LOSS_OUTPUT_HANDLES`.
     """
     name = LOSS_OUTPUT_HANDLES[handle]
-    if not starts_backward(name, attributes):
+    if not operators.starts_backward(name, attributes):
         return list(arrays)
-    count = len(arrays) - auxiliary_states(attributes) if name in WRITTEN_BY_USERS else 1
+    by_user = name in operators.WRITTEN_BY_USERS
+    count = len(arrays) - operators.auxiliary_states(attributes) if by_user else 1
     return [
         _with_scalable_gradient(array) if i < count and kind in CASTABLE else array
         for i, (array, kind) in enumerate(zip(arrays, dtypes_of(arrays)))
@@ -149,113 +130,84 @@ def scaled_custom_ops(scale: float, unscaled_outside: bool = False) -> Iterator[
     As `scaled_outputs`, for graphs that scale the gradients of output operators themselves.
     """
     key = object()
-    _backwards.contexts[key] = scale, unscaled_outside
+    _contexts[key] = scale, unscaled_outside
     try:
         yield
-        if scale != 1 and _is_any_custom_op_alive():
+        held = getattr(mx.operator._registry, "ref_holder", {})
+        if scale != 1 and any(isinstance(one, CustomOp) for one in list(held.values())):
             mx.nd.waitall()  # MXNet calls Python later, in another thread
     finally:
-        del _backwards.contexts[key]
-
-
-def _is_any_custom_op_alive() -> bool:
-    held = getattr(mx.operator._registry, "ref_holder", {})
-    return any(issubclass(type(value), CustomOp) for value in list(held.values()))
-
-
-def count_scaled_backwards() -> int:
-    """Return how many backward passes of custom operators have run with a scale."""
-    return _backwards.count
+        del _contexts[key]
 
 
 def in_unscaled_backward() -> bool:
     """Return whether this thread runs a custom operator's backward on unscaled gradients."""
-    return bool(getattr(_backwards.thread, "unscaled", False))
+    return bool(getattr(_thread, "unscaled", False))
 
 
-def build_custom_op_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `CustomOpProp.__init__` whose operators scale their gradients."""
+def _custom_op_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
+    """Replace `CustomOpProp.__init__`: its operators scale their gradients."""
+    original(prop, need_top_grad)
+    prop.create_operator = partial(_create_operator, prop)
 
-    @functools.wraps(original)
-    def __init__(self: CustomOpProp, need_top_grad: bool = True) -> None:  # noqa: N807
-        original(self, need_top_grad)
-        self.create_operator = functools.partial(_create_operator, self)
 
-    return __init__
+build_custom_op_init = wrapping(_custom_op_init)
 
 
 def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
     """Return `prop`'s operator, with `_scaled_backward` if no identity scales its gradients."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
-    known = isinstance(getattr(op, "backward", None), functools.partial)
+    known = isinstance(getattr(op, "backward", None), partial)
     if isinstance(op, CustomOp) and not scaled_in_graph and not known:
-        op.backward = functools.partial(_scaled_backward, op.backward)
+        op.backward = partial(_scaled_backward, op.backward)
     return op
 
 
 def _scaled_backward(
-    backward: Callable[..., None],
-    req: Sequence[str],
-    out_grad: List[NDArray],
-    in_grad: List[NDArray],
-    **others: Any,
+    backward: Original, req: Any, out_grad: list[NDArray], in_grad: list[NDArray], **others: Any
 ) -> None:
     """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients."""
-    contexts = list(_backwards.contexts.values())
-    scale, unscaled_outside = contexts[-1] if contexts else (1.0, False)
+    scale, unscaled_outside = [(1.0, False), *_contexts.values()][-1]
     if scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    _backwards.count += 1
     unscales = unscaled_outside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
     gradients = _OutGradients(out_grad, 1 / scale if unscales else 1.0)
     # A gradient that the operator adds to carries the scale already.
-    adding = [i for i, one in enumerate(req) if one == "add"]
-    results = [in_grad[i].zeros_like() if i in adding else in_grad[i] for i in range(len(in_grad))]
+    results = [g.zeros_like() if one == "add" else g for g, one in zip(in_grad, req)]
     reqs = ["write" if one == "add" else one for one in req]
-    _backwards.thread.unscaled = unscales
+    _thread.unscaled = unscales
     try:
         backward(req=reqs, out_grad=gradients, in_grad=results, **others)
     finally:
-        _backwards.thread.unscaled = False
+        _thread.unscaled = False
     if unscales or not gradients.was_read:
-        multiply([results[i] for i, one in enumerate(reqs) if one != "null"], scale)
+        multiply([result for result, one in zip(results, req) if one != "null"], scale)
     with autograd.pause(), suspended():
-        for i in adding:
-            in_grad[i][:] = in_grad[i] + results[i]
+        for gradient, result, one in zip(in_grad, results, req):
+            if one == "add":
+                gradient[:] += result
 
 
-class _OutGradients(List[NDArray]):
+class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no UserList[NDArray]
     """A custom operator's `out_grad`, multiplied by `factor` when an element is first read.
 
-    The list is a subclass, not the arrays: MXNet's operators compare the arrays' types.
+    `UserList` reads its elements from `data`. The list is a subclass, not the arrays: MXNet's
+    operators compare the arrays' types.
     """
 
-    def __init__(self, gradients: Sequence[NDArray], factor: float) -> None:
-        super().__init__(gradients)
-        self._factor = factor
-        self.was_read = False
+    def __init__(self, gradients: Sequence[NDArray], factor: float = 1.0) -> None:
+        self._gradients, self._factor, self.was_read = gradients, factor, False
 
-    def mark_read(self) -> None:
-        """Set `was_read`; at the first call, multiply the gradients by the factor."""
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        """The gradients, times the factor."""
         if self._factor != 1 and not self.was_read:
             with autograd.pause(), suspended():
-                super().__setitem__(slice(None), [g * self._factor for g in super().copy()])
+                self._gradients = [gradient * self._factor for gradient in self._gradients]
         self.was_read = True
-
-
-def _with_mark(name: str) -> Callable[..., Any]:
-    """Return the method `name` of `list`, for `_OutGradients`: it calls `mark_read` first."""
-    method = getattr(list, name)
-
-    @functools.wraps(method)
-    def read(self: _OutGradients, *args: Any) -> Any:
-        self.mark_read()
-        return method(self, *args)
-
-    return read
-
-
-for _name in ("__getitem__", "__iter__", "__reversed__", "__add__", "__mul__", "copy", "pop"):
-    setattr(_OutGradients, _name, _with_mark(_name))
+        return self._gradients

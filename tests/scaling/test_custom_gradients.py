@@ -45,6 +45,9 @@ class Op(mx.operator.CustomOp):
             "reads": lambda: out_grad[0] * 2,
             "returns": lambda: out_grad[0],
             "unpacks": lambda: next(one * 2 for one in out_grad),
+            "slices": lambda: out_grad[-1:].copy()[0] * 2,
+            "joins": lambda: (in_data + out_grad)[-1] * 2,
+            "counts": lambda: in_data[0] - len(out_grad),
             "clips": lambda: nd.clip(out_grad[0], -1, 1) * 2,
             "sometimes": lambda: in_data[0] if in_data[0].size == 4 else out_grad[0] * 2,
             "shape": lambda: in_data[0] + len(out_grad[0].shape),
@@ -147,7 +150,8 @@ def trained(way, net, passes):
 
 WAYS = ("scale_loss", "GradScaler", "decorate", "automatic")
 KINDS = (
-    "ignores", "reads", "returns", "unpacks", "clips", "sometimes", "shape", "numpy", "method", "inner",
+    "ignores", "reads", "returns", "unpacks", "slices", "joins", "counts", "clips", "sometimes",
+    "shape", "numpy", "method", "inner",
 )  # fmt: skip
 
 
