@@ -10,8 +10,8 @@ import pytest
 
 from clones import BASH, Clone
 from helpers import ROOT
-from mxamp.framework.cuda import CUDA_WHEELS, NEWEST_WHEEL
-from mxamp.tools.doctor.facts import Gpu, wheel_runs_on
+from mxamp.framework.cuda import DRIVER, MAJORS
+from mxamp.tools.doctor.facts import Gpu, lacks_code_for
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"
@@ -65,12 +65,11 @@ def test_it_runs_in_an_environment_of_its_own(clone, said):
 
 def test_its_limits_are_those_of_the_wheel():
     script = (ROOT / "scripts" / "check_gpu").read_text()
-    wheel = CUDA_WHEELS[NEWEST_WHEEL]
-    assert f"\noldest_driver={wheel.driver}\n" in script
-    assert f"[{''.join(map(str, wheel.majors))}].*) usable=1" in script
-    assert f"use_venv .venv-gpu {NEWEST_WHEEL},demo,test" in script
+    assert f"\noldest_driver={DRIVER}\n" in script
+    assert f"[{''.join(map(str, MAJORS))}].*) usable=1" in script
+    assert "use_venv .venv-gpu cu112,demo,test" in script
     for gpu, fits in ((T4, True), (A100, True), (L4, True), (H100, False)):
-        assert wheel_runs_on(Gpu(*gpu.split(", ")), NEWEST_WHEEL) is fits, gpu
+        assert lacks_code_for(Gpu(*gpu.split(", "))) is not fits, gpu
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ..framework.cuda import NEWEST_WHEEL
 from ..tools.doctor.collect import collect
-from ..tools.doctor.facts import Facts, Gpu, wheel_runs_on
+from ..tools.doctor.facts import Facts, Gpu, lacks_code_for
 from ..tools.doctor.findings import Finding, findings, next_step, verdict
 from .output import examples
 
@@ -116,10 +115,6 @@ def _fact_rows(facts: Facts) -> Iterator[Tuple[str, str]]:
 
 def _gpu_text(gpu: Gpu) -> str:
     """Return a GPU's name, driver and compute capability as a text."""
-    lacks = (
-        ", for which MXNet's wheels have no code"
-        if wheel_runs_on(gpu, NEWEST_WHEEL) is False
-        else ""
-    )
+    lacks = ", for which MXNet's wheels have no code" if lacks_code_for(gpu) else ""
     capability = gpu.capability or "unknown"
     return f"{gpu.name}, driver {gpu.driver}, compute capability {capability}{lacks}"

@@ -1,4 +1,4 @@
-"""The import of MXNet 1.7 to 1.9.1 on today's Python, NumPy and CUDA wheels.
+"""The import of MXNet 1.9.1 on today's Python, NumPy and CUDA wheels.
 
 MXNet reads names that later NumPy versions removed, imports `distutils`, which Python 3.12 removed,
 and looks for CUDA on the system. `prepare_import` adds the missing names before
@@ -21,10 +21,11 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 from ..errors import InstallError
 from . import cuda
-from .versions import NEWEST, SUPPORTED, is_supported
 
-__all__ = ["import_mxnet", "prepare_import"]
+__all__ = ["MXNET", "import_mxnet", "prepare_import", "release"]
 
+#: The version of MXNet that mxamp runs on: other versions have other operators and internals.
+MXNET = "1.9.1"
 # The tested versions of NumPy, as in setup.cfg.
 NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
 
@@ -43,29 +44,31 @@ WRONG_NUMPY = (
     f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 )
 WRONG_MXNET = (
-    f"MXNet {{}} is installed, but mxamp runs on {', '.join(SUPPORTED[:-1])} and {NEWEST}: "
-    f"pip install mxnet=={NEWEST}"
+    f"MXNet {{}} is installed, but mxamp needs MXNet {MXNET}: pip install mxnet=={MXNET}, or for "
+    f"NVIDIA GPUs pip install {cuda.WHEEL}=={MXNET}"
 )
 NOT_INSTALLED = (
     "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for "
-    f"mxnet=={NEWEST}, mxamp[{cuda.NEWEST_WHEEL}] for mxnet-{cuda.NEWEST_WHEEL}=={NEWEST}."
+    f"mxnet=={MXNET}, mxamp[cu112] for {cuda.WHEEL}=={MXNET}."
 )
 
 
 def import_mxnet() -> Any:
     """Import MXNet, on Python and NumPy newer than it supports, and return the module.
 
-    Raises `InstallError` if MXNet, NumPy or the GPU build's driver is missing, if MXNet or NumPy is
-    too old or too new, and if the import fails or has failed before in this process.
+    Raises `InstallError` if MXNet, NumPy or the GPU build's driver is missing, if MXNet is not
+    1.9.1, if NumPy is too old or too new, and if the import fails or has failed before in this
+    process.
     """
-    if "mxnet" in sys.modules:
-        _check_version()
-    else:
+    if sys.modules.get("mxnet") is None:
         failure = _first_import_failure()
         if failure is not None:
             raise failure
+    mxnet: Any = sys.modules["mxnet"]
+    # A stand-in module may have no version.
+    _check_version(getattr(mxnet, "__version__", MXNET))
     _restore_packing(sys.modules["numpy"], sys.modules.get("mxnet.recordio"))
-    return sys.modules["mxnet"]
+    return mxnet
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,8 +79,8 @@ def _first_import_failure() -> Optional[InstallError]:
     """
     if any(name.startswith("mxnet.") for name in sys.modules):
         raise InstallError(FAILED_BEFORE)
+    _check_version(_installed_version())
     prepare_import()
-    _check_version()
     with warnings.catch_warnings():
         # Warnings about NumPy and distutils in MXNet's own code.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -95,19 +98,25 @@ def _first_import_failure() -> Optional[InstallError]:
     return None
 
 
-def _check_version() -> None:
-    """Raise if MXNet is missing or of an unsupported version, without importing it."""
-    try:
-        spec = importlib.util.find_spec("mxnet")
-    except ValueError:  # a stand-in module in sys.modules
-        return
+def _installed_version() -> str:
+    """Return the version of the MXNet that an import would load; raise if there is none.
+
+    Reads libinfo.py, which wheels of any name and builds from source have. Without it, returns
+    1.9.1, and the version is checked after the import.
+    """
+    spec = importlib.util.find_spec("mxnet")
     if spec is None:
         raise InstallError(NOT_INSTALLED)
     places = [Path(place) / "libinfo.py" for place in spec.submodule_search_locations or ()]
     text = "".join(place.read_text(encoding="utf-8") for place in places if place.is_file())
     found = re.search(r"^__version__ *= *['\"](.+?)['\"]", text, re.MULTILINE)
-    if found and not is_supported(found[1]):
-        raise InstallError(WRONG_MXNET.format(found[1]))
+    return found[1] if found else MXNET
+
+
+def _check_version(version: str) -> None:
+    """Raise unless `version` is the version of MXNet that mxamp runs on."""
+    if version != MXNET:
+        raise InstallError(WRONG_MXNET.format(version))
 
 
 def prepare_import() -> None:
@@ -116,16 +125,20 @@ def prepare_import() -> None:
         import numpy
     except ModuleNotFoundError:
         raise InstallError(NO_NUMPY) from None
-    if not _release(NUMPY_FROM) <= _release(numpy.__version__) < _release(NUMPY_BELOW):
+    if not release(NUMPY_FROM) <= release(numpy.__version__) < release(NUMPY_BELOW):
         raise InstallError(WRONG_NUMPY.format(numpy.__version__))
     _restore_numpy(numpy)
     _restore_distutils()
     cuda.preload()
 
 
-def _release(version: str) -> Tuple[int, ...]:
-    """Return the first two numbers of a version: (2, 6) for "2.6.0rc1"."""
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+def release(version: str) -> Tuple[int, ...]:
+    """Return up to three leading numbers of a version, for comparisons.
+
+    >>> release("2.6.0rc1"), release("450.80.02"), release("8.6")
+    ((2, 6, 0), (450, 80, 2), (8, 6))
+    """
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _restore_numpy(numpy: Any) -> None:

@@ -1,40 +1,29 @@
-"""MXNet's CUDA wheels: their requirements, and CUDA's libraries preloaded for them."""
+"""The requirements of mxnet-cu112, and the CUDA libraries that are preloaded for it."""
 
 import ctypes
 import importlib.util
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import List, Mapping, NamedTuple, Optional, Tuple
+from typing import List
 
 from ..errors import InstallError
-from .versions import NEWEST
 
 __all__ = [
     "CUDA_LIBRARIES",
-    "CUDA_WHEELS",
-    "NEWEST_WHEEL",
-    "CudaWheel",
+    "DRIVER",
+    "MAJORS",
+    "WHEEL",
     "missing_libraries",
     "preload",
 ]
 
-
-class CudaWheel(NamedTuple):
-    """The requirements of one of MXNet's CUDA builds."""
-
-    driver: str  #: the oldest driver on Linux
-    majors: Tuple[int, ...]  #: major compute capabilities that the build has machine code for
-
-
-#: Sources: MXNet 1.9.1's config/distribution/linux_cu*.cmake, and CUDA's release notes for drivers.
-CUDA_WHEELS: Mapping[str, CudaWheel] = {
-    "cu101": CudaWheel("418.39", (3, 5, 6, 7)),
-    "cu102": CudaWheel("440.33", (3, 5, 6, 7)),
-    "cu110": CudaWheel("450.36.06", (5, 6, 7, 8)),
-    "cu112": CudaWheel("450.80.02", (5, 6, 7, 8)),
-}
-NEWEST_WHEEL = "cu112"
+WHEEL = "mxnet-cu112"
+#: The oldest driver on Linux that runs the wheel, from CUDA's release notes.
+DRIVER = "450.80.02"
+#: The major compute capabilities that the wheel has machine code for, from MXNet 1.9.1's
+#: config/distribution/linux_cu112.cmake.
+MAJORS = (5, 6, 7, 8)
 
 #: The libraries in the nvidia-*-cu11 wheels, in an order in which each finds its symbols.
 CUDA_LIBRARIES = (
@@ -57,44 +46,32 @@ _INDIRECT = {
     "libcublas.so.11": "libcublasLt.so.11", "libcusolver.so.11": "libcusparse.so.11",
 }  # fmt: skip
 
-_DRIVER = "libcuda.so.1"
 NO_DRIVER = (
-    "mxnet-{cuda} is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install "
-    "the driver ({driver} or later), or on a machine without an NVIDIA GPU install the CPU build: "
-    f"pip uninstall mxnet-{{cuda}} && pip install mxnet=={NEWEST}"
+    f"{WHEEL} is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install the "
+    f"driver ({DRIVER} or later), or on a machine without an NVIDIA GPU install the CPU build: "
+    f"pip uninstall {WHEEL} && pip install mxnet==1.9.1"
 )
 
 
 def preload() -> None:
     """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no CUDA on the system.
 
-    Raises `InstallError` if a CUDA wheel of MXNet is installed without the NVIDIA driver.
+    Raises `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
     """
-    cuda = _installed_wheel()
-    if cuda is None:
+    try:
+        metadata.distribution(WHEEL)
+    except metadata.PackageNotFoundError:
         return
     try:
-        ctypes.CDLL(_DRIVER, mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        message = NO_DRIVER.format(cuda=cuda, driver=CUDA_WHEELS[cuda].driver)
-        raise InstallError(message) from error
+        raise InstallError(NO_DRIVER) from error
     folders = _wheel_folders()
-    for name in CUDA_LIBRARIES if cuda == NEWEST_WHEEL else ():
+    for name in CUDA_LIBRARIES:
         for folder in folders:
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
-
-
-def _installed_wheel() -> Optional[str]:
-    """Return the installed CUDA wheel of MXNet, such as "cu112"; None for the CPU build."""
-    for cuda in reversed(list(CUDA_WHEELS)):
-        try:
-            metadata.distribution(f"mxnet-{cuda}")
-        except metadata.PackageNotFoundError:
-            continue
-        return cuda
-    return None
 
 
 def missing_libraries() -> List[str]:

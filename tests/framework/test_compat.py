@@ -80,13 +80,13 @@ def forgotten(modules):
 @pytest.mark.parametrize(
     "version, words",
     [
-        *((version, f"MXNet {version} is installed.*pip install mxnet==1.9.1")
-          for version in ("1.6.0", "1.5.1.post0", "0.12.1", "2.0.0b1", "2.0.0", "1.10.0")),
-        *((version, "can't be imported: imported")
-          for version in ("1.7.0", "1.8.0", "1.9.0", "1.9.1", "1.9.1b20210101")),
+        *((version, f"MXNet {version} is installed, but mxamp needs MXNet 1.9.1: "
+                    "pip install mxnet==1.9.1, or for NVIDIA GPUs pip install mxnet-cu112==1.9.1$")
+          for version in ("0.12.1", "1.5.1.post0", "1.8.0", "1.9.0", "1.9.10", "1.10.0", "2.0.0b1")),
+        ("1.9.1", "can't be imported: imported"),
     ],
 )  # fmt: skip
-def test_supported_versions_alone_are_imported(version, words, tmp_path, monkeypatch, forgotten):
+def test_mxnet_1_9_1_alone_is_imported(version, words, tmp_path, monkeypatch, forgotten):
     (tmp_path / "mxnet").mkdir()
     (tmp_path / "mxnet" / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (tmp_path / "mxnet" / "libinfo.py").write_text(f'# current\n__version__ = "{version}"\n')
@@ -96,8 +96,27 @@ def test_supported_versions_alone_are_imported(version, words, tmp_path, monkeyp
 
 
 def test_another_version_that_was_imported_before(monkeypatch):
-    monkeypatch.setattr(_compat, "is_supported", lambda version: False)
-    with pytest.raises(InstallError, match=f"MXNet {mx.__version__} is installed, but mxamp runs"):
+    monkeypatch.setattr(mx, "__version__", "1.8.0")
+    with pytest.raises(InstallError, match="MXNet 1.8.0 is installed, but mxamp needs MXNet 1.9.1"):
+        _compat.import_mxnet()
+
+
+def test_another_version_without_libinfo(tmp_path, monkeypatch, forgotten):
+    (tmp_path / "mxnet").mkdir()
+    (tmp_path / "mxnet" / "__init__.py").write_text('__version__ = "2.0.0"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InstallError, match="MXNet 2.0.0 is installed, but mxamp needs MXNet 1.9.1"):
+        _compat.import_mxnet()
+
+
+def test_a_stand_in_without_a_version(modules, forgotten):
+    modules["mxnet"] = types.ModuleType("mxnet")
+    assert _compat.import_mxnet() is modules["mxnet"]
+
+
+def test_an_import_that_is_blocked(modules, forgotten):
+    modules["mxnet"] = None
+    with pytest.raises(InstallError, match="MXNet is not installed"):
         _compat.import_mxnet()
 
 
@@ -184,12 +203,12 @@ def test_numpy_s_range_is_that_of_the_metadata():
     assert wanted[0] == f">={_compat.NUMPY_FROM},<{_compat.NUMPY_BELOW}"
     pins = re.findall(r"\nnumpy==([\d.]+)", (ROOT / "scripts" / "constraints.txt").read_text())
     for bound in re.findall(r">=([\d.]+)", " ".join(wanted[1:])):
-        assert _compat._release(_compat.NUMPY_FROM) <= _compat._release(bound)
-        assert _compat._release(bound) <= _compat._release(pins[-1])
+        assert _compat.release(_compat.NUMPY_FROM) <= _compat.release(bound)
+        assert _compat.release(bound) <= _compat.release(pins[-1])
     for pin in pins:
-        release = _compat._release(pin)
-        assert _compat._release(_compat.NUMPY_FROM) <= release
-        assert release < _compat._release(_compat.NUMPY_BELOW)
+        release = _compat.release(pin)
+        assert _compat.release(_compat.NUMPY_FROM) <= release
+        assert release < _compat.release(_compat.NUMPY_BELOW)
 
 
 @pytest.mark.parametrize("version", ["1.16.6", "0.9", "2.6.0", "2.6.0rc1", "2.10.0", "3.0.0.dev0"])

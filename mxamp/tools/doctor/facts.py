@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Mapping, Optional, Tuple
 
-from ...framework.cuda import CUDA_WHEELS
-from ...framework.versions import release
+from ...framework.compat import release
+from ...framework.cuda import MAJORS
 
-__all__ = ["Build", "Cpu", "Facts", "Gpu", "Speed", "wheel_runs_on", "without_folders"]
+__all__ = ["Build", "Cpu", "Facts", "Gpu", "Speed", "lacks_code_for", "without_folders"]
 
 
 def without_folders(text: str) -> str:
@@ -28,14 +28,9 @@ class Gpu:
     driver: str
 
 
-def wheel_runs_on(gpu: Gpu, cuda: str) -> Optional[bool]:
-    """Return whether MXNet's wheel for `cuda`, such as "cu112", has code for a GPU.
-
-    None means that this is unknown.
-    """
-    if gpu.capability is None or cuda not in CUDA_WHEELS:
-        return None
-    return release(gpu.capability)[0] in CUDA_WHEELS[cuda].majors
+def lacks_code_for(gpu: Gpu) -> bool:
+    """Return whether mxnet-cu112 is known to have no code for a GPU."""
+    return gpu.capability is not None and release(gpu.capability)[0] not in MAJORS
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,9 @@ class Facts:
     speed_error: str = ""  #: why measuring failed
 
     @property
-    def cuda(self) -> Optional[str]:
-        """The CUDA version of the installed MXNet, such as "cu112"; None for the CPU build."""
-        found = (re.search(r"-(cu\d{2,3})", name) for name in self.wheels)
-        return next((match[1] for match in found if match), None)
+    def cuda_wheel(self) -> Optional[str]:
+        """The installed CUDA build of MXNet, such as "mxnet-cu112"; None for the CPU build."""
+        return next((name for name in self.wheels if "-cu" in name), None)
 
     @property
     def device(self) -> str:

@@ -6,11 +6,11 @@ A problem is something to change. With a note, mxamp works.
 import re
 from typing import Callable, Iterator, NamedTuple, Tuple
 
-from ...framework.cuda import CUDA_WHEELS, NEWEST_WHEEL
+from ...framework.compat import MXNET, release
+from ...framework.cuda import DRIVER, WHEEL
 from ...framework.machine import default_dtype
-from ...framework.versions import NEWEST, lacking, release
 from ...framework.wording import counted
-from .facts import Facts, wheel_runs_on
+from .facts import Facts, lacks_code_for
 
 __all__ = ["Finding", "findings", "next_step", "verdict"]
 
@@ -76,10 +76,10 @@ def _gains(facts: Facts) -> bool:
 #: In the message of an import without MXNet.
 _NOT_INSTALLED = "not installed"
 #: MXNet's metadata asks for NumPy below 2, of which there is no wheel for Python 3.13.
-_ON_313 = f"pip install --no-deps mxnet=={NEWEST} && pip install requests"
+_ON_313 = f"pip install --no-deps mxnet=={MXNET} && pip install requests"
 #: Advice by a part of the message of the failed import; the first part found counts.
 _IMPORT_ADVICE = {
-    "is installed, and mxamp runs on": "install one of these; the newest lacks nothing",
+    "but mxamp needs MXNet": "uninstall that MXNet, then run the command that the message names",
     _NOT_INSTALLED: 'pip install "mxamp[cpu]", or for NVIDIA GPUs "mxamp[cu112]"',
     "libcuda.so": "install the NVIDIA driver, or the CPU build: pip uninstall mxnet-cu112 && "
     "pip install mxnet==1.9.1",
@@ -107,14 +107,9 @@ def _check_versions(facts: Facts) -> Iterator[Finding]:
         what = f"Python {facts.python}: mxamp is made for Python 3.8 to 3.13"
         advice = "use Python 3.11, which MXNet imports on as it is"
         yield Finding("python_version", "problem", what, advice)
-    if facts.mxnet:
-        version, wheel = facts.mxnet.version, next(iter(facts.wheels), "mxnet")
-        for feature in (one for _, one in lacking(version) if one.without):
-            advice = f"MXNet {feature.since} and later have it: pip install {wheel}=={NEWEST}"
-            yield Finding("mxnet_version", "note", f"MXNet {version} has {feature.without}", advice)
-        if not facts.mxnet.onednn:
-            what = "this MXNet is built without oneDNN: it has no bfloat16, and float32 is slow"
-            yield Finding("no_onednn", "problem", what, f"install MXNet {NEWEST} from its wheel")
+    if facts.mxnet and not facts.mxnet.onednn:
+        what = "this MXNet is built without oneDNN: it has no bfloat16, and float32 is slow"
+        yield Finding("no_onednn", "problem", what, f"install MXNet {MXNET} from its wheel")
     if len(facts.wheels) > 1:
         what = f"{' and '.join(facts.wheels)} are installed together, and overwrite each other"
         yield Finding("two_wheels", "problem", what, "pip uninstall all of them, then install one")
@@ -132,30 +127,28 @@ def _check_versions(facts: Facts) -> Iterator[Finding]:
 
 def _check_gpus(facts: Facts) -> Iterator[Finding]:
     """Yield findings about GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
-    cuda, build = facts.cuda, facts.mxnet
+    cuda, build = facts.cuda_wheel, facts.mxnet
+    swap = f'pip uninstall {next(iter(facts.wheels), "mxnet")} && pip install "mxamp[cu112]"'
+    if cuda and cuda != WHEEL:
+        what = f"{cuda} is built for a CUDA version that mxamp does not support"
+        yield Finding("cuda_version", "problem", what, swap)
     for gpu in sorted(set(facts.gpus), key=str):
-        swap = f'pip uninstall {next(iter(facts.wheels), "mxnet")} && '
-        swap += f'pip install "mxamp[{NEWEST_WHEEL}]"'
         capability = f"{gpu.name} (compute capability {gpu.capability})"
-        if wheel_runs_on(gpu, NEWEST_WHEEL) is False:
+        if lacks_code_for(gpu):
             what = f"MXNet's wheels have no code for {capability}, only for 5.0 to 8.9"
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"
             yield Finding("gpu_without_code", "problem" if cuda else "note", what, advice)
-        elif cuda and wheel_runs_on(gpu, cuda) is False:
-            what = f"mxnet-{cuda} has no code for {capability}"
-            yield Finding("gpu_without_code", "problem", what, swap)
         elif facts.wheels and not cuda:
             what = f"{gpu.name} is not used: the installed MXNet is a CPU build"
             yield Finding("gpu_not_used", "problem", what, swap)
-        needed = CUDA_WHEELS[cuda].driver if cuda and cuda in CUDA_WHEELS else "0"
-        if release(gpu.driver) < release(needed):
-            what = f"driver {gpu.driver} is too old for mxnet-{cuda}, which needs {needed}"
-            yield Finding("gpu_driver", "problem", what, f"install driver {needed} or later")
+        if cuda == WHEEL and release(gpu.driver) < release(DRIVER):
+            what = f"driver {gpu.driver} is too old for {WHEEL}, which needs {DRIVER}"
+            yield Finding("gpu_driver", "problem", what, f"install driver {DRIVER} or later")
     if facts.gpu_error:
         advice = "check the NVIDIA driver: nvidia-smi has to work before MXNet can use a GPU"
         yield Finding("nvidia_smi", "problem" if cuda else "note", facts.gpu_error, advice)
     elif cuda and build and not facts.gpus:
-        what = f"mxnet-{cuda} is installed, nvidia-smi finds no GPU, and MXNet computes on the CPU"
+        what = f"{cuda} is installed, nvidia-smi finds no GPU, and MXNet computes on the CPU"
         advice = "install mxnet==1.9.1, which is smaller, or check the driver"
         yield Finding("no_gpu", "note", what, advice)
     elif (
@@ -169,9 +162,7 @@ def _check_gpus(facts: Facts) -> Iterator[Finding]:
         yield Finding("gpu_not_seen", "problem", what, advice)
     if cuda and facts.missing_libraries:
         what = "CUDA libraries are missing: " + ", ".join(facts.missing_libraries)
-        advice = f'pip install "mxamp[{NEWEST_WHEEL}]"; libcuda.so.1 comes with the driver'
-        if cuda != NEWEST_WHEEL:
-            advice = f"install the CUDA that mxnet-{cuda} is for, its cuDNN and NCCL, or {advice}"
+        advice = 'pip install "mxamp[cu112]"; libcuda.so.1 comes with the driver'
         yield Finding("cuda_libraries", "problem", what, advice)
 
 
@@ -244,7 +235,7 @@ _HARMFUL_WITH_CUDA = (
 
 def _check_variables(facts: Facts) -> Iterator[Finding]:
     """Yield findings about environment variables with harmful values, or without effect."""
-    for name, pattern, effect in (*_HARMFUL, *(_HARMFUL_WITH_CUDA if facts.cuda else ())):
+    for name, pattern, effect in (*_HARMFUL, *(_HARMFUL_WITH_CUDA if facts.cuda_wheel else ())):
         value = facts.variables.get(name)
         if value is not None and re.fullmatch(pattern, value):
             yield Finding("variable", "problem", f"{name}={value}: {effect}", f"unset {name}")
