@@ -1,7 +1,7 @@
 """MXNet's operator registry: names, inputs and attributes of each operator, `Custom` included.
 
-MXNet 1.9.1 registers 886 operators under 1167 names, older versions fewer. Aliases share one
-handle, so an operator is identified by its handle or its one canonical name.
+MXNet 1.9.1 registers 886 operators under 1167 names. Aliases share one handle, so an operator is
+identified by its handle or its one canonical name.
 """
 
 import ctypes
@@ -17,7 +17,6 @@ import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
-from . import versions
 from .wording import shown
 
 __all__ = [
@@ -29,14 +28,11 @@ __all__ = [
     "auxiliary_states",
     "by_handle",
     "handle_of",
-    "lacks",
     "needs_head_gradient",
-    "needs_one_dtype",
     "prop_class",
     "registry",
     "resolve",
     "starts_backward",
-    "without_bfloat16",
 ]
 
 #: Output operators (canonical names): they ignore the head gradient, and start the backward pass
@@ -60,8 +56,6 @@ NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_
 
 #: Operators that call Python: any of their inputs may need a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
-
-CAME_LATER = "operator {name!r} came with MXNet {since}, but an older MXNet is installed"
 
 OTHER_NAME = "unknown operator {name!r}; MXNet calls it {operator!r}"
 
@@ -192,7 +186,7 @@ def resolve(name: str) -> Operator:
     >>> resolve("concat").name
     'Concat'
 
-    Raises `UnknownNameError` with the closest names, or with the MXNet version that added it.
+    Raises `UnknownNameError` with the closest names.
     """
     try:
         return _by_name()[name]
@@ -208,45 +202,10 @@ def _unknown_error(given: Any) -> UnknownNameError:
         hint = f": write {operator!r}" if operator is not None else ""
         said = f"an operator must be named by a string, not by {shown(given)}"
         return UnknownNameError(said + hint)
-    if name in _of_later_versions():
-        return UnknownNameError(CAME_LATER.format(name=name, since=_of_later_versions()[name]))
     if operator is not None:
         return UnknownNameError(OTHER_NAME.format(name=name, operator=operator))
     forward = [one for one in _by_name() if not one.startswith("_backward_")]
     return unknown("operator", name, forward, listed_by="`mxamp operators`")
-
-
-def lacks(name: str) -> bool:
-    """Return whether the operator `name` (canonical) came with a later MXNet than the loaded one.
-
-    >>> lacks("Convolution"), lacks("Convolutoin")
-    (False, False)
-    """
-    return name in _of_later_versions() and name not in _by_name()
-
-
-def needs_one_dtype(name: str) -> bool:
-    """Return whether the loaded MXNet, unlike later ones, requires one dtype for all inputs."""
-    return any(name in feature.one_dtype for feature in versions.missing().values())
-
-
-def without_bfloat16() -> Mapping[str, str]:
-    """Return the version that added the bfloat16 kernel, by operator that lacks it here."""
-    return {
-        operator: feature.since
-        for feature in versions.missing().values()
-        for operator in feature.bfloat16
-    }
-
-
-@lru_cache(maxsize=None)
-def _of_later_versions() -> Mapping[str, str]:
-    """Return the version that added each operator that the loaded MXNet lacks, by name."""
-    return {
-        operator: feature.since
-        for feature in versions.missing().values()
-        for operator in feature.operators
-    }
 
 
 def handle_of(name: str) -> int:

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 
-from mxnet import __version__
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
 
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
-from ..framework.versions import release
 from ..policy.regions import marks_of
 from ..policy.values import parse_integers
 
@@ -260,9 +258,8 @@ _OF_SHAPES = frozenset(
 _ESCAPE = re.compile(r"\\(?:u[0-9a-f]{4}|.)")
 _UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 
-_major, _minor, _patch = release(__version__)
-#: Without a version MXNet "upgrades" a graph as one of version 0.8.
-VERSION = {"mxnet_version": ["int", 10000 * _major + 100 * _minor + _patch]}
+#: MXNet 1.9.1. Without a version MXNet "upgrades" a graph as one of version 0.8.
+VERSION = {"mxnet_version": ["int", 10901]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:

@@ -13,14 +13,7 @@ from types import MappingProxyType
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
 
 from ..errors import ArgumentError, prefix_errors
-from ..framework.operators import (
-    Operator,
-    lacks,
-    needs_one_dtype,
-    registry,
-    resolve,
-    without_bfloat16,
-)
+from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import shortened, shown
 from .rules import LIMITED, UNLISTED, Condition, CustomClasses, MissingKernel, Rule, ShapeRule
 from .schema import check_data, table_label
@@ -197,8 +190,6 @@ class _RuleBuilder:
                     names = _operator_names(table["operators"])
                 add(table, names, table_label(kind, i))
         self._add_exceptions()
-        if (data["dtype"], device) == ("bfloat16", "cpu"):
-            self._keep_later_kernels()
         if not data.get("lower_custom_operators", True):
             self._amend_rule("Custom", lowers_custom=False)
         if custom:
@@ -297,9 +288,7 @@ class _RuleBuilder:
         """Record inputs and outputs of [keep_inputs], [follow_inputs] and [keep_outputs]."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
-                if (name == _GPU_ONLY and name not in registry()) or lacks(name):
-                    continue
-                if kind == "keep_inputs" and needs_one_dtype(name):
+                if name == _GPU_ONLY and name not in registry():
                     continue
                 with prefix_errors(f"[{kind}]"):
                     operator = _operator_called(name)
@@ -312,14 +301,6 @@ class _RuleBuilder:
                 self._amend_rule(name, **{kind: tuple(kept)})
         with prefix_errors("[slower]"):
             _operator_names(self._data.get("slower", {}))
-
-    def _keep_later_kernels(self) -> None:
-        """Keep operators in float32 whose bfloat16 kernels came with a later MXNet."""
-        for name, since in without_bfloat16().items():
-            reason = f"its bfloat16 kernel came with MXNet {since}"
-            self._amend_rule(name, missing=reason, computes="float64", by_shape=())
-            if self.by_name[name].op_class == "low":
-                self._amend_rule(name, op_class="fp32", reason=reason)
 
     def _add_rule(self, rule: Rule, where: str) -> None:
         """Add the rule of a new operator; raise if another table gave the operator a class."""
@@ -336,15 +317,12 @@ class _RuleBuilder:
 
 
 def _operator_names(patterns: Iterable[str]) -> List[str]:
-    """Return the names of the operators that canonical names and patterns ending in * match.
-
-    Operators of later MXNet versions are left out: no program can call them here.
-    """
+    """Return the names of the operators that canonical names and patterns ending in * match."""
     names: List[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
             names += [name for name in registry() if name.startswith(pattern[:-1])]
-        elif not lacks(pattern):
+        else:
             names.append(_operator_called(pattern).name)
     return names
 

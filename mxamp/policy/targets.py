@@ -6,7 +6,6 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name, fast_dtype
-from ..framework.versions import has_feature, why_not
 from ..framework.wording import one_of, shown
 from .rules import SHOWN_CLASSES
 
@@ -27,7 +26,6 @@ __all__ = [
     "auto_error",
 ]
 
-NO_FLOAT16 = "{why}: give bfloat16, or a GPU as the device"
 OTHER_POLICY = (
     "the policy is for {own}, but {given} is given beside it: give a policy for {given}, or leave "
     "{given} out"
@@ -125,8 +123,6 @@ def check_device(dtype: str, device: Optional[str]) -> str:
         raise ArgumentError(
             "MXNet has no bfloat16 kernels on GPUs: give float16, or the CPU as the device"
         )
-    if dtype == "float16" and device == "cpu" and not has_feature("float16_on_cpus"):
-        raise ArgumentError(NO_FLOAT16.format(why=why_not("float16_on_cpus")))
     return device
 
 

@@ -11,8 +11,8 @@ import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
 import mxamp as amp
-from helpers import ROOT, needs
-from mxamp.framework.operators import lacks, needs_one_dtype, registry
+from helpers import ROOT
+from mxamp.framework.operators import registry
 from mxamp.graph.ir import Node, infer_outputs
 from mxamp.policy.lists import lists_folder
 from mxamp.policy.policy import Policy
@@ -32,7 +32,7 @@ def expanded(group):
     for pattern in group["operators"]:
         if pattern.endswith("*"):
             yield from (name for name in registry() if name.startswith(pattern[:-1]))
-        elif not lacks(pattern):
+        else:
             yield pattern
 
 
@@ -93,15 +93,12 @@ def test_every_number_is_watched_by_a_condition_or_exempt(data, dtype):
     ],
 )  # fmt: skip
 def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
-    kinds = {"h": dtype, "f": dtype if needs_one_dtype(name) else "float32"}
+    kinds = {"h": dtype, "f": "float32"}
     node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)
     assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
 
 
-@pytest.mark.parametrize("name", [
-    "reshape_like", "slice_like",
-    pytest.param("broadcast_like", marks=needs("mixed_broadcast_like")),
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["reshape_like", "slice_like", "broadcast_like"])
 def test_inputs_whose_shape_alone_is_read_tell_no_dtype(name, dtype):
     """BilinearResize2D's does: MXNet takes it for the other input's, whatever it is."""
     assert Policy.default(dtype, "cpu").rule(name).keep_inputs
