@@ -22,7 +22,6 @@ from hypothesis import settings
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.framework.patching import _installed
-from mxamp.framework.versions import has_feature, lacking, why_not
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
 from mxamp.policy.policy import _policy_registry
@@ -36,10 +35,6 @@ settings.load_profile("mxamp")
 collect_ignore = ["horovod_worker.py", "programs"]
 
 DTYPES = ("float16", "bfloat16")
-#: What errors say of what this version of MXNet lacks: in mxamp's words, and in MXNet's own.
-LACKING = {why_not(name): name for name, feature in lacking(mx.__version__) if feature.without}
-if "float16_on_cpus" in LACKING.values():
-    LACKING["unknown type for MKLDNN :2"] = "float16_on_cpus"
 BF16 = np.dtype([("bfloat16", np.uint16)])
 
 
@@ -70,35 +65,11 @@ def pytest_collection_modifyitems(items):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _skipped_where_it_is_lacking(outcome):
-    """Skip a test that has failed for what this version of MXNet lacks, and says so."""
-    said = str(outcome.excinfo[1]) if outcome.excinfo else ""
-    for words, name in LACKING.items():
-        if words in said:
-            outcome.force_exception(pytest.skip.Exception(why_not(name)))
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_setup():
-    _skipped_where_it_is_lacking((yield))
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call():
-    _skipped_where_it_is_lacking((yield))
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_teardown():
-    _skipped_where_it_is_lacking((yield))
-
-
 def pytest_collection_finish():
     # What is loaded by now stays: `clean` need not look through all of it after each test.
     registry()
     for dtype in DTYPES:
-        if dtype != "float16" or has_feature("float16_on_cpus"):
-            amp.Policy.default(dtype, "cpu")
+        amp.Policy.default(dtype, "cpu")
     gc.collect()
     gc.freeze()
 
@@ -153,8 +124,6 @@ def clean():
 
 @pytest.fixture(params=DTYPES)
 def dtype(request):
-    if request.param == "float16" and not has_feature("float16_on_cpus"):
-        pytest.skip(why_not("float16_on_cpus"))
     return request.param
 
 

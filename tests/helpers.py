@@ -17,7 +17,6 @@ import pytest
 
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
-from mxamp.framework.versions import FEATURES, has_feature, why_not
 from mxamp.graph.ir import Graph
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,17 +33,6 @@ NEEDS_HOROVOD = [
 ]
 
 
-def needs(feature):
-    """Skip where this version of MXNet lacks one of `FEATURES`."""
-    since = FEATURES[feature].since
-    reason = why_not(feature) if FEATURES[feature].without else f"{feature}: since MXNet {since}"
-    return pytest.mark.skipif(not has_feature(feature), reason=reason)
-
-
-#: For tests whose failure does not show the error that would skip them (see conftest).
-needs_float16 = needs("float16_on_cpus")
-
-
 def pairwise(*factors):
     """Return few rows of values in which each pair of values of two factors occurs."""
     rows = [tuple(enumerate(row)) for row in itertools.product(*factors)]
@@ -55,14 +43,6 @@ def pairwise(*factors):
         left.difference_update(itertools.combinations(best, 2))
         chosen.append([value for _, value in best])
     return chosen
-
-
-def float16_policy():
-    """The policy for CPUs; where MXNet has no float16 casts there, that for GPUs.
-
-    For what modules of tests make when they are imported: tests that run it there are skipped.
-    """
-    return amp.Policy.default("float16", "cpu" if has_feature("float16_on_cpus") else "gpu")
 
 
 def mx_dtype(name):

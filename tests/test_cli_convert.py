@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from helpers import needs_float16, randn, run_forked
+from helpers import randn, run_forked
 from mxamp.cli import screen
 from mxamp.cli.main import main
 from mxamp.patches.announcements import _logged
@@ -64,7 +64,6 @@ def warned_before(monkeypatch):
     monkeypatch.setattr(_logged, "speed", {("float16", "cpu")})
 
 
-@needs_float16
 def test_float16_on_a_cpu_is_warned_of(tmp_path, models):
     _logged.speed.clear()
     result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"))
@@ -268,7 +267,6 @@ FAILED = [
 ]  # fmt: skip
 
 
-@needs_float16
 @pytest.mark.parametrize("arguments, cells, said", FAILED, ids=[one[0] for one in FAILED])
 def test_a_failed_check_shows_the_errors_of_outputs_then_one_line(arguments, cells, said):
     before = set(os.listdir())
@@ -298,7 +296,6 @@ GOOD = [
 ]  # fmt: skip
 
 
-@needs_float16
 @pytest.mark.parametrize("arguments, written, said", GOOD, ids=[one[0] for one in GOOD])
 def test_a_model_is_converted(tmp_path, arguments, written, said):
     result = run(*arguments.split(), "--out", str(tmp_path / "x"))
@@ -310,7 +307,6 @@ def test_a_model_is_converted(tmp_path, arguments, written, said):
     assert ("warning" in result.output) == ("warning: " in said)
 
 
-@needs_float16
 def test_renamed_parameters_are_named(tmp_path):
     arguments = ["m", "--force", "--out", str(tmp_path / "x"), "--dtype"]
     assert "names begin with" not in run(*arguments, "float16").output
@@ -357,7 +353,6 @@ def test_progress_is_for_terminals(tmp_path, terminal, monkeypatch):
     assert bool(shown.getvalue()) == terminal
 
 
-@needs_float16
 def test_a_file_system_that_is_read_only(tmp_path, monkeypatch):
     def fails(*_, **__):
         raise OSError(30, "Read-only file system")

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from helpers import ROOT, needs_float16, run_forked
+from helpers import ROOT, run_forked
 
 IN_MIXED_PRECISION = "import sys; amp = sys.modules['mxamp']; assert amp.is_enabled()\n"
 PROGRAMS = ROOT / "tests" / "programs"
@@ -152,9 +152,7 @@ def test_the_main_module_is_as_python_makes_it(tmp_path, arguments):
     assert mxamp_run(tmp_path, *arguments) == (0, plain.stdout.splitlines(), [])
 
 
-@pytest.mark.parametrize(
-    "dtype, times", [("bfloat16", 1), pytest.param("float16", 2, marks=needs_float16)]
-)
+@pytest.mark.parametrize("dtype, times", [("bfloat16", 1), ("float16", 2)])
 def test_a_script_that_calls_init_hears_once_what_has_not_changed(tmp_path, dtype, times):
     write(tmp_path / "train.py", f"from mxnet.contrib import amp\namp.init({dtype!r})")
     assert mxamp_run(tmp_path, "train.py")[::2] == (0, [])
@@ -202,7 +200,6 @@ def test_what_is_no_python_is_shown_as_python_does(tmp_path, arguments):
 
 
 @pytest.mark.slow
-@needs_float16
 def test_policy_files(tmp_path):
     text = "import os; print(amp.current_policy().target_dtype, [n for n in os.environ if 'MIXED' in n])"
     write(tmp_path / "train.py", text)

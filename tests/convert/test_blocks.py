@@ -12,7 +12,6 @@ import mxamp as amp
 from helpers import (
     down,
     exported,
-    float16_policy,
     kind,
     operators_of,
     randn,
@@ -140,7 +139,7 @@ def test_it_runs_as_converted_whatever_is_on(net):
     "options",
     [
         {"policy": B.untuned()}, {"target_dtype": "bfloat16", "keep_io_types": False},
-        {"policy": float16_policy()},
+        {"policy": amp.Policy.default("float16", "cpu")},
     ],
 )  # fmt: skip
 def test_where_nothing_is_tuned_it_runs_what_it_exports(net, options, tmp_path):

@@ -9,14 +9,13 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import float16_policy
 from mxamp.tools.debugging.drawing import colors_of, to_dot
 from mxamp.tools.debugging.explain import NodePlan, Plan
 from mxamp.tools.tuning.tuning import LayerCost
 from tuned import TUNING
 
 S = mx.sym
-BASE = float16_policy()
+BASE = amp.Policy.default("float16", "cpu")
 
 
 def net(prefix="", hidden=4):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import BF16, float16_policy
+from helpers import BF16
 from mxamp.framework.wording import counted, one_of, shortened, shown
 
 
@@ -30,7 +30,7 @@ def test_lists_of_names():
     (int, "the class int"), (mx.nd.NDArray, "the class NDArray"), (np, "the module numpy"),
     (counted, "the function counted"), (len, "the function len"), (object(), "an object"),
     (np.float32(1), "float32(1.0)"), ([np.int64(3)], "[int64(3)]"), (np.ones(()), "an ndarray without axes in float64"),
-    (mx.cpu(), "cpu(0)"), (float16_policy(), "a Policy"),
+    (mx.cpu(), "cpu(0)"), (amp.Policy.default("float16", "cpu"), "a Policy"),
 ])  # fmt: skip
 def test_values(value, text):
     assert shown(value) == text

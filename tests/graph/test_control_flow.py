@@ -3,12 +3,12 @@
 import mxnet as mx
 import pytest
 
-from helpers import float16_policy
+import mxamp as amp
 from mxamp.graph.casts.insert import rewrite, rewritten_symbol
 from mxamp.graph.ir import UNSAFE_LOOPS, Graph, Usage
 from nets import Control
 
-CPU = float16_policy()
+CPU = amp.Policy.default("float16", "cpu")
 
 
 def graph_of(name):

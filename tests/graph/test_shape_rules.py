@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, needs, randn, same, values, with_avx512
+from helpers import kind, randn, same, values, with_avx512
 from mxamp.framework.machine import BFLOAT16
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import NONE, RULES, choose
@@ -212,7 +212,6 @@ TIED = mx.sym.Group([UP, mx.sym.relu(TAKEN)])
 WEIGHT = frozenset({"weight"})
 
 
-@needs("bfloat16_deconvolution")
 @pytest.mark.parametrize(
     "symbol, usage, low",
     [
@@ -233,7 +232,6 @@ def test_transposed_convolutions_are_not_trained_through_a_cast_of_their_weight(
     assert kept(symbol, policy=B.untuned(), **usage) == kept(symbol, **usage)
 
 
-@needs("bfloat16_deconvolution")
 def test_the_weight_of_a_transposed_convolution_in_a_loop_is_never_known_to_be_stored():
     def step(data, states):
         up = mx.sym.Deconvolution(data, states[0], kernel=(1, 1), num_filter=4, no_bias=True)
@@ -245,7 +243,6 @@ def test_the_weight_of_a_transposed_convolution_in_a_loop_is_never_known_to_be_s
         assert bool(inner) == bool(usage)
 
 
-@needs("bfloat16_deconvolution")
 def test_norms_behind_transposed_convolutions_follow_them():
     net = sequential(nn.Conv2DTranspose(32, 4, strides=2, in_channels=16), nn.BatchNorm())
     for policy, precision in ((B, "float32"), (LOW_DECONVOLUTION, "bfloat16")):
@@ -254,7 +251,6 @@ def test_norms_behind_transposed_convolutions_follow_them():
 
 
 @with_avx512
-@needs("bfloat16_deconvolution")
 @pytest.mark.parametrize("groups", [1, 2, 16])
 def test_converted_convolutions_of_groups_follow_float32(groups):
     net = sequential(

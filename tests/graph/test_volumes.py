@@ -7,16 +7,13 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, exported, kind, needs, operators_of, randn, same, values, with_avx512
+from helpers import down, exported, kind, operators_of, randn, same, values, with_avx512
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import choose
 
 B = amp.Policy.default("bfloat16")
 UNTUNED = B.untuned()
-VOLUMES = [
-    nn.Conv3D,
-    pytest.param(nn.Conv3DTranspose, marks=needs("deconvolution_3d")),
-]
+VOLUMES = [nn.Conv3D, nn.Conv3DTranspose]
 POOL = {"kernel": (1, 1, 1), "global_pool": True, "pool_type": "avg"}
 
 VIEWS = {
@@ -114,7 +111,6 @@ def test_casts_read_views_of_volumes_in_float32(layer, low):
     assert np.linalg.norm(gradients[0] - gradients[1]) < 0.03 * np.linalg.norm(gradients[0])
 
 
-@needs("deconvolution_3d")
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_transposed_volumes_are_trained_in_float32(dtype, hybrid):
     net = nn.Conv3DTranspose(4, 3, in_channels=2)
@@ -300,10 +296,7 @@ def test_the_plan_says_why():
     (view_symbol(axes=2), []),
     (view_symbol(axes=1), []),
     (view_symbol(num_group=2), ["view"]),
-    pytest.param(
-        mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"],
-        marks=needs("bfloat16_deconvolution"),
-    ),
+    (mx.sym.flatten(mx.sym.Deconvolution(mx.sym.var("x"), kernel=(2, 2, 2), num_filter=16), name="view"), ["view"]),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.exp(conv), name="view")), []),
     (view_symbol(lambda conv: mx.sym.flatten(mx.sym.BlockGrad(conv), name="view")), ["view"]),
     (view_symbol(lambda conv: mx.sym.Dropout(mx.sym.squeeze(conv))), []),

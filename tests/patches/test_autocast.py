@@ -8,11 +8,11 @@ from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import float16_policy, kind, needs_float16, randn
+from helpers import kind, randn
 from mxamp.framework import machine
 from mxamp.patches import table
 
-FLOAT16, BFLOAT16 = float16_policy(), amp.Policy.default("bfloat16")
+FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
 
 
 def product():
@@ -52,7 +52,6 @@ def test_a_repeated_init_does_nothing(caplog):
     assert_unpatched()
 
 
-@needs_float16
 @pytest.mark.parametrize(
     "first, second, words",
     [
@@ -250,7 +249,6 @@ def test_bad_autocast_arguments(arguments):
         amp.autocast(*arguments)
 
 
-@needs_float16
 def test_autocast_is_a_threads_own():
     inside, checked = threading.Event(), threading.Event()
     seen = []
@@ -297,7 +295,7 @@ def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):
     [
         (amp.autocast("bfloat16"), "<autocast bfloat16>"), (amp.autocast(), "<autocast>"),
         (amp.autocast("float16", enabled=False), "<autocast off>"),
-        (amp.autocast(policy=float16_policy()), "<autocast float16>"),
+        (amp.autocast(policy=amp.Policy.default("float16", "cpu")), "<autocast float16>"),
     ],
 )  # fmt: skip
 def test_representation(region, shown):
@@ -324,7 +322,6 @@ CHOOSES_FLOAT16 = {
 }
 
 
-@needs_float16
 @pytest.mark.skipif(amp.Policy.default().device == "gpu", reason="float16 is for the GPU")
 @pytest.mark.parametrize("name", CHOOSES_FLOAT16)
 def test_float16_on_a_cpu_is_warned_of_once(name, caplog):

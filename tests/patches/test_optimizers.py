@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import float16_policy, randn, same, values
+from helpers import randn, same, values
 from mxamp.framework.machine import threads
 from mxamp.patches import optimizers as updates
 
@@ -82,7 +82,7 @@ class Mine(mx.optimizer.SGD):
         (mx.optimizer.SGD, B, {}, True),
         (mx.optimizer.SGD, B.untuned(), {}, False),
         (mx.optimizer.SGD, PLAIN, {}, False),
-        (mx.optimizer.SGD, float16_policy(), {}, False),
+        (mx.optimizer.SGD, amp.Policy.default("float16", "cpu"), {}, False),
         (lambda: mx.optimizer.SGD(multi_precision=True), B, {"dtype": "float16"}, False),
         (mx.optimizer.SGD, B, {"dtype": "float64"}, False),
         (mx.optimizer.SGD, B, {"stype": "row_sparse"}, False),

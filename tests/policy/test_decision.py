@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import float16_policy, needs
 from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide, fixed_inputs
@@ -58,8 +57,8 @@ H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
         ("SequenceMask", {"value": "-1e9"}, [H, F], [F, None]),
         # only the second's shape is read
         ("reshape_like", {}, [H, F], [None, None]), ("slice_like", {}, [H, F], [None, None]),
-        pytest.param("broadcast_like", {}, [H, F], [None, None], marks=needs("mixed_broadcast_like")),
-        pytest.param("broadcast_like", {}, [F, H], [None, None], marks=needs("mixed_broadcast_like")),
+        ("broadcast_like", {}, [H, F], [None, None]),
+        ("broadcast_like", {}, [F, H], [None, None]),
         ("_contrib_AdaptiveAvgPooling2D", {}, [H], [None]),
         # samplers
         ("_sample_normal", {}, [H, F], [F, None]), ("_npi_normal", {}, [F, H], [None, F]),
@@ -106,7 +105,6 @@ def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).through is None
 
 
-@needs("bfloat16_deconvolution")
 def test_a_deconvolution_that_a_user_lowers_trains_through_its_cast():
     given = Policy.default("bfloat16").override(low=["Deconvolution"])
     assert decide("Deconvolution", {}, [F, F], given).reads == (D, D)
@@ -192,14 +190,14 @@ def test_what_holds_for_every_operator(name, dtypes, chosen):
 @pytest.mark.parametrize("operator", ["transpose", "relu", "Flatten"])
 def test_bfloat16_is_widened_under_a_float16_policy_of_cpus(operator):
     """Some of MXNet's bfloat16 kernels end the process, and only bfloat16 policies list them."""
-    policy = float16_policy()
+    policy = Policy.default(H, "cpu")
     found = decide(operator, {}, ["bfloat16"], policy)
     assert (found.precision, found.reads) == ("float32", ("float32",))
     assert decide(operator, {}, ["float16"], policy).precision == "float16"
 
 
 def test_a_region_that_lowers_nothing_on_the_device_is_no_reason():
-    policy = float16_policy()
+    policy = Policy.default(H, "cpu")
     found = decide("exp", {}, ["float32"], policy)
     assert "float16" in with_region_reason(found, {REGION: "float16"}, policy).reason
     assert (

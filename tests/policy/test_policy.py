@@ -9,7 +9,6 @@ import pytest
 import mxamp as amp
 from helpers import mx_dtype, same, values
 from mxamp.framework.operators import registry
-from mxamp.framework.versions import has_feature
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import choose
@@ -190,7 +189,7 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert not untuned.substitutions
     exact = {one.name for rule in untuned.rules.values() for one in rule.by_shape}
     assert exact - {"cast_weight"} == {"volume_views"}
-    assert ("cast_weight" in exact) == has_feature("bfloat16_deconvolution")
+    assert "cast_weight" in exact
     assert policy.override(fp32=["relu"]).substitutions == policy.substitutions
     assert policy.override(substitutions=["relu6"]) != policy
 

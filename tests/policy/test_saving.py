@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mxamp as amp
-from helpers import float16_policy, needs_float16
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import decide
@@ -18,7 +17,7 @@ from mxamp.policy.policy import Policy, _policy_registry
 from mxamp.policy.rules import Condition
 
 DEFAULTS = [("float16", "cpu"), ("float16", "gpu"), ("bfloat16", "cpu")]
-F16, BF16 = float16_policy(), Policy.default("bfloat16")
+F16, BF16 = amp.Policy.default("float16", "cpu"), Policy.default("bfloat16")
 
 POLICIES = {
     "untuned": BF16.untuned(),
@@ -156,7 +155,6 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     ) == fast.in_float32().override(low=["dot"])
 
 
-@needs_float16
 def test_a_file_is_for_one_kind_of_device(tmp_path):
     path = saved(F16, tmp_path)
     with pytest.raises(
