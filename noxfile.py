@@ -1,14 +1,14 @@
-"""Run the suite on every Python found, as a CPU without avx512 would, and on older MXNets.
+"""Run the suite on every Python found, and as a CPU without avx512 would.
 
-`nox` runs all but the GPU wheel; `nox -s avx2`, `nox -s "mxnet(1.8.0.post0)"` and `nox -s cuda` run
-one session, `nox -l` lists all. docs/versions.md says what was run.
+`nox` runs all but the GPU wheel; `nox -s avx2` and `nox -s cuda` run one session, `nox -l` lists
+all. docs/versions.md says what was run.
 """
 
 import os
 
 import nox
 
-nox.options.sessions = ["tests", "avx2", "mxnet", "smoke"]
+nox.options.sessions = ["tests", "avx2", "smoke"]
 nox.options.error_on_missing_interpreters = False
 # Each Python's own: virtualenv makes none for 3.8 any more.
 nox.options.default_venv_backend = "venv"
@@ -16,8 +16,6 @@ nox.options.default_venv_backend = "venv"
 # As scripts/test has it.
 PARALLEL = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal"]
 PYTHONS = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"]
-#: MXNet's CPU wheels before the newest, which `tests` has.
-OLDER = ["1.7.0.post2", "1.8.0.post0", "1.9.0"]
 #: Python and NumPy, as docs/versions.md has them.
 PAIRS = [
     ("3.8", "1.17.5"), ("3.8", "1.23.5"), ("3.9", "1.24.4"), ("3.11", "1.26.4"),
@@ -51,26 +49,11 @@ def avx2(session: nox.Session) -> None:
     session.run("pytest", *PARALLEL, *session.posargs, env={"DNNL_MAX_CPU_ISA": "AVX2"})
 
 
-@nox.session(python="3.8")
-@nox.parametrize("version", [nox.param(one, id=one) for one in OLDER])
-def mxnet(session: nox.Session, version: str) -> None:
-    """Run the suite on an older MXNet; tests of what it lacks are skipped, and say so."""
-    constraints = f"{session.create_tmp()}/constraints.txt"
-    with open("scripts/constraints.txt") as pinned, open(constraints, "w") as file:
-        file.writelines(line for line in pinned if not line.startswith("mxnet=="))
-    session.install("-e", ".[cpu,test]", f"mxnet=={version}", "-c", constraints)
-    session.install("--no-deps", "gluoncv", "-c", constraints)
-    session.run(
-        "pytest", *PARALLEL, *(session.posargs or ["-m", "not slow and not proof", "tests"])
-    )
-
-
 @nox.session
-@nox.parametrize("version", [nox.param(one, id=one) for one in [*OLDER, "1.9.1"]])
 @nox.parametrize("python, numpy", [nox.param(*pair, id="-".join(pair)) for pair in PAIRS])
-def smoke(session: nox.Session, numpy: str, version: str) -> None:
+def smoke(session: nox.Session, numpy: str) -> None:
     """Train, convert and load a small network."""
-    session.install("--no-deps", f"mxnet=={version}", "-e", ".")
+    session.install("--no-deps", "mxnet==1.9.1", "-e", ".")
     needs = ["requests", "graphviz<0.9", "click<9", "lazy_loader<1", "rich<15", "tomli"]
     session.install(f"numpy=={numpy}", *needs)
     session.run("python", "-W", "ignore", "scripts/smoke.py")
