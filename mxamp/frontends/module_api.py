@@ -74,6 +74,7 @@ class _ModulePatches(FrontEnd):
         #: For modules whose optimizer was not decorated; None leaves them as they are.
         self.default_scale: SharedScale | None = None
         self.states: WeakKeyDictionary[Module, _State] = WeakKeyDictionary()
+        self.overriding: list[type] = []  #: subclasses whose own `init_optimizer` is patched
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -90,6 +91,7 @@ class _ModulePatches(FrontEnd):
         super().close()
         self.default_scale = None
         self.states.clear()
+        self.overriding.clear()
 
 
 #: One a process, like the classes that it patches.
@@ -106,6 +108,7 @@ def _patched_bind(
     **kwargs: Any,
 ) -> None:
     """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
+    _patch_override(type(self))
     again = kwargs.get("force_rebind") or args[1:2] == (True,)
     graph = None
     if for_training and (again or not self.binded) and not chose_float32():
@@ -156,6 +159,29 @@ def _patched_init_optimizer(
     self._optimizer._amp_scaling = shared
     if checks and is_distributed(self._kvstore):
         _synchronize_workers(self, shared)
+
+
+def _patch_override(kind: type) -> None:
+    """Patch a subclass's own `init_optimizer`: SVRGModule's chooses a kvstore before Module's."""
+    owner = next(one for one in kind.__mro__ if "init_optimizer" in vars(one))
+    if owner is not Module and owner not in module_patches.overriding:
+        module_patches.overriding.append(owner)
+        FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_override))]).open()
+
+
+def _patched_override(
+    original: Original,
+    self: Module,
+    kvstore: Any = "local",
+    optimizer: Any = "sgd",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Initialize an optimizer whose updates have to be off the kvstore from the beginning."""
+    shared = scale_of(optimizer) or module_patches.default_scale
+    checks = shared is not None and shared.scaler.checks
+    with _updates_off_kvstore() if checks else nullcontext():
+        original(self, kvstore, optimizer, *args, **kwargs)
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:

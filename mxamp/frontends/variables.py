@@ -125,6 +125,8 @@ def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
     """Group variables that share the memory of one gradient."""
     groups: Dict[Tuple[int, int], List[Variable]] = {}
     for variable in variables:
-        gradient = variable.gradient
-        groups.setdefault((address(gradient) or -id(variable), gradient.size), []).append(variable)
+        gradient, key = variable.gradient, (-id(variable), 0)
+        if gradient.stype == "default":  # sparse arrays know no size
+            key = (address(gradient) or key[0], gradient.size)
+        groups.setdefault(key, []).append(variable)
     return list(groups.values())

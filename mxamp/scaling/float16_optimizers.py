@@ -61,7 +61,8 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
                 why = f"its {name}={value:g} is {np.float16(value):g} in float16, and {why}"
                 instead = f", or write {name}=1e-3"
     except Exception as error:
-        why, cause = f"MXNet raises {str(error).strip().splitlines()[-1]!r}", error
+        last_line = (str(error).strip() or repr(error)).split("\n")[-1]
+        why, cause = f"it raises {last_line!r}", error
     kind = type(optimizer).__name__
     raise ArgumentError(FLOAT16_UPDATE.format(optimizer=kind, why=why, instead=instead)) from cause
 

@@ -54,12 +54,19 @@ SEVERAL_SCALES = (
     "for each"
 )
 
+MADE_LATE = (
+    "the gradient of %s is older than its trainer, and backward passes had several loss scales: it "
+    "counts as stale. Make the trainer before the backward pass"
+)
+
 # ---------------------------------------------------------------------- the mark of a scaled loss
 
 #: Between a scale and the numbers of its scalers: digits too small to change the scale, which no
 #: program writes. Each number has a 1 before it and eight digits.
 _ZEROS = "0" * 20
 _DIGITS = 9
+#: MXNet reads scalars from 19 digits before the point, and as many behind it.
+_SMALLEST, _LARGEST = 2.0**-30, 2.0**60
 
 
 class Mark(NamedTuple):
@@ -73,6 +80,8 @@ def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
     """Return a loss times a scale, with a mark; a scale of 1 needs neither."""
     if scale == 1:
         return loss
+    if not _SMALLEST <= scale <= _LARGEST:
+        raise StateError(f"a loss scale of {scale:g} is not between 2**-30 and 2**60")
     text = _text(scale, tuple(owners))
     if isinstance(loss, np_ndarray):
         return np_internal.multiply_scalar(loss, scalar=text)
@@ -204,7 +213,7 @@ class Gradients:
             Entry((i, k), param, data, gradient)
             for i, param in enumerate(self.trainer._params)
             if param.grad_req != "null" and param._grad is not None
-            for k, (data, gradient) in enumerate(zip(param.list_data(), param.list_grad()))
+            for k, (data, gradient) in enumerate(zip(param._data, param._grad))
             if wanted is None or (i, k) in wanted
         ]
 
@@ -221,12 +230,17 @@ class Gradients:
         return self.carried == scale and not self.exceptions and not self.overflown
 
     @contextmanager
-    def written(self, scale: float) -> Iterator[None]:
-        """Context of a backward pass with a scale, which may write these gradients."""
+    def written(self, scale: float, prepared: set[int]) -> Iterator[None]:
+        """Context of a backward pass with a scale, which may write these gradients.
+
+        `prepared` are arrays, by `id`, that trainers with the same parameters have prepared.
+        """
         known = self.carried == scale
         entries = self.entries({*self.exceptions, *self.overflown} if known else None)
         with without_flags([entry.data for entry in entries]):
-            kept = [(entry, self._prepared(entry, scale)) for entry in entries if entry.adds]
+            adding = [one for one in entries if one.adds and id(one.data) not in prepared]
+            kept = [(entry, self._prepared(entry, scale)) for entry in adding]
+            prepared.update(id(entry.data) for entry in adding)
             try:
                 yield
             finally:
@@ -305,9 +319,30 @@ def gradients_of(trainer: Trainer) -> Gradients:
     """Return the record of a trainer's gradients, which its attribute `_amp_gradients` holds."""
     found: Gradients | None = vars(trainer).get("_amp_gradients")
     if found is None:
-        # A trainer that is made after a backward pass steps on the gradients of that pass.
-        found = trainer._amp_gradients = Gradients(trainer, passes.last_scale)
+        found = trainer._amp_gradients = Gradients(trainer, 1.0)
+        fresh = found.fresh()
+        if fresh and passes.scales != {1.0}:
+            _take_earlier_passes(found, fresh)
     return found
+
+
+def _take_earlier_passes(new: Gradients, fresh: Sequence[Entry]) -> None:
+    """Record the scales of gradients from before their trainer was made.
+
+    Another trainer of the parameters knows them, or all passes so far had one scale. Else the
+    gradients count as stale: a step raises.
+    """
+    others = (gradients_of(other) for other in passes.trainers if other is not new.trainer)
+    known = {id(e.data): other.scale_of(e) for other in others for e in other.entries()}
+    if len(passes.scales) == 1:
+        known = {**dict.fromkeys((id(e.data) for e in fresh), *passes.scales), **known}
+    for entry in fresh:
+        scale = known.get(id(entry.data))
+        if scale is None:
+            logger.warning(MADE_LATE, entry.param.name)
+            entry.data._fresh_grad = False
+        elif scale != 1:
+            new.exceptions[entry.key] = scale
 
 
 # ---------------------------------------------------------------------- the one patch of backward
@@ -319,7 +354,7 @@ class _Passes(FrontEnd):
     def __init__(self) -> None:
         super().__init__()
         self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        self.last_scale = 1.0  #: of the last pass
+        self.scales: set[float] = set()  #: of all passes so far
         #: The front end whose scale never leaves the backward pass, if it is on.
         self.automatic: Any = None
         #: Held by passes and steps of several trainers while they read and set flags.
@@ -350,7 +385,7 @@ class _Passes(FrontEnd):
             hook = getattr(trainer, "_amp_loss_scaler", None)
             getattr(hook, "leave_passes", gradients_of(trainer).unscale)()
         self.trainers.clear()
-        self.last_scale = 1.0
+        self.scales.clear()
 
     @property
     def is_nested(self) -> bool:
@@ -361,25 +396,28 @@ class _Passes(FrontEnd):
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         return foreign or getattr(self._thread, "runs", False)
 
-    def _mark_of_heads(self, heads: Sequence[NDArray]) -> Mark:
+    def _mark_of_heads(self, heads: Sequence[NDArray], warns: bool) -> Mark:
         """Return the mark of a pass; raise `StateError` if it would mix several scales."""
         behind = [_marks_behind(head) for head in heads]
         marks = set().union(*behind)
         if len({mark.scale for mark in marks}) > 1 or (marks and not all(behind)):
             raise StateError(SEVERAL_SCALES)
         if not marks:
-            if inside_scale_loss.get():
+            if warns and inside_scale_loss.get():
                 logger.warning(UNSCALED)
             return Mark()
-        return Mark(marks.pop().scale, frozenset().union(*(mark.owners for mark in marks)))
+        owners = frozenset().union(*(mark.owners for mark in marks))
+        return Mark(marks.pop().scale, owners)
 
     @contextmanager
-    def _running(self, heads: Sequence[NDArray]) -> Iterator[Mark]:
+    def _running(self, heads: Sequence[NDArray], warns: bool = True) -> Iterator[Mark]:
         """Context of a backward pass: yield its mark, and set the scale of output operators."""
-        mark = self._mark_of_heads(heads)
+        mark = self._mark_of_heads(heads, warns)
         self._thread.runs = True
         try:
-            with scaled_outputs(mark.scale):
+            # The scale of output operators is the process's.
+            lock = self._pass_lock if len(self.trainers) > 1 else nullcontext()
+            with lock, scaled_outputs(mark.scale):
                 yield mark
         finally:
             self._thread.runs = False
@@ -388,7 +426,7 @@ class _Passes(FrontEnd):
     def _recorded(self, mark: Mark) -> Iterator[None]:
         """Context of a pass that writes gradients: record its scale for each trainer."""
         records = [gradients_of(trainer) for trainer in list(self.trainers)]
-        self.last_scale = mark.scale
+        self.scales.add(mark.scale)
         for record in records:
             record.statistics.before_pass(record.running_statistics)
             record.owners |= mark.owners
@@ -396,10 +434,11 @@ class _Passes(FrontEnd):
         if len(records) == 1 and self.automatic is None and records[0].carry_all(mark.scale):
             yield
             return
+        prepared: set[int] = set()
         with self._pass_lock, ExitStack() as stack:
             for record in records:
                 if not record.carry_all(mark.scale):
-                    stack.enter_context(record.written(mark.scale))
+                    stack.enter_context(record.written(mark.scale, prepared))
             yield
 
     def _patched_backward(
@@ -446,7 +485,7 @@ class _Passes(FrontEnd):
 
         heads = [heads] if isinstance(heads, NDArray) else heads
         nested = self.is_nested
-        with nullcontext() if nested else self._running(heads):
+        with nullcontext() if nested else self._running(heads, warns=False):
             if self.automatic is None:
                 return compute(head_grads)
             return self.automatic.run_grad(compute, heads, head_grads, nested)
@@ -457,6 +496,7 @@ class _Passes(FrontEnd):
         """Initialize a trainer, and add it to the known trainers."""
         original(trainer, *args, **kwargs)
         self.trainers.add(trainer)
+        gradients_of(trainer)
 
     def _patched_step(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any

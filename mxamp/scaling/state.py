@@ -186,7 +186,12 @@ class State:
         """The scale of the current gradients and of the next loss."""
         if self.stage is not Stage.SCALED:
             return self.scaler.loss_scale
-        return self._scale if self._stage is Stage.SCALED else self.gradients.carried
+        return self.gradients.carried if self.gradients.is_known else self._scale
+
+    @property
+    def next_scale(self) -> float:
+        """The scale of the next loss: until the step, that of the losses before it."""
+        return self._scale if self._stage is Stage.SCALED else self.scaler.loss_scale
 
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""

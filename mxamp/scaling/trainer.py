@@ -331,8 +331,8 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
     check_unscaled(loss)
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
-    scales = [hook.loss_scale for hook in hooks if hook.scaler.scales]
-    scale = min(scales, default=hooks[0].loss_scale)
+    scales = [hook.next_scale for hook in hooks if hook.scaler.scales]
+    scale = min(scales, default=hooks[0].next_scale)
     arrays = _flat_arrays(loss)
     if not arrays:
         raise ArgumentError(NO_LOSS.format(given=shown(loss)))

@@ -6,10 +6,11 @@ import pickle
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon
+from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import check_python
+from mxamp.framework import machine
 from training import batches, poisoned, setup, ten_steps, train
 
 
@@ -126,6 +127,33 @@ def test_a_damaged_file_changes_nothing(tmp_path, damage):
     assert trainer.amp_loss_scale == 8
     train(net, trainer, batches(1)[0])
     assert trainer.amp_last_step.stepped
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, monkeypatch):
+    """Where "auto" chose float32, updates may stay on the kvstore, which holds the states."""
+    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(machine, "onednn_features", lambda: frozenset({"avx512"}))
+    amp.init("auto")
+    for units in (3, 5):
+        net = gluon.nn.Dense(units, in_units=4)
+        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        options = {"optimizer": "adam", "update_on_kvstore": True}
+        trainer = gluon.Trainer(net.collect_params(), **options)
+        trainer._init_kvstore()
+        amp.init_trainer(trainer)
+        with autograd.record():
+            losses = [net(mx.nd.ones((2, 4), ctx=ctx)).sum() for ctx in net.weight.list_ctx()]
+        autograd.backward(losses)
+        trainer.step(4)
+        if units == 3:
+            trainer.save_states(str(tmp_path / "states"))
+    updater = trainer._kvstore._updater
+    before = updater.states, trainer._optimizer, updater.optimizer
+    with pytest.raises(amp.ArgumentError, match="of another network"):
+        trainer.load_states(str(tmp_path / "states"))
+    held = updater.states, trainer._optimizer, updater.optimizer
+    assert all(one is other for one, other in zip(held, before))
 
 
 def test_a_missing_file_is_an_error_of_its_own(tmp_path):
