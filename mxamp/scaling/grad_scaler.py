@@ -123,7 +123,7 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        check_unscaled(loss)
+        check_unscaled(loss, others=bool(self._losses))
         if self.get_scale() != 1:
             passes.open()
         scaled, unscaled = scale_losses(loss, self.get_scale(), [self._active.number])

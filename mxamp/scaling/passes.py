@@ -113,7 +113,7 @@ def mark_of(head: NDArray) -> Mark | None:
         return None  # not the result of a recorded call
 
 
-def _marks_behind(head: NDArray) -> set[Mark]:
+def marks_behind(head: NDArray) -> set[Mark]:
     """Return the marks of a head: its own, or those of the scaled losses that it is made from."""
     own = mark_of(head)
     if own is not None:
@@ -398,7 +398,7 @@ class _Passes(FrontEnd):
 
     def _mark_of_heads(self, heads: Sequence[NDArray], warns: bool) -> Mark:
         """Return the mark of a pass; raise `StateError` if it would mix several scales."""
-        behind = [_marks_behind(head) for head in heads]
+        behind = [marks_behind(head) for head in heads]
         marks = set().union(*behind)
         if len({mark.scale for mark in marks}) > 1 or (marks and not all(behind)):
             raise StateError(SEVERAL_SCALES)

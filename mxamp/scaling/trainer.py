@@ -26,9 +26,9 @@ from .checkpoint import pop_scaler_state
 from .distributed import check_kvstore
 from .finite import multiply, square_sum
 from .optimizer_states import share_step_counts
-from .passes import inside_scale_loss, mark_of, marked, passes
+from .passes import inside_scale_loss, mark_of, marked, marks_behind, passes
 from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler, whole_number
-from .state import State
+from .state import Stage, State
 
 logger = logging.getLogger("mxamp")
 
@@ -329,7 +329,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
     for hook in hooks:
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
-    check_unscaled(loss)
+    check_unscaled(loss, others=any(hook.stage is Stage.SCALED for hook in hooks))
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.next_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].next_scale)
@@ -369,9 +369,13 @@ def _flat_arrays(loss: Any) -> list[NDArray]:
     return arrays
 
 
-def check_unscaled(loss: Any) -> None:
-    """Raise `StateError` if a loss, or one of several, is scaled already."""
-    if any(mark_of(array) is not None for array in _flat_arrays(loss)):
+def check_unscaled(loss: Any, others: bool) -> None:
+    """Raise `StateError` if a loss, or one of several, is scaled already.
+
+    With `others`, losses scaled since the last step may lie behind it; this reads its whole graph.
+    """
+    arrays = _flat_arrays(loss)
+    if any(mark_of(one) or (others and marks_behind(one)) for one in arrays):
         raise StateError(SCALED_ALREADY)
 
 

@@ -188,6 +188,22 @@ def test_output_operators_in_threads_with_different_scales():
         np.testing.assert_allclose(expected[scale], expected["plain"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
+def test_a_loss_that_is_made_from_a_scaled_one(way):
+    net, trainer = make(None if way == "GradScaler" else 1024.0)
+    scaler = amp.GradScaler(1024)
+    with autograd.record():
+        if way == "GradScaler":
+            mean = scaler.scale(net(X)).mean()
+            with pytest.raises(amp.StateError, match="scaled already"):
+                scaler.scale(mean)
+            return
+        with amp.scale_loss(net(X), trainer) as loss:
+            mean = loss.mean()
+        with pytest.raises(amp.StateError, match="scaled already"):
+            amp.scale_loss(mean, trainer).__enter__()
+
+
 SVRG = """
 import mxamp as amp, mxnet as mx, numpy as np
 from mxnet.contrib.svrg_optimization.svrg_module import SVRGModule
