@@ -169,19 +169,13 @@ def _patch_override(kind: type) -> None:
         FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_override))]).open()
 
 
-def _patched_override(
-    original: Original,
-    self: Module,
-    kvstore: Any = "local",
-    optimizer: Any = "sgd",
-    *args: Any,
-    **kwargs: Any,
-) -> None:
+def _patched_override(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
     """Initialize an optimizer whose updates have to be off the kvstore from the beginning."""
-    shared = scale_of(optimizer) or module_patches.default_scale
+    given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
+    shared = scale_of(given) or module_patches.default_scale
     checks = shared is not None and shared.scaler.checks
     with _updates_off_kvstore() if checks else nullcontext():
-        original(self, kvstore, optimizer, *args, **kwargs)
+        original(self, *args, **kwargs)
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
