@@ -1,7 +1,6 @@
 """Scales that gradients carry in unusual programs: as in float32, or an error."""
 
 import ast
-import threading
 
 import mxnet as mx
 import numpy as np
@@ -159,33 +158,6 @@ def test_gradients_of_other_losses_inside_scale_loss(caplog):
             autograd.grad(loss, [x], retain_graph=True)
             product.backward()
     assert not caplog.records
-
-
-def test_output_operators_in_threads_with_different_scales():
-    amp.init(policy=amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"]))
-    expected = {}
-
-    def train(name, scale):
-        net, trainer = make(scale)
-        for _ in range(20):
-            with autograd.record():
-                out = nd.LinearRegressionOutput(net(X.copy()), nd.zeros((1, 1)))
-                if scale:
-                    with amp.scale_loss(out, trainer) as loss:
-                        loss.backward()
-            if not scale:
-                out.backward()
-            trainer.step(16)
-        expected[name] = net.weight.data().asnumpy()
-
-    threads = [threading.Thread(target=train, args=(scale, scale)) for scale in (1024.0, 4.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    train("plain", None)
-    for scale in (1024.0, 4.0):
-        np.testing.assert_allclose(expected[scale], expected["plain"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])

@@ -141,10 +141,11 @@ class Owner:
         return self.kind == "GradScaler" and not scaled
 
     def legality(self, action):
+        if self.stage != "stepped" and any(weight.foreign for weight in self.fresh):
+            return "doubtful"
         if (action, self.stage) in WRONG and (self.kind, self.stage) != ("GradScaler", "none"):
             return "wrong"
-        foreign = action != "scale" and any(weight.foreign for weight in self.fresh)
-        return "doubtful" if foreign else "legal"
+        return "legal"
 
 
 @dataclass(eq=False)
