@@ -2,7 +2,6 @@
 
 import ctypes
 import threading
-from functools import lru_cache
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -29,7 +28,6 @@ __all__ = [
     "flat_view",
     "float32_parts",
     "has_gradient",
-    "count_holders",
     "invoke",
     "kind_code",
     "leaf_casts",
@@ -233,36 +231,6 @@ def address(array: NDArray) -> int:
     data = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
     return data.value or 0
-
-
-def count_holders(array: NDArray) -> int:
-    """Return how many NDArrays share an array's memory, views included; 0 if unknown.
-
-    Arrays held by Python, by autograd and by pending calls count. MXNet has no API for the number,
-    so read the count of the `std::shared_ptr` at the beginning of the C++ NDArray.
-    """
-    least = _single_holder_count()
-    return 0 if least is None else _shared_count(array) - least + 1
-
-
-@lru_cache(maxsize=1)
-def _single_holder_count() -> Optional[int]:
-    """Return the `_shared_count` of an array with one holder: 1, 0 in libc++, None if unknown."""
-    with autograd.pause():
-        array = mx.nd.zeros((1,))
-        array.wait_to_read()
-        alone = _shared_count(array)
-        second = array.detach()
-        counts = _shared_count(array), _shared_count(second)
-    return alone if alone in (0, 1) and counts == (alone + 1, alone + 1) else None
-
-
-def _shared_count(array: NDArray) -> int:
-    """Return the reference count that MXNet keeps for an array's memory; 0 without memory."""
-    pointers = ctypes.cast(array.handle, ctypes.POINTER(ctypes.c_void_p))
-    # The count follows the control block's virtual table.
-    count = (pointers[1] or 0) + ctypes.sizeof(ctypes.c_void_p)
-    return ctypes.c_int32.from_address(count).value if pointers[1] else 0
 
 
 def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
