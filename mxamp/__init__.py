@@ -21,6 +21,8 @@ from .errors import InstallError as _InstallError
 
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 _problem: _Optional[_InstallError] = None
+#: Names of mxamp 1.0, and what to use instead.
+_GONE = {"draw": "explain(...).to_dot(), the graph in Graphviz's language"}
 _starting.exit_on_ctrl_c()
 try:
     if _starting.without_mxnet():
@@ -39,6 +41,8 @@ except _InstallError as _error:
 def __getattr__(name: str) -> _Any:
     if _problem is not None and not name.startswith("__"):
         raise _InstallError(str(_problem))
+    if name in _GONE:
+        raise AttributeError(f"mxamp.{name} is gone; use {_GONE[name]}")
     # Stored, so that the next use does not come here.
     try:
         found = globals()[name] = _load(name)

@@ -114,7 +114,6 @@ from .scaling.trainer import scale_loss as scale_loss
 from .scaling.trainer import (
     unscale as unscale,
 )
-from .tools.debugging.drawing import draw as draw
 from .tools.debugging.explain import Plan as Plan
 from .tools.debugging.explain import explain as explain
 from .tools.onnx import export_onnx as export_onnx

@@ -174,18 +174,3 @@ def horovodrun(*command, workers=2, env=None, timeout=120):
         if "Exit code: 134" not in done.stdout + done.stderr:
             break
     return done
-
-
-def check_picture_for_dark_mode(result, folder):
-    """Check that a result's picture is transparent, with all texts in a color for both modes."""
-    from matplotlib.colors import same_color
-    from matplotlib.image import imread
-    from matplotlib.text import Text
-
-    from mxamp.tools.debugging.results import INK
-
-    figure = result.plot(folder / "dark.png")
-    assert imread(folder / "dark.png")[:, :, 3].min() == 0
-    texts = [text for text in figure.findobj(Text) if text.get_text()]
-    assert texts
-    assert all(same_color(text.get_color(), INK) for text in texts)

@@ -47,12 +47,6 @@ with autograd.record():
     loss = loss_function(net(data), label)
 """
 SCALING = "amp.init_trainer(trainer, amp.LossScaler())" + FORWARD
-TRACE = """
-with amp.debugging.trace(trainer, "trace.jsonl") as trace:
-    trace.loss(1)
-    net(data)
-    trainer.step(batch_size, ignore_stale_grad=True)
-"""
 TUNING = """
 tuning = amp.tune(net, data, target_dtype="float16")
 """
@@ -87,9 +81,6 @@ BEFORE = {
     "GradScaler.unscale_": "scaler = amp.GradScaler()" + FORWARD,
     "convert_bucketing_module": MODULE,
     "export_onnx": "larger_data = mx.nd.ones((64, 16))\n",
-    "debugging.read_trace": TRACE,
-    "debugging.TraceFile": TRACE,
-    "debugging.TraceStep": TRACE,
     "tune": "data1 = data2 = data\n",
     "Tuning.annotated": TUNING,
     "Tuning.convert_options": TUNING,

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,14 @@ def check_train_on_workers(text, dtype):
     assert (skipped > 0) == (dtype == "float16")
 
 
+def check_tensorboard(text, dtype):
+    has_learned(text)
+    folder = re.search(r"--logdir (\S+)", text)[1]
+    written = b"".join(path.read_bytes() for path in Path(folder).iterdir())
+    for tag in (b"loss", b"loss_scale", b"skipped", b"gradient/norm", b"gradient/exponent"):
+        assert tag in written
+
+
 def check_train_with_horovod(text, dtype):
     check_train_on_workers(text, dtype)
 
@@ -123,8 +132,11 @@ MARKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CHECKS])
-def test_example_runs_and_learns(name, tmp_path):
-    driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=ARGUMENTS.get(name, []))
+def test_example_runs_and_learns(name, tmp_path, tmp_path_factory):
+    arguments = ARGUMENTS.get(name, [])
+    if name == "tensorboard":
+        arguments = [f"--folder={tmp_path_factory.mktemp('events')}"]
+    driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=arguments)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", driver],
         capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,

@@ -144,7 +144,6 @@ WRONG = [
     (lambda: amp.debugging.compare(deferred(), [(X, X)]), r"on this batch of 2 arrays: .*\. Without loss=, a batch"),
     (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= too"),
     (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays and a label: .* given$"),
-    (lambda: amp.debugging.gradient_histogram(net(), (X, X, X), LOSS), "on this batch of 2 arrays and a label"),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "; example_inputs holds the arguments of one call"),
     (lambda: amp.convert_hybrid_block(stacked(), "bfloat16", example_inputs=(X, X)), "holds the arguments of one call"),
     # values that mean something else

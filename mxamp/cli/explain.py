@@ -1,6 +1,7 @@
 """`mxamp explain` and `mxamp operators`: the precision of a model's operators, or of all."""
 
 import fnmatch
+import json
 import re
 from typing import Dict, Optional, Sequence
 
@@ -14,7 +15,6 @@ from ..framework.wording import shortened
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
 from ..policy.rules import SHOWN_CLASSES
-from ..tools.debugging.drawing import draw
 from ..tools.debugging.explain import MODES, PRECISIONS, Plan
 from ..tools.debugging.explain import explain as explain_symbol
 from .inputs import parse_inputs
@@ -50,7 +50,6 @@ _EXAMPLES = examples(
     "--precision", type=click.Choice(PRECISIONS), help="Only operators of this precision."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--graph", metavar="FILE", help="Draw the graph as .svg, .png, .pdf or .dot.")
 @click.option(
     "--mode",
     type=click.Choice(MODES),
@@ -66,7 +65,6 @@ def explain(
     policy: Optional[str],
     dtype: Optional[str],
     as_json: bool,
-    graph: Optional[str],
     mode: Optional[str],
     inputs: Sequence[str],
     **wanted: Optional[str],
@@ -94,10 +92,8 @@ def explain(
             input_shapes=shapes,
         )
     shown = _filtered(plan, **wanted)
-    if graph is not None:
-        draw(plan, graph)
     if as_json:
-        click.echo(shown.to_json())
+        click.echo(json.dumps(shown.to_dict(), indent=2))
         return
     headings, rows = shown.rows()
     colors = {shown.target_dtype: "green", "float32": "yellow"}

@@ -23,7 +23,6 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "info": ("doctor", "Show the CPU, the GPUs and the fast dtype of this machine."),
     "launch": ("launch", "Start workers and a parameter server on this machine."),
     "operators": ("explain", "Show the precision class of MXNet's operators, and why."),
-    "report": ("report", "Make a page of charts from traces of training runs."),
     "run": ("run", "Run a Python script in mixed precision, loss scaling included."),
     "tune": ("tune", "Measure a saved model, and find its fastest policy."),
 }

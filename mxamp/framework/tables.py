@@ -1,12 +1,9 @@
-"""Tables of results: as text for terminals and pipes, and as HTML for notebooks."""
+"""Tables of results as text."""
 
-import html
 from io import StringIO
 from typing import Any, Mapping, Sequence
 
-__all__ = ["PRECISION_COLORS", "cell_text", "html_lines", "html_table", "text_table"]
-
-#: The background of each precision, under black text.
+#: The colors of precisions in `Plan.to_dot`.
 PRECISION_COLORS: Mapping[str, str] = {
     "float16": "#8fd18f",
     "bfloat16": "#8fd18f",
@@ -34,35 +31,6 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         table
     )
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
-
-
-def html_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return a table as an HTML `<table>`: numbers right-aligned, text left, precisions colored."""
-    sides = ["right" if _is_numeric_column(rows, i) else "left" for i in range(len(headings))]
-    head = "".join(
-        f'<th scope=col style="text-align:{side}">{html.escape(heading)}</th>'
-        for heading, side in zip(headings, sides)
-    )
-    body = "".join(f"<tr>{''.join(map(_html_cell, row, sides))}</tr>" for row in rows)
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def html_lines(*lines: str) -> str:
-    """Return lines of text as HTML paragraphs."""
-    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-
-
-def _html_cell(cell: Any, side: str) -> str:
-    """Return a cell as an HTML `<td>`; a precision on its color."""
-    text = cell_text(cell)
-    content = html.escape(text)
-    if text in PRECISION_COLORS:
-        # Not the cell, which is as wide as its column.
-        style = f"background:{PRECISION_COLORS[text]};color:#000;padding:0 .3em"
-        content = f'<span style="{style}">{content}</span>'
-    # In a style of its own: notebooks align all cells to the right.
-    return f'<td style="text-align:{side}">{content}</td>'
 
 
 def _is_numeric_column(rows: Sequence[Sequence[Any]], column: int) -> bool:

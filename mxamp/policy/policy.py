@@ -14,8 +14,7 @@ from ..framework import machine
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
 from ..framework.operators import resolve
-from ..framework.tables import html_lines, html_table
-from ..framework.wording import counted, shortened, shown
+from ..framework.wording import counted, shown
 from . import overrides, targets
 from .lists import OperatorList, own_list, read_list
 from .overrides import Conditional, Layers, Names
@@ -39,8 +38,6 @@ BESIDE_LISTS = (
 )
 #: The fields that have no default.
 _LEAST_FIELDS = 3
-#: The operators of a class that an HTML table names.
-_NAMED = 8
 
 
 class Caches:
@@ -136,19 +133,6 @@ class Policy(OperatorList):
         layers = len(self.fp32_layers)
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
-
-    def _repr_html_(self) -> str:
-        computes = {"low": self.target_dtype, "fp32": "float32"}
-        by_class = ((name, self.operators(name)) for name in SHOWN_CLASSES)
-        rows = [
-            (name, computes.get(name, ""), len(found), shortened(found, _NAMED))
-            for name, found in by_class
-            if found
-        ]
-        layers = [("layers by name", "float32", len(self.fp32_layers), shortened(self.fp32_layers))]
-        head = ("class", "precision", "count", "operators")
-        said = f"Policy {self.target_dtype} on {self.device}"
-        return html_lines(said) + html_table(head, rows + (layers if self.fp32_layers else []))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -320,7 +320,7 @@ class State:
         self.last_stage = stage
         if stage is Stage.NONE:
             self._warn_if_never_scaled()
-            self._notify(StepReport(True, 1.0, self.loss_scale), ())
+            self._notify(StepReport(True, 1.0, self.loss_scale))
             return False
         gradients, known = self.gradients, self._stage is stage and self._scale != 1
         scale = self._scale if known else carried
@@ -335,21 +335,21 @@ class State:
             gradients.exceptions.update((entry.key, 1.0) for entry in used)
             gradients.tell_others(used)
         report = self._update_scaler(finite, scale, used)
-        losses, self._losses = self._losses, []
+        self._losses = []
         self._stage, self._is_reduced = Stage.NONE, False
         gradients.end_step()
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         if self.scaler.scales and self.scaler.checks:
             gradients.statistics.after_step(finite, gradients.running_statistics)
         self.publish(report)
-        self._notify(report, losses)
+        self._notify(report)
         self._check_skips(report)
         return not finite
 
-    def _notify(self, report: StepReport, losses: Sequence[NDArray]) -> None:
-        """Call the functions that the debugging tools have put into `_amp_observers`."""
-        for observer in vars(self.trainer).get("_amp_observers", ()):
-            observer(report, losses)
+    def _notify(self, report: StepReport) -> None:
+        """Call the functions of `debugging.on_step`."""
+        for function in tuple(vars(self.trainer).get("_amp_observers", ())):
+            function(report)
 
     def _check_skips(self, report: StepReport) -> None:
         """Log a step; warn of many skips in a row, and raise `StateError` at the limit."""

@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import mxnet as mx
 import numpy as np
@@ -9,7 +8,6 @@ from mxnet import autograd, nd
 import mxamp as amp
 from helpers import randn, with_avx512
 from models import GPU, model
-from mxamp.tools.debugging.drawing import to_dot
 from nets import Control, convolutional, made, perceptron
 
 
@@ -255,9 +253,9 @@ def test_two_plans_compared():
     assert one.compare(one.filter(name="fc"))[0] == ("act", "float32", None)
 
 
-def test_json():
+def test_as_plain_values():
     plan = amp.explain(dense_net(), policy=GPU)
-    data = json.loads(plan.to_json())
+    data = json.loads(json.dumps(plan.to_dict()))
     assert data["target_dtype"] == "float16"
     assert data["nodes"][0] == {
         "name": "fc", "operator": "FullyConnected", "precision": "float16",
@@ -315,8 +313,6 @@ def explained(*arguments, **options):
         (with_plan(lambda plan: plan.filter(precision="flot32")), "or 'as is', not 'flot32'"),
         (with_plan(lambda plan: plan.filter(precision=np.float32)), "not float32"),
         (with_plan(lambda plan: plan.filter(operator="Convolutoin")), "closest .*'Convolution'"),
-        (with_plan(lambda plan: amp.draw(plan, 3)), "not 3"),
-        (lambda: amp.draw(dense_net(), "net.svg"), "explain makes, not"),
         (lambda: amp.explain(None), "Symbol or a HybridBlock"),
         (lambda: amp.explain([1]), "Symbol or a HybridBlock"),
         (lambda: amp.explain(made(perceptron)[0], params={}), "a block has its own"),
@@ -358,42 +354,18 @@ def test_a_block_that_has_not_run_is_explained_on_an_example(dtype):
     assert plan.inputs == ("data",)
 
 
-def test_drawn_as_text():
+def test_to_dot():
     plan = amp.explain(
         dense_net(), policy=GPU, params={"fc_weight": randn(4, 4), "fc_bias": randn(4)}
     )
-    dot = to_dot(plan)
-    assert '"fc" [label="fc\\nFullyConnected" fillcolor="#8fd18f"' in dot
-    assert '"soft" [label="soft\\nsoftmax" fillcolor="#f5d76e"' in dot
-    assert '"data" -> "fc" [label="float16"' in dot
+    dot = plan.to_dot()
+    lines = {line.split(" [")[0].strip(): line for line in dot.splitlines()}
+    assert r'label="fc\nFullyConnected"' in lines['"fc"'] and "#8fd18f" in lines['"fc"']
+    assert r'label="soft\nsoftmax"' in lines['"soft"'] and "#f5d76e" in lines['"soft"']
+    assert '"data" -> "fc" [label="float16"]' in dot
     assert '"block" -> "soft"\n' in dot
     assert "fc_weight" not in dot
-    assert '"fc_weight" -> "fc"' in to_dot(amp.explain(dense_net(), policy=GPU))
-
-
-def test_drawn_to_files(tmp_path):
-    plan = amp.explain(dense_net(), policy=GPU)
-    amp.draw(plan, tmp_path / "net.dot")
-    assert (tmp_path / "net.dot").read_text() == to_dot(plan)
-    with pytest.raises(amp.ArgumentError, match=r"\.svg"):
-        amp.draw(plan, tmp_path / "net.gif")
-    with pytest.raises(amp.ArgumentError, match="no folder"):
-        amp.draw(plan, tmp_path / "none" / "net.svg")
-
-
-def test_without_graphviz(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(amp.StateError, match="Graphviz is not installed"):
-        amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
-def test_with_graphviz(tmp_path):
-    amp.draw(amp.explain(dense_net(), policy=GPU), tmp_path / "net.svg")
-    text = (tmp_path / "net.svg").read_text()
-    assert "<svg" in text
-    assert "FullyConnected" in text
+    assert '"fc_weight" -> "fc"' in amp.explain(dense_net(), policy=GPU).to_dot()
 
 
 def test_modes_and_shapes():

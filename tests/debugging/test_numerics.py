@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 
 import mxnet as mx
@@ -246,13 +245,12 @@ def test_raising_names_the_operator_and_restores_the_block():
     net(x)
 
 
-def test_findings_show_as_text_json_and_log_lines(caplog):
+def test_findings_show_as_text_and_log_lines(caplog):
     net, x = deep(explode), randn(4, 8, scale=3)
     with caplog.at_level(logging.WARNING), check_numerics(on="log") as check:
         net(x)
     assert caplog.messages[0] == str(check.first)
-    assert json.loads(check.to_json())[0]["operator"] == "exp"
-    assert "exp" in check._repr_html_() and "exp" in str(check) and "exp" in repr(check)
+    assert "exp" in str(check) and "exp" in repr(check)
 
 
 def test_operators_are_selected_and_skipped():

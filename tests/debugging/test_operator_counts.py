@@ -1,7 +1,6 @@
 """Counts of operators are exact: eager, hybridized and in modules, without side effects."""
 
 import contextlib
-import json
 from collections import Counter
 
 import mxnet as mx
@@ -235,10 +234,9 @@ def test_what_it_shows():
         "relu      float32      2",
     ]
     assert "float32 to float16" in text
-    assert json.loads(stats.to_json())["operators"][0] == {
+    assert stats.to_dict()["operators"][0] == {
         "operator": "relu", "dtype": "float32", "calls": 2,
     }  # fmt: skip
-    assert ">relu</td>" in stats._repr_html_()
     assert [row.operator for row in stats.filter(operator="exp").operators] == ["exp"]
     assert len(stats.filter(dtype="float16")) == 0
     assert repr(stats).startswith("<OperatorStats: ")

@@ -39,13 +39,6 @@ class States:
         trainer.save_states(str(folder / "states"))
 
 
-class Picture:
-    names = ("net.dot",)
-
-    def write(self, folder):
-        amp.draw(amp.explain(NET, "bfloat16"), folder / "net.dot")
-
-
 class Convert:
     names = ("low-symbol.json", "low-0000.params")
 
@@ -65,7 +58,7 @@ class Export:
         low.export(str(folder / "low"))
 
 
-WRITERS = [Bytes(), States(), Picture(), Convert(), Export()]
+WRITERS = [Bytes(), States(), Convert(), Export()]
 
 
 @pytest.fixture(params=WRITERS, ids=lambda writer: type(writer).__name__)

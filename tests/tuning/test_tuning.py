@@ -62,13 +62,6 @@ def test_a_report_of_little():
     assert not any(word in text for word in ("metric", "Notes", "ended early", "Trials"))
 
 
-def test_the_report_in_notebooks():
-    page = TUNING._repr_html_()
-    assert page.count("<table>") == 4
-    assert ">b&lt;i&gt;</td>" in page and "<i>" not in page
-    assert "<p>One &amp; only.</p>" in page
-
-
 def test_a_saved_tuning_is_a_policy_under_comments(tmp_path):
     path = tmp_path / "p.toml"
     odd = replace(TUNING, notes=("a\r\nb\x00",), inputs=(("in\nput\ud800", "float32", (1, 3)),))

@@ -1,6 +1,7 @@
 """`explain`: the plan of a policy for a model, operator by operator, with reasons."""
 
 import fnmatch
+import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from ...framework.arrays import cast, copy
 from ...framework.keywords import checked_call
 from ...framework.machine import default_device
 from ...framework.operators import resolve
+from ...framework.tables import PRECISION_COLORS
 from ...framework.wording import counted, one_of, shortened, shown
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
@@ -253,6 +255,36 @@ class Plan(Result):
     def _tables(self) -> Iterable[Table]:
         yield ("", *self.rows())
 
+    def to_dot(self) -> str:
+        """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
+
+        ::
+
+            plan = amp.explain(net, "bfloat16")
+            Path("net.dot").write_text(plan.to_dot())  # dot -Tsvg net.dot -o net.svg
+
+        Known parameters are left out.
+        """
+        lines = [
+            "digraph plan {",
+            '  node [shape=box style="filled,rounded" fillcolor="#e8e8e8" fontname="Helvetica"]',
+            '  edge [fontname="Helvetica" fontcolor="#c0392b"]',
+        ]
+        for node in self.nodes:
+            color = PRECISION_COLORS.get(node.precision)
+            attrs = {"label": f"{node.name}\n{node.operator}", "tooltip": node.reason}
+            attrs.update({"fillcolor": color} if color else {})
+            listed = " ".join(f"{key}={_quoted(value)}" for key, value in attrs.items())
+            lines.append(f"  {_quoted(node.name)} [{listed}]")
+        lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
+        drawn = {*self.inputs, *(node.name for node in self.nodes)}
+        for node in self.nodes:
+            for source, dtype in node.inputs:
+                label = f" [label={_quoted(dtype)}]" if dtype else ""
+                if source in drawn:
+                    lines.append(f"  {_quoted(source)} -> {_quoted(node.name)}{label}")
+        return "\n".join([*lines, "}", ""])
+
     @property
     def is_tuned(self) -> bool:
         """Whether `tune` has measured errors and gains of the operators.
@@ -308,6 +340,10 @@ class Plan(Result):
             return "the model as it is: "
         run = ", as last run in mixed precision" if self.has_run else ""
         return f"{self.mode} in {self.target_dtype}{run}: "
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 # ---------------------------------------------------------------------- making a plan

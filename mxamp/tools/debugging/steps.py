@@ -1,13 +1,13 @@
-"""Functions that are called after each of a trainer's steps."""
+"""`on_step`: a function that gets the report of each step of a trainer."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from mxnet.gluon import Trainer
-from mxnet.ndarray.ndarray import NDArray
 
-from ...errors import StateError
+from ...errors import ArgumentError, StateError
+from ...framework.wording import shown
 from ...scaling.state import State, StepReport
 
 FOREIGN_SCALER = (
@@ -15,9 +15,64 @@ FOREIGN_SCALER = (
     "mxamp.init_trainer(trainer), or mxamp.patch_contrib() for scripts of mxnet.contrib.amp"
 )
 
-#: Called with the report on a step and its unscaled losses, if known. The gradients, and so the
-#: losses, are computed by then.
-StepObserver = Callable[[StepReport, Sequence[NDArray]], None]
+
+def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook:
+    """Call `function` with the report of each step of a trainer, skipped steps included.
+
+    ::
+
+        reports = []
+        with amp.debugging.on_step(trainer, reports.append):
+            for data, label in batches:
+                with autograd.record():
+                    loss = loss_function(net(data), label)
+                loss.backward()
+                trainer.step(batch_size)
+        print(reports[-1].stepped, reports[-1].loss_scale)
+
+    The report is that of `trainer.amp_last_step`: `stepped`, `loss_scale`, `next_loss_scale`,
+    `nonfinite` and `loss_finite`. The call comes after the gradients are checked and before the
+    weights change. A trainer without loss scaling reports steps at scale 1, and none as skipped.
+
+    Returns the hook, which calls `function` until the end of a `with` statement, or until
+    `remove()`. Raises `StateError` for a trainer whose loss scaler is not mxamp's.
+    """
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"on_step takes a gluon.Trainer, not {shown(trainer)}")
+    if not callable(function):
+        raise ArgumentError(f"on_step calls a function of a StepReport, not {shown(function)}")
+    scaler = getattr(trainer, "_amp_loss_scaler", None)
+    if scaler is not None and not isinstance(scaler, (State, _StepReporter)):
+        raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
+    functions = vars(trainer).setdefault("_amp_observers", [])
+    functions.append(function)
+    if scaler is None:
+        trainer._amp_loss_scaler = _StepReporter(functions)
+    return StepHook(trainer, function)
+
+
+class StepHook:
+    """Calls a function after each step of a trainer, until `remove()`."""
+
+    def __init__(self, trainer: Trainer, function: Callable[[StepReport], Any]) -> None:
+        self._trainer, self._function, self._is_on = trainer, function, True
+
+    def remove(self) -> None:
+        """Stop calling the function; a second call is a no-op."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        self._trainer._amp_observers.remove(self._function)
+        if not self._trainer._amp_observers:
+            del self._trainer._amp_observers
+            if isinstance(self._trainer._amp_loss_scaler, _StepReporter):
+                del self._trainer._amp_loss_scaler
+
+    def __enter__(self) -> StepHook:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
 
 class _StepReporter:
@@ -25,32 +80,12 @@ class _StepReporter:
 
     loss_scale = 1.0
 
-    def __init__(self, observers: list[StepObserver]) -> None:
-        self._observers = observers
+    def __init__(self, functions: list[Callable[[StepReport], Any]]) -> None:
+        self._functions = functions
 
     def has_overflow(self, params: Any) -> bool:
-        """Report a step to the observers; return False, so that the trainer updates."""
+        """Report a step; return False, so that the trainer updates."""
         del params
-        for observer in tuple(self._observers):
-            observer(StepReport(True, 1.0, 1.0), ())
+        for function in tuple(self._functions):
+            function(StepReport(True, 1.0, 1.0))
         return False
-
-
-def observe_steps(trainer: Trainer, observer: StepObserver) -> None:
-    """Call `observer` after each of a trainer's steps, until `stop_observing`."""
-    scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, (State, _StepReporter)):
-        raise StateError(FOREIGN_SCALER.format(kind=type(scaler).__module__))
-    observers = vars(trainer).setdefault("_amp_observers", [])
-    observers.append(observer)
-    if scaler is None:
-        trainer._amp_loss_scaler = _StepReporter(observers)
-
-
-def stop_observing(trainer: Trainer, observer: StepObserver) -> None:
-    """Remove an observer; after the last one, undo the changes to the trainer."""
-    trainer._amp_observers.remove(observer)
-    if not trainer._amp_observers:
-        del trainer._amp_observers
-        if isinstance(trainer._amp_loss_scaler, _StepReporter):
-            del trainer._amp_loss_scaler

@@ -50,7 +50,7 @@ from .isolated import (
     loss_of,
     trained_arrays,
 )
-from .results import BLUE, INK, ORANGE, RED, Drawn, Table, add_legend, new_figure
+from .results import Result, Table
 
 __all__ = ["Comparison", "TensorError", "compare"]
 
@@ -67,7 +67,6 @@ NOT_FLOAT32 = (
 
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
 _SHOWN = 10  #: rows of each table
-_NAMED = 24  #: the figure names up to this many layers
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class TensorError:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Drawn):
+class Comparison(Result):
     """The errors that mixed precision adds to a net; printing gives a table, worst first.
 
     ::
@@ -173,36 +172,6 @@ class Comparison(Drawn):
                 caption = f"{kind}, the worst {min(len(errors), _SHOWN)} of {len(errors)}"
                 rows = [tuple(getattr(e, h) for h in _HEADINGS) for e in errors[:_SHOWN]]
                 yield caption, _HEADINGS, rows
-
-    def _figure(self) -> Any:
-        """Return a figure: the errors in the order of execution, and crosses for lost elements.
-
-        Layers without an error to draw lie at the lower edge.
-        """
-        (figure, axes), errors = new_figure(height=5.0), self.outputs
-        least = min((e.relative for e in errors if e.relative), default=1e-8) / 2
-        for halves, color, marker in ((True, BLUE, "o"), (False, ORANGE, "s")):
-            drawn = [i for i, e in enumerate(errors) if (e.precision in HALVES) == halves]
-            label = f"computed in {self.dtype if halves else 'float32'}"
-            heights = [max(errors[i].relative, least) for i in drawn]
-            axes.scatter(drawn, heights, color=color, marker=marker, label=label)
-        axes.set_yscale("log")
-        lost = [i for i, error in enumerate(errors) if error.lost]
-        if lost:
-            places, at_top = [0.97] * len(lost), axes.get_xaxis_transform()
-            label = "elements not finite in mixed precision"
-            axes.scatter(lost, places, color=INK, marker="x", transform=at_top, label=label)
-        if self.first_jump is not None:
-            label = f"the error jumps first: {self.first_jump.name}"
-            place = errors.index(self.first_jump)
-            axes.axvline(place, color=RED, linestyle="--", label=label, zorder=0)
-        axes.set_xlabel("layer, in the order of execution")
-        if len(errors) <= _NAMED:
-            axes.set_xticks(range(len(errors)), [e.name for e in errors], rotation=60, ha="right")
-        axes.set_ylabel("relative error of the output (L2)")
-        axes.set_title(f"{self.dtype} against float32")
-        add_legend(figure)
-        return figure
 
 
 def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:

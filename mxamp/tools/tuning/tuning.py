@@ -10,7 +10,7 @@ import mxnet as mx
 
 from ...framework import machine
 from ...framework.files import write_file
-from ...framework.tables import html_lines, html_table, text_table
+from ...framework.tables import text_table
 from ...framework.wording import counted
 from ...policy.policy import Policy
 from ...policy.saving import policy_toml
@@ -204,7 +204,7 @@ class Tuning:
         ::
 
             plan = tuning.annotated(amp.explain(net, policy=tuning.policy))
-            amp.draw(plan, "net.svg", color="error")
+            print(plan)  # with the columns error and gain
 
         Parameters
         ----------
@@ -241,11 +241,6 @@ class Tuning:
         blocks += [f"{title}\n{text_table(head, rows)}" for title, head, rows in self.tables()]
         blocks += ["\n".join(["Notes", *self.notes])] if self.notes else []
         return "\n\n".join(blocks)
-
-    def _repr_html_(self) -> str:
-        said = html_lines(*self.sentences())
-        tables = "".join(html_table(head, rows, title) for title, head, rows in self.tables())
-        return said + tables + html_lines(*self.notes)
 
     def sentences(self) -> Sequence[str]:
         """Return the report's first sentences: the choice, its errors, and the search."""

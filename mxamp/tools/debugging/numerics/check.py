@@ -8,7 +8,6 @@ usual, and once more node by node.
 import contextlib
 import fnmatch
 import inspect
-import json
 import logging
 import threading
 from dataclasses import replace
@@ -42,7 +41,7 @@ from ....framework.contexts import OnlyWith
 from ....framework.keywords import checked_call
 from ....framework.operators import resolve
 from ....framework.patching import Patch, original
-from ....framework.tables import html_lines, html_table, text_table
+from ....framework.tables import text_table
 from ....framework.wording import one_of, shown
 from ....graph.inspect import interpret, run_node
 from ....graph.ir import Graph, Node
@@ -144,15 +143,8 @@ class NumericsCheck(Observer):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def to_json(self) -> str:
-        """Return the findings as JSON."""
-        return json.dumps([finding.to_dict() for finding in self.findings], indent=2)
-
     def __str__(self) -> str:
         return text_table(*self._rows()) if self.findings else "no findings"
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._rows()) if self.findings else html_lines("no findings")
 
     def __repr__(self) -> str:
         return f"<NumericsCheck: {self.first or 'no findings'}>"

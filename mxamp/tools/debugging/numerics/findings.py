@@ -9,7 +9,6 @@ from mxnet.ndarray.ndarray import NDArray
 from ....errors import AmpError
 from ....framework.machine import BFLOAT16, dtype_name
 from ....framework.patching import original
-from ....framework.tables import html_table
 from ....policy.values import RANGES
 
 __all__ = ["Finding", "NumericsError", "Statistics", "values_of"]
@@ -183,10 +182,6 @@ class Finding:
         data = {key: getattr(self, key) for key in self.__dataclass_fields__}
         del data["statistics"]
         return {**data, **self.statistics.to_dict()}
-
-    def _repr_html_(self) -> str:
-        fields = {**vars(self), "statistics": str(self.statistics)}
-        return html_table(("", ""), [(name, str(value)) for name, value in fields.items() if value])
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""

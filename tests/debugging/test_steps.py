@@ -1,0 +1,104 @@
+"""`on_step` hands over the report of each step of every kind of trainer."""
+
+import functools
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import mxamp as amp
+from mxamp.debugging import on_step
+from training import batches, poisoned, setup, train
+
+
+def with_grad_scaler(scaler):
+    def step(net, trainer, batch):
+        with autograd.record():
+            loss = (net(nd.array(batch)) ** 2).sum()
+        scaler.scale(loss).backward()
+        scaler.step(trainer, len(batch))
+        scaler.update()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", ["plain", "scale_loss", "GradScaler", "decorate", "automatic"])
+def test_every_kind_of_trainer(kind):
+    scale, step = 512.0, functools.partial(train, scaled=kind == "scale_loss")
+    if kind == "automatic":
+        from mxamp.frontends.automatic import start
+
+        start("bfloat16")
+    net, trainer = setup(scaler=amp.LossScaler(scale) if kind == "scale_loss" else None)
+    if kind == "decorate":
+        optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=0.1), init_loss_scaling=scale)
+        trainer = gluon.Trainer(net.collect_params(), optimizer)
+    if kind == "GradScaler":
+        step = with_grad_scaler(amp.GradScaler(scale))
+    data, reports = batches(3), []
+    data[1] = poisoned(data[1])
+    with on_step(trainer, reports.append):
+        for batch in data:
+            step(net, trainer, batch)
+    step(net, trainer, data[0])
+    amp.shutdown()
+    scaled = kind != "plain"
+    assert [report.stepped for report in reports] == [True, not scaled, True]
+    fixed = kind in ("plain", "automatic")
+    assert [r.loss_scale for r in reports] == ([1, 1, 1] if fixed else [512, 512, 256])
+    if scaled:
+        assert not reports[1].loss_finite and len(reports[1].nonfinite) == 4
+
+
+def test_nothing_is_left_behind():
+    _, trainer = setup()
+    before = dict(vars(trainer))
+    with pytest.raises(KeyError), on_step(trainer, print):
+        raise KeyError
+    hook = on_step(trainer, print)
+    hook.remove()
+    hook.remove()
+    assert vars(trainer) == before
+
+
+def test_loss_scaling_may_begin_while_a_function_is_called():
+    net, trainer = setup()
+    first, second = [], []
+    data = batches(3)
+    with on_step(trainer, first.append):
+        train(net, trainer, data[0], scaled=False)
+        amp.init_trainer(trainer, amp.LossScaler(256))
+        hook = on_step(trainer, lambda report: (second.append(report), hook.remove()))
+        train(net, trainer, data[1])
+        train(net, trainer, data[2])
+    assert [report.loss_scale for report in first] == [1, 256, 256]
+    assert second == first[1:2]
+
+
+def test_the_weights_change_after_the_call():
+    net, trainer = setup()
+    weight = net[0].weight.data()
+    seen, before = [], weight.asnumpy()
+    with on_step(trainer, lambda report: seen.append(weight.asnumpy())):
+        train(net, trainer, batches(1)[0], scaled=False)
+    assert np.array_equal(seen[0], before) and not np.array_equal(weight.asnumpy(), before)
+
+
+def test_wrong_arguments():
+    _, trainer = setup()
+    for arguments, words in (((3, print), "takes a gluon.Trainer, not 3"), ((trainer, 3), "not 3")):
+        with pytest.raises(amp.ArgumentError, match=words):
+            on_step(*arguments)
+    from mxnet.contrib.amp.loss_scaler import LossScaler
+
+    trainer._amp_loss_scaler = LossScaler()
+    with pytest.raises(amp.StateError, match="not mxamp's"):
+        on_step(trainer, print)
+
+
+def test_names_that_are_gone_say_what_to_use():
+    with pytest.raises(AttributeError, match="on_step"):
+        amp.debugging.trace  # noqa: B018
+    with pytest.raises(AttributeError, match="to_dot"):
+        amp.draw  # noqa: B018
