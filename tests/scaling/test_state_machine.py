@@ -7,7 +7,7 @@ weights are right in the end):
 
 | call | wrong | doubtful |
 |---|---|---|
-| `scale_loss` | after `unscale` | |
+| `scale_loss` | after `unscale` | after `unscale`, with a foreign gradient |
 | `backward` | | heads of several scales, or scaled beside unscaled heads; a loss scaled before its trainer's last `step`, or its GradScaler's last `update`; gradients of a trainer after `unscale`; an error has ended its `scale_loss` |
 | `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient |
 | `step` | twice before a GradScaler's `update` | a foreign gradient |
@@ -326,10 +326,9 @@ class Programs(RuleBasedStateMachine):
             with autograd.record():
                 scaled = self.keep_scaled(loss, way.scale(loss.array), owners)
         else:
-            wrong = any(one.legality("scale") == "wrong" for one in way)
-            scaled = attempt(
-                "wrong" if wrong else "legal", self.scale_for_trainers, loss, way, use, retain
-            )
+            found = {one.legality("scale") for one in way if one.stage == "unscaled"}
+            legality = next((one for one in ("wrong", "doubtful") if one in found), "legal")
+            scaled = attempt(legality, self.scale_for_trainers, loss, way, use, retain)
             owners = [] if use == "error" else way
             use = "later" if scaled is RAISED or use != "outside" else use
         if scaled is not RAISED:
