@@ -19,21 +19,16 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call, checked_methods, missing_attribute
+from ..framework.keywords import checked_call, checked_methods
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .passes import passes
 from .scaler import LossScaler, positive_number
 from .state import LOSSES, Stage, State
-from .trainer import active_hook, attach_hook, check_unscaled, hook_of, scale_losses
+from .trainer import active_hook, attach_hook, hook_of, scale_losses
 
 logger = logging.getLogger("mxamp")
-
-NOT_SCALED = (
-    "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
-    "scaler.scale(loss).backward(), not loss.backward()"
-)
 
 
 @checked_methods
@@ -123,10 +118,8 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        check_unscaled(loss, others=bool(self._losses))
-        if self.get_scale() != 1:
-            passes.open()
-        scaled, unscaled = scale_losses(loss, self.get_scale(), [self._active.number])
+        owners, others = [self._active.number], bool(self._losses)
+        scaled, unscaled = scale_losses(loss, self.get_scale(), owners, others)
         if not self._losses:
             self._first = self.get_scale()
         self._losses = [*self._losses, *unscaled][-LOSSES:]
@@ -152,7 +145,7 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
-            self._mark_scaled(hook)
+            hook.mark_scaled(self._first, self._losses)
         hook.unscale()
 
     def step(
@@ -181,17 +174,10 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         hook.check("step")
-        self._mark_scaled(hook)
+        hook.mark_scaled(self._first, self._losses)
         trainer.step(batch_size, ignore_stale_grad)
         hook.set_stepped(True)
         self._stepped.add(hook)
-
-    def _mark_scaled(self, hook: State) -> None:
-        """Mark a trainer's gradients as scaled; warn if they come from a loss that is not."""
-        is_plain = hook.gradients.carried == 1 and (hook.gradients.is_known or not self._losses)
-        if hook.stage is Stage.NONE and is_plain and self.get_scale() != 1:
-            logger.warning(NOT_SCALED)
-        hook.mark_scaled(self._first, self._losses)
 
     def update(self, new_scale: float | None = None) -> None:
         """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.
@@ -244,10 +230,6 @@ class GradScaler:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _stepped=weakref.WeakSet())
-
-    def __getattr__(self, name: str) -> Any:
-        public = [known for known in dir(type(self)) if not known.startswith("_")]
-        raise AttributeError(missing_attribute("'GradScaler' object", name, public))
 
     def _attached_hook(self, trainer: Trainer) -> State:
         """Return a trainer's state, attached at first use; raise if it is another scaler's."""

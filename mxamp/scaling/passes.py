@@ -16,7 +16,6 @@ import logging
 import threading
 import weakref
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
@@ -37,11 +36,6 @@ from .statistics import RunningStatistics
 
 logger = logging.getLogger("mxamp")
 
-UNSCALED = (
-    "inside scale_loss, backward was called on a loss that is not scaled: the step takes its "
-    "gradients as they are, and small float16 ones may be lost. Call it on the loss that "
-    "`with amp.scale_loss(loss, trainer) as scaled` yields: autograd.backward(scaled)"
-)
 FOREIGN = (
     "the gradients of this trainer come from a loss that was scaled, by {scale:g}, for another "
     "trainer: after init_trainer for each, scale the loss for both, "
@@ -139,9 +133,6 @@ def marks_behind(head: NDArray) -> set[Mark]:
         seen.add(index)
     return found
 
-
-#: Whether the running code is inside of `scale_loss`, with a scale other than 1.
-inside_scale_loss: ContextVar[bool] = ContextVar("mxamp_inside_scale_loss", default=False)
 
 # ---------------------------------------------------------------------- the gradients of a trainer
 
@@ -396,23 +387,21 @@ class _Passes(FrontEnd):
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         return foreign or getattr(self._thread, "runs", False)
 
-    def _mark_of_heads(self, heads: Sequence[NDArray], warns: bool) -> Mark:
+    def _mark_of_heads(self, heads: Sequence[NDArray]) -> Mark:
         """Return the mark of a pass; raise `StateError` if it would mix several scales."""
         behind = [marks_behind(head) for head in heads]
         marks = set().union(*behind)
         if len({mark.scale for mark in marks}) > 1 or (marks and not all(behind)):
             raise StateError(SEVERAL_SCALES)
         if not marks:
-            if warns and inside_scale_loss.get():
-                logger.warning(UNSCALED)
             return Mark()
         owners = frozenset().union(*(mark.owners for mark in marks))
         return Mark(marks.pop().scale, owners)
 
     @contextmanager
-    def _running(self, heads: Sequence[NDArray], warns: bool = True) -> Iterator[Mark]:
+    def _running(self, heads: Sequence[NDArray]) -> Iterator[Mark]:
         """Context of a backward pass: yield its mark, and set the scale of output operators."""
-        mark = self._mark_of_heads(heads, warns)
+        mark = self._mark_of_heads(heads)
         self._thread.runs = True
         try:
             # The scale of output operators is the process's.
@@ -485,7 +474,7 @@ class _Passes(FrontEnd):
 
         heads = [heads] if isinstance(heads, NDArray) else heads
         nested = self.is_nested
-        with nullcontext() if nested else self._running(heads, warns=False):
+        with nullcontext() if nested else self._running(heads):
             if self.automatic is None:
                 return compute(head_grads)
             return self.automatic.run_grad(compute, heads, head_grads, nested)

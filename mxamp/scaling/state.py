@@ -31,8 +31,7 @@ from mxnet.optimizer import LBSGD
 from ..errors import StateError
 from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.wording import counted, shortened, shown
-from ..policy.active import current_policy
+from ..framework.wording import shortened, shown
 from .checkpoint import load_states, parse_state, save_states
 from .distributed import Reduction
 from .finite import all_finite, multiply
@@ -45,8 +44,6 @@ logger = logging.getLogger("mxamp")
 
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 _STUCK = 10
-#: The parameters that a step's report shows; its field `nonfinite` holds all of them.
-_CULPRITS = 6
 #: The losses of one step that are looked at after an overflow: those of validation may be many.
 LOSSES = 100
 _HALF = {"float16", "bfloat16"}
@@ -55,19 +52,21 @@ SCALED_TWICE = (
     "the losses of this trainer are scaled by {one} already; {other} would scale them twice: "
     "remove {rest}"
 )
+SKIPPED = "step skipped, gradients of %s are not finite; %s"
 TOO_MANY_SKIPS = (
-    "skipped {steps} in a row, and the loss scale is down to {scale:g}. The first had gradients "
-    "that are not finite in {names}.{loss} Look for a learning rate that is too high, and for a "
-    "division by zero or a logarithm of zero."
+    "skipped %d steps in a row, and the loss scale is down to %g. The first had gradients that are "
+    "not finite in %s.%s Look for a learning rate that is too high, and for a division by zero or "
+    "a logarithm of zero."
 )
 LOSS_NOT_FINITE = " The loss itself was not finite either."
 ASSIGNED = (
     "trainer.amp_loss_scale only shows the scale, and {given} was assigned to it: to set the "
     "scale, write init_trainer(trainer, LossScaler(init_scale=128))"
 )
-NEVER_SCALED = (
-    "a trainer with a loss scale of %g steps, and no loss was ever scaled for it: run backward "
-    "from the scaled loss, `with mxamp.scale_loss(loss, trainer) as scaled`"
+NOT_SCALED = (
+    "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
+    "backward on the scaled loss, `with mxamp.scale_loss(loss, trainer) as scaled` or "
+    "scaler.scale(loss)"
 )
 
 
@@ -111,12 +110,6 @@ class StepReport(NamedTuple):
     nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
     loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
 
-    def __repr__(self) -> str:
-        fields = {name: repr(value) for name, value in self._asdict().items()}
-        if len(self.nonfinite) > _CULPRITS:
-            fields["nonfinite"] = f"({shortened([*map(repr, self.nonfinite)], _CULPRITS)})"
-        return f"StepReport({', '.join(f'{name}={text}' for name, text in fields.items())})"
-
 
 #: Held while a state changes its stage: several threads may scale losses of one trainer.
 _lock = threading.Lock()
@@ -142,7 +135,6 @@ class State:
         self,
         trainer: Trainer,
         scaler: LossScaler,
-        max_consecutive_skips: int | None = None,
         scaled_by: str = "init_trainer",
     ) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
@@ -153,7 +145,6 @@ class State:
         self._new_masters: list[tuple[NDArray, NDArray]] = []
         self.retired = False  #: the API that scaled the losses has ended; another may take over
         self.loaded: Mapping[str, Any] | None = None  #: the state from a file
-        self.max_consecutive_skips = max_consecutive_skips
         self._skips_in_a_row, self._has_warned_of_skips = 0, False
         self._first_nonfinite: tuple[str, ...] = ()  #: of these skips
         self.steps = self.skips = 0
@@ -162,7 +153,7 @@ class State:
         self._is_probed = False  #: its optimizer can update these weights
         self._is_reduced = False  #: summed over devices already
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
-        self._may_warn = scaled_by in ("init_trainer", "initialize")  #: of a loss never scaled
+        self._may_warn = not self.is_shared  #: of gradients without a scale
         self.reduction = Reduction(trainer)
         self.publish(None)
 
@@ -230,7 +221,7 @@ class State:
         self.check("scale")
         before = self._stage, self._scale, self._losses
         self.mark_scaled(scale, [*self._losses, *losses][-LOSSES:])
-        self._is_reduced = self._may_warn = False
+        self._is_reduced = False
         try:
             yield
         except BaseException:
@@ -303,7 +294,14 @@ class State:
             self.gradients.assume(self._scale)
         elif self.stage is Stage.NONE:
             self.gradients.check_unscaled()
-        return self.gradients.equalize()
+        carried = self.gradients.equalize()
+        # A trainer of a GradScaler may step without it.
+        mine = self._stage is (Stage.NONE if self.results is None else Stage.SCALED)
+        plain = carried == 1 and self.gradients.is_known and (mine or self._stage is Stage.SCALED)
+        if self._may_warn and plain and self.scaler.loss_scale != 1:
+            self._may_warn = False
+            logger.warning(NOT_SCALED)
+        return carried
 
     def has_overflow(self, params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
@@ -319,7 +317,6 @@ class State:
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         self.last_stage = stage
         if stage is Stage.NONE:
-            self._warn_if_never_scaled()
             self._notify(StepReport(True, 1.0, self.loss_scale))
             return False
         gradients, known = self.gradients, self._stage is stage and self._scale != 1
@@ -343,7 +340,7 @@ class State:
             gradients.statistics.after_step(finite, gradients.running_statistics)
         self.publish(report)
         self._notify(report)
-        self._check_skips(report)
+        self._log(report)
         return not finite
 
     def _notify(self, report: StepReport) -> None:
@@ -351,29 +348,27 @@ class State:
         for function in tuple(vars(self.trainer).get("_amp_observers", ())):
             function(report)
 
-    def _check_skips(self, report: StepReport) -> None:
-        """Log a step; warn of many skips in a row, and raise `StateError` at the limit."""
-        _log_step(report)
+    def _log(self, report: StepReport) -> None:
+        """Log a step that was skipped or has changed the scale; warn of many skips in a row."""
+        changes = report.next_loss_scale != report.loss_scale
+        scale = f"loss scale {report.loss_scale:g}"
+        scale += f" -> {report.next_loss_scale:g}" if changes else ""
         if report.stepped:
             self._skips_in_a_row = 0
+            if changes:
+                logger.info(scale)
             return
+        logger.info(SKIPPED, shortened(report.nonfinite), scale)
         if not self._skips_in_a_row:
             self._first_nonfinite, self._has_warned_of_skips = report.nonfinite, False
         self._skips_in_a_row += 1
         steps = self._skips_in_a_row
-        message = TOO_MANY_SKIPS.format(
-            steps=counted(steps, "step"),
-            names=shortened(self._first_nonfinite),
-            scale=report.next_loss_scale,
-            loss="" if report.loss_finite else LOSS_NOT_FINITE,
-        )
-        if steps == self.max_consecutive_skips:
-            self._skips_in_a_row = 0
-            raise StateError(message)
         stuck = steps >= _STUCK or (steps > 1 and self.scaler.is_lowest)
         if stuck and not self._has_warned_of_skips:
             self._has_warned_of_skips = True
-            logger.warning(message)
+            loss = "" if report.loss_finite else LOSS_NOT_FINITE
+            names = shortened(self._first_nonfinite)
+            logger.warning(TOO_MANY_SKIPS, steps, report.next_loss_scale, names, loss)
 
     def _update_scaler(self, finite: bool, scale: float, used: Sequence[Entry]) -> StepReport:
         """Update the loss scale after a step with these gradients; return the step's report."""
@@ -393,14 +388,6 @@ class State:
             self.results.append(finite)
         loss_finite = finite or all_finite(self._losses)
         return StepReport(finite, scale, self.scaler.loss_scale, names, loss_finite)
-
-    def _warn_if_never_scaled(self) -> None:
-        """Warn once, if steps begin without a scaled loss; bfloat16 needs none."""
-        policy = current_policy()
-        needed = policy is None or policy.target_dtype != "bfloat16"
-        if self._may_warn and self.loss_scale != 1 and needed:
-            logger.warning(NEVER_SCALED, self.loss_scale)
-        self._may_warn = False
 
     def publish(self, report: StepReport | None) -> None:
         """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
@@ -447,17 +434,6 @@ class State:
 
     def __repr__(self) -> str:
         return f"<State of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
-
-
-def _log_step(report: StepReport) -> None:
-    """Log a step if it was skipped or has changed the scale."""
-    scale = f"loss scale {report.loss_scale:g}"
-    if report.next_loss_scale != report.loss_scale:
-        scale += f" -> {report.next_loss_scale:g}"
-    elif report.stepped:
-        return
-    skipped = f"step skipped, gradients of {shortened(report.nonfinite)} are not finite; "
-    logger.info("%s%s", "" if report.stepped else skipped, scale)
 
 
 def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> bool:

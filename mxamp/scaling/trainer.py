@@ -26,8 +26,8 @@ from .checkpoint import pop_scaler_state
 from .distributed import check_kvstore
 from .finite import multiply, square_sum
 from .optimizer_states import share_step_counts
-from .passes import inside_scale_loss, mark_of, marked, marks_behind, passes
-from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler, whole_number
+from .passes import mark_of, marked, marks_behind, passes
+from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler
 from .state import Stage, State
 
 logger = logging.getLogger("mxamp")
@@ -39,20 +39,13 @@ NO_POLICY = (
 NOT_INITIALIZED = (
     "the trainer of {names} has no loss scaler: call mxamp.init_trainer(trainer) with it first"
 )
-ON_KVSTORE = (
-    "this trainer updates its parameters on the kvstore{why}, where a gradient that overflowed "
-    "can't be kept out any more: make it with Trainer(..., update_on_kvstore=False)"
+UNSKIPPABLE = (
+    "this trainer updates its parameters {where}, where a gradient that overflowed can't be kept "
+    "out: {instead}"
 )
-ASYNCHRONOUS = (
-    "an asynchronous kvstore updates parameters on its servers, where a gradient that overflowed "
-    "can't be kept out: use a synchronous one, such as 'dist_sync' or 'device'"
-)
-HOROVOD_OPTIMIZER = (
-    "this optimizer has Horovod sum the gradients in each update, where an overflow in one worker "
-    "can't be kept out of the others: make the trainer with hvd.DistributedTrainer, and with the "
-    "optimizer as it was before hvd.DistributedOptimizer"
-)
-KEEPS_SCALER = "the trainer keeps its %s: give init_trainer a `loss_scaler` to change it"
+_OFF_KVSTORE = "make it with Trainer(..., update_on_kvstore=False)"
+_SYNCHRONOUS = "use a synchronous kvstore, such as 'dist_sync' or 'device'"
+_HOROVOD = "make it with hvd.DistributedTrainer, and without hvd.DistributedOptimizer"
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
 SCALED_ALREADY = (
     "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
@@ -63,7 +56,6 @@ SCALED_ALREADY = (
 def init_trainer(
     optimizer_or_trainer: Trainer,
     loss_scaler: LossScaler | None = None,
-    max_consecutive_skips: int | None = None,
 ) -> None:
     """Give a Gluon Trainer loss scaling.
 
@@ -90,9 +82,6 @@ def init_trainer(
         By default `LossScaler()` for float16, and a scale of 1 for bfloat16, which has float32's
         range. Steps with non-finite gradients are skipped either way. Where `init("auto")` has
         chosen float32, the scaler is not used: the scale is 1, and no step is skipped.
-    max_consecutive_skips : int, optional
-        After this many skipped steps in a row, `step` raises a `StateError` that names the
-        parameters whose gradients were the first to overflow. By default training goes on.
 
     Raises
     ------
@@ -113,9 +102,7 @@ def init_trainer(
             "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler of mxamp, such as "
             f"LossScaler() or StaticLossScaler(128), not {shown(loss_scaler)}"
         )
-    if max_consecutive_skips is not None:
-        whole_number("max_consecutive_skips", max_consecutive_skips, least=1)
-    attach_hook(trainer, None if chose_float32() else loss_scaler, max_consecutive_skips)
+    attach_hook(trainer, None if chose_float32() else loss_scaler)
     if hook_of(trainer).loss_scale != 1:
         passes.open()
 
@@ -215,15 +202,12 @@ def hook_of(trainer: Any) -> State:
 
 
 def attach_hook(
-    trainer: Trainer,
-    loss_scaler: LossScaler | None,
-    max_consecutive_skips: int | None = None,
-    scaled_by: str = "init_trainer",
+    trainer: Trainer, loss_scaler: LossScaler | None, scaled_by: str = "init_trainer"
 ) -> None:
     """Give a trainer a hook for losses that the API `scaled_by` scales, or update its hook.
 
-    An existing hook stays, with the given scaler and limit. A trainer that has loaded states
-    resumes from them, whatever scaler is given.
+    An existing hook stays, with the given scaler. A trainer that has loaded states resumes from
+    them, whatever scaler is given.
     """
     check_contrib_is_off()
     hook = active_hook(trainer)
@@ -235,14 +219,10 @@ def attach_hook(
             _keep_updates_skippable(trainer, loss_scaler)
             hook.scaler = loss_scaler
             hook.publish(trainer.amp_last_step)
-        elif current_policy() is not None and _default_scaler().kind != hook.scaler.kind:
-            logger.info(KEEPS_SCALER, shown(hook.scaler))
-        if max_consecutive_skips is not None:
-            hook.max_consecutive_skips = max_consecutive_skips
         return
     scaler = loss_scaler or _default_scaler()
     _keep_updates_skippable(trainer, scaler)
-    hook = State(trainer, scaler, max_consecutive_skips, scaled_by)
+    hook = State(trainer, scaler, scaled_by)
     retired = getattr(trainer, "_amp_loss_scaler", None)
     if isinstance(retired, State) and retired.trainer is trainer:
         hook.take_over(retired)
@@ -276,20 +256,20 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     settings, obstacle = trainer._kvstore_params, None
     kvstore = settings["kvstore"]
     if scaler.checks and is_horovod_optimizer(trainer._optimizer):
-        obstacle = HOROVOD_OPTIMIZER
+        obstacle = "by Horovod's optimizer", _HOROVOD
     elif trainer._kv_initialized:
         if trainer._kvstore is not None and trainer._update_on_kvstore:
-            obstacle = ON_KVSTORE.format(why="")
+            obstacle = "on the kvstore", _OFF_KVSTORE
     elif trainer._contains_sparse_weight:
-        obstacle = ON_KVSTORE.format(why=" because row_sparse parameters need it")
+        obstacle = "on the kvstore because row_sparse parameters need it", _OFF_KVSTORE
     elif "async" in str(getattr(kvstore, "type", kvstore)):
-        obstacle = ASYNCHRONOUS
+        obstacle = "on an asynchronous kvstore's servers", _SYNCHRONOUS
     if obstacle is None:
         if settings["update_on_kvstore"]:
             logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
         settings["update_on_kvstore"] = False
     elif scaler.checks:
-        raise StateError(obstacle)
+        raise StateError(UNSKIPPABLE.format(where=obstacle[0], instead=obstacle[1]))
     if scaler.checks:
         check_kvstore(trainer)
 
@@ -329,29 +309,30 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
     for hook in hooks:
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
-    check_unscaled(loss, others=any(hook.stage is Stage.SCALED for hook in hooks))
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.next_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].next_scale)
-    arrays = _flat_arrays(loss)
-    if not arrays:
-        raise ArgumentError(NO_LOSS.format(given=shown(loss)))
-    if scale != 1:
-        passes.open()
-    scaled, unscaled = scale_losses(loss, scale, [hook.scaler.number for hook in hooks])
+    others = any(hook.stage is Stage.SCALED for hook in hooks)
+    scaled, unscaled = scale_losses(loss, scale, [hook.scaler.number for hook in hooks], others)
     with ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook.scaling(scale, unscaled))
-        before = inside_scale_loss.set(scale != 1)
-        stack.callback(inside_scale_loss.reset, before)
         yield scaled
 
 
-def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> tuple[Any, list[NDArray]]:
-    """Return marked losses times a scale, in the same containers, and the unscaled ones."""
-    unscaled = []
+def scale_losses(
+    loss: Any, scale: float, owners: Sequence[int], others: bool
+) -> tuple[Any, list[NDArray]]:
+    """Return marked losses times a scale, in the same containers, and the unscaled ones.
+
+    Raises `StateError` if one is scaled already. With `others`, losses scaled since the last step
+    may lie behind it: this reads its whole graph.
+    """
+    unscaled: list[NDArray] = []
 
     def scaled_in_float32(array: NDArray) -> NDArray:
+        if mark_of(array) or (others and marks_behind(array)):
+            raise StateError(SCALED_ALREADY)
         unscaled.append(array.detach())
         if dtype_of(array) not in ("float32", "float64"):
             array = array.astype("float32")  # 65504 is float16's largest number
@@ -359,24 +340,11 @@ def scale_losses(loss: Any, scale: float, owners: Sequence[int]) -> tuple[Any, l
 
     with autograd.record(train_mode=autograd.is_training()):
         mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
+    if not unscaled:
+        _raise_no_loss(loss)
+    if scale != 1:
+        passes.open()
     return _Losses(mapped) if type(mapped) is list else mapped, unscaled
-
-
-def _flat_arrays(loss: Any) -> list[NDArray]:
-    """Return the arrays in a loss: itself, or those in lists, tuples and dicts."""
-    arrays: list[NDArray] = []
-    map_arrays(loss, arrays.append, _raise_no_loss)
-    return arrays
-
-
-def check_unscaled(loss: Any, others: bool) -> None:
-    """Raise `StateError` if a loss, or one of several, is scaled already.
-
-    With `others`, losses scaled since the last step may lie behind it; this reads its whole graph.
-    """
-    arrays = _flat_arrays(loss)
-    if any(mark_of(one) or (others and marks_behind(one)) for one in arrays):
-        raise StateError(SCALED_ALREADY)
 
 
 class _Losses(list):  # type: ignore[type-arg]

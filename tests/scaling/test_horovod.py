@@ -182,7 +182,7 @@ def test_arrays_that_horovod_does_not_know_are_refused_by_name(hvd, name):
 def test_an_optimizer_of_horovod_in_another_trainer_is_refused(hvd):
     wrapped = hvd.DistributedOptimizer(mx.optimizer.SGD())
     trainer = gluon.Trainer(setup()[0].collect_params(), wrapped)
-    with pytest.raises(amp.StateError, match="make the trainer with hvd.DistributedTrainer"):
+    with pytest.raises(amp.StateError, match="make it with hvd.DistributedTrainer"):
         amp.init_trainer(trainer, amp.NoScaler())
 
 

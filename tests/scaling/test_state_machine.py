@@ -9,11 +9,11 @@ weights are right in the end):
 |---|---|---|
 | `scale_loss` | after `unscale` | after `unscale`, with a foreign gradient |
 | `backward` | | heads of several scales, or scaled beside unscaled heads; a loss scaled before its trainer's last `step`, or its GradScaler's last `update`; gradients of a trainer after `unscale`; an error has ended its `scale_loss` |
-| `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient |
-| `step` | twice before a GradScaler's `update` | a foreign gradient |
+| `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient; a loss used again |
+| `step` | twice before a GradScaler's `update` | a foreign gradient; a loss used again |
 | `update` | before any `step` | |
 
-A gradient is foreign if the pass that wrote it was doubtful, or scaled without this trainer. A call
+A loss is used again after its trainer's `step` or `unscale`. A gradient is foreign if the pass that wrote it was doubtful, or scaled without this trainer. A call
 that raises changes nothing; the program then drops the losses of the failed pass. Three programs
 are not generated: the sum of a scaled and an unscaled loss, a step of GradScaler without any scaled
 loss (the docs call both mistakes), and an update that would ruin float32 weights too.
@@ -124,6 +124,7 @@ class Owner:
     weights: List[Weight]
     scaler: Optional[amp.GradScaler] = None
     stage: str = "none"  #: or "scaled", "unscaled", "stepped", as in docs/loss-scaling.md
+    used_again: bool = False  #: a loss that was scaled before the last step or `unscale`
     saved: Any = None  #: file and velocities
 
     @property
@@ -141,7 +142,8 @@ class Owner:
         return self.kind == "GradScaler" and not scaled
 
     def legality(self, action):
-        if self.stage != "stepped" and any(weight.foreign for weight in self.fresh):
+        foreign = any(weight.foreign for weight in self.fresh)
+        if self.stage != "stepped" and (foreign or self.used_again):
             return "doubtful"
         if (action, self.stage) in WRONG and (self.kind, self.stage) != ("GradScaler", "none"):
             return "wrong"
@@ -399,6 +401,9 @@ class Programs(RuleBasedStateMachine):
         if raised or not retain:
             graphs = set().union(*(loss.graphs for loss in losses))
             self.losses = [loss for loss in self.losses if not loss.graphs & graphs]
+        for owner in () if raised else self.owners:
+            again = owner.stage in ("none", "unscaled")
+            owner.used_again |= again and any(owner in one.owners for one in scalings)
         for weight, owner in () if raised else touched.items():
             adds = weight.parameter.grad_req == "add"
             owned = all(owner in one.owners for one in scalings)
@@ -443,7 +448,7 @@ class Programs(RuleBasedStateMachine):
         norm = attempt(owner.legality("unscale"), *call)
         if norm is RAISED:
             return
-        owner.stage = "unscaled"
+        owner.stage, owner.used_again = "unscaled", False
         if norm is not None:
             self.clip(owner.fresh, limit, norm)
         for weight in owner.weights:
@@ -502,7 +507,7 @@ class Programs(RuleBasedStateMachine):
         if owner.stage != "unscaled" and owner.kind != "decorate":
             for weight in owner.weights:
                 weight.unscaled = False  # the update may have divided by the scale
-        owner.stage = "stepped" if owner.scaler else "none"
+        owner.stage, owner.used_again = "stepped" if owner.scaler else "none", False
         if owner.kind == "scale_loss":
             self.spend(owner, reuse)
 
