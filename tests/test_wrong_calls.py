@@ -285,16 +285,6 @@ def test_no_losses_are_an_error():
             pass
 
 
-def test_a_trainer_that_keeps_another_scaler_is_logged(caplog):
-    caplog.set_level("INFO", "mxamp")
-    made = trainer()
-    for dtype, logged in (("float16", False), ("float16", False), ("bfloat16", True)):
-        amp.init(dtype, ctx=mx.cpu())
-        amp.init_trainer(made)
-        amp.shutdown()
-        assert ("the trainer keeps its LossScaler(" in caplog.text) == logged
-
-
 def stepped(*sizes, optimizer="adam"):
     """A trainer after one step, of layers between these sizes."""
     block = gluon.nn.HybridSequential()
@@ -368,19 +358,6 @@ def test_names_that_the_module_lacks(name, said):
     assert not hasattr(amp, name)
     with pytest.raises(AttributeError, match=said):
         getattr(amp, name)
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("unscale", "unscale_"), ("udpate", "the closest is 'update'"),
-        ("nothing_like_it", "'GradScaler' object has no attribute 'nothing_like_it'$"),
-    ],
-)  # fmt: skip
-def test_names_that_a_grad_scaler_lacks(name, said):
-    assert not hasattr(amp.GradScaler(), name)
-    with pytest.raises(AttributeError, match=said):
-        getattr(amp.GradScaler(), name)
 
 
 def test_lists_go_into_a_policy_of_the_dtype_in_force():

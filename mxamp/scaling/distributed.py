@@ -153,12 +153,12 @@ class Reduction:
         """
         stale: list[Entry] = []
         if self.workers is not None:
-            entries, overflown = gradients.entries(), gradients.overflown
+            entries, overflown = gradients.entries(), gradients.is_overflown
             if transports.is_horovod_trainer(self._trainer):
                 for entry in entries:
                     transports.check_horovod_gradients(entry.param.name, entry.param.list_grad())
-            fill_with_inf([entry.gradient for entry in entries if entry.key in overflown])
-            stale = [e for e in entries if not e.is_fresh and e.key not in overflown]
+            fill_with_inf([entry.gradient for entry in entries if overflown(entry)])
+            stale = [e for e in entries if not e.is_fresh and not overflown(e)]
         with suspended():
             for entry in stale:
                 entry.gradient[:] = 0

@@ -178,7 +178,8 @@ class Gradients:
     def __init__(self, trainer: Trainer, carried: float) -> None:
         self.trainer, self.carried = trainer, carried
         self.exceptions: dict[tuple[int, int], float] = {}  #: other scales than `carried`
-        self.overflown: set[tuple[int, int]] = set()  #: found not finite, and not replaced since
+        #: Gradients found not finite, and not replaced since: a script may have hidden it.
+        self.overflown: dict[tuple[int, int], NDArray] = {}
         #: The scalers of the losses that gradients come from, by number; none since the last step.
         self.owners: frozenset[int] = frozenset()
         self.is_known = False  #: a pass was seen since the last step
@@ -215,6 +216,10 @@ class Gradients:
     def scale_of(self, entry: Entry) -> float:
         """Return the scale that a gradient carries."""
         return self.exceptions.get(entry.key, self.carried)
+
+    def is_overflown(self, entry: Entry) -> bool:
+        """Return whether a gradient was found not finite; another `grad_req` makes a new one."""
+        return self.overflown.get(entry.key) is entry.gradient
 
     def carry_all(self, scale: float) -> bool:
         """Return whether no backward pass with `scale` changes this record."""
@@ -254,7 +259,8 @@ class Gradients:
         """Record the scale of the `entries` that a pass has written."""
         written = {entry.key for entry in entries if entry.is_fresh}
         if written:
-            self.overflown -= {one.key for one in entries if one.key in written and not one.adds}
+            for key in (one.key for one in entries if one.key in written and not one.adds):
+                self.overflown.pop(key, None)
             others = {one.key: self.scale_of(one) for one in entries if one.key not in written}
             self.carried = scale
             self.exceptions = {key: other for key, other in others.items() if other != scale}
@@ -280,7 +286,7 @@ class Gradients:
         for scale in {self.scale_of(entry) for entry in entries}:
             group = [entry for entry in entries if self.scale_of(entry) == scale]
             bad = [group[i] for i in unscale([entry.gradient for entry in group], scale)]
-            self.overflown |= {entry.key for entry in bad if entry.is_fresh}
+            self.overflown.update((one.key, one.gradient) for one in bad if one.is_fresh)
         self.carried, self.exceptions, self.owners = 1.0, {}, frozenset()
         self.tell_others(entries)
 
@@ -295,7 +301,7 @@ class Gradients:
 
     def end_step(self) -> None:
         """Record that the gradients have been used."""
-        self.overflown, self.owners, self.is_known = set(), frozenset(), False
+        self.overflown, self.owners, self.is_known = {}, frozenset(), False
 
     def check_unscaled(self) -> None:
         """Raise `StateError` if a fresh gradient carries a scale, which nothing will take out."""

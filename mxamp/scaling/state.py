@@ -246,7 +246,8 @@ class State:
         the pass. Losses of earlier passes, possibly for other trainers, are forgotten.
         """
         entries = self.gradients.entries() if overflown else []
-        self.gradients.overflown |= {one.key for one in entries if id(one.data) in overflown}
+        found = ((one.key, one.gradient) for one in entries if id(one.data) in overflown)
+        self.gradients.overflown.update(found)
         self._stage, self._scale, self._losses = Stage.UNSCALED, scale, [*losses]
 
     def unscale(self) -> None:
@@ -324,8 +325,7 @@ class State:
         # All workers use the gradients that one of them has computed.
         used = gradients.entries() if self.reduction.workers is not None else gradients.fresh()
         used = used if self.scaler.checks or scale != 1 else []
-        # A script may have hidden an overflow since, for example by clipping element by element.
-        finite = not any(entry.key in gradients.overflown for entry in used)
+        finite = not any(map(gradients.is_overflown, used))
         finite = finite and all_finite([entry.gradient for entry in used])
         arrays = [entry.gradient for entry in used]
         if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
@@ -374,8 +374,8 @@ class State:
         """Update the loss scale after a step with these gradients; return the step's report."""
         names: tuple[str, ...] = ()
         if not finite:
-            overflown = self.gradients.overflown
-            bad = [e for e in used if e.key in overflown or not all_finite([e.gradient])]
+            gone = self.gradients.is_overflown
+            bad = [one for one in used if gone(one) or not all_finite([one.gradient])]
             names = tuple(dict.fromkeys(entry.param.name for entry in bad))
             # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
             for entry in used:

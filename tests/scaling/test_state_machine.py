@@ -431,7 +431,7 @@ class Programs(RuleBasedStateMachine):
         if weight.parameter.grad_req != request:
             weight.parameter.grad_req = request
             weight.gradient, weight.unscaled = np.zeros(2), True
-            weight.fresh = weight.foreign = weight.scaled_once = False
+            weight.fresh = weight.foreign = weight.scaled_once = weight.overflowed = False
             self.losses = [loss for loss in self.losses if weight not in loss.gradient]
 
     @rule(pick=PICK, limit=st.sampled_from([None, None, 1.0, 16.0]))
