@@ -115,6 +115,8 @@ class Node:
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
     control_deps: List[int] = field(default_factory=list)  #: nodes that come first, unread
+    kept: Optional[str] = None  #: why the node stays in float32 beyond its operator's class
+    stands_for: Optional["Node"] = None  #: the node that an equivalent has replaced
     #: Whether the node is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)
     #: The operator's canonical name.
@@ -285,6 +287,24 @@ def _infer_uncached(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
     inferred = infer_types(single_node_graph(node, attrs, node.num_outputs).to_symbol())
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
+
+
+def infer_dtypes(graph: Graph, usage: Usage) -> Dict[Output, str]:
+    """Return the dtype of every output, as MXNet infers it without mxamp."""
+    found: Dict[Output, str] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable:
+            found[i, 0] = variable_dtype(node, usage)
+            continue
+        dtypes = infer_outputs(node, [found[output] for output in node.inputs])
+        found.update({(i, k): dtype for k, dtype in enumerate(dtypes)})
+    return found
+
+
+def variable_dtype(node: Node, usage: Usage) -> str:
+    """Return the dtype of a graph's input, or "sparse"."""
+    dense = node.attrs.get("__storage_type__", "0") == "0"
+    return usage.dtypes.get(node.name, "float32") if dense else "sparse"
 
 
 def single_node_graph(node: Node, inputs: Sequence[Mapping[str, str]], outputs: int = 1) -> Graph:

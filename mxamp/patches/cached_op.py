@@ -33,7 +33,8 @@ from ..graph.casts.insert import region_marks, rewritten_symbol
 from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
-from ..graph.speed.shape_rules import NONE, Choices, choose
+from ..graph.speed.shape_rules import choose
+from ..graph.speed.substitutions import NONE, Choices
 from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy

@@ -21,9 +21,9 @@ from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
-from ..graph.speed import substitutions
-from ..graph.speed.equivalents import COLORS, Part
-from ..graph.speed.shape_rules import allowed_match
+from ..graph.speed.convolutions import image_convolution
+from ..graph.speed.passes import COLORS, Call, Parts
+from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
@@ -91,9 +91,9 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         operator = decisions[handle]
         decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
         if decision is not None and handle in _EQUIVALENTS:
-            parts = _EQUIVALENTS[handle](decision, policy, ndargs, dict(zip(keys, vals)))
-            if parts is not None:
-                result = _run_parts(_imperative_invoke, parts, ndargs, is_np_op)
+            build = _EQUIVALENTS[handle](decision, policy, ndargs, dict(zip(keys, vals)))
+            if build is not None:
+                result = build(_Calls(_imperative_invoke, ndargs, dict(zip(keys, vals)), is_np_op))
                 return result if out is None else _write_out(result, out)
         reads = ndargs if decision is None else _cast_inputs(decision, ndargs)
         if handle in zero and autograd.is_recording():
@@ -129,10 +129,34 @@ def _product_and_bias(
     return product, invoke(_DENSE, both, list(attrs), list(attrs.values()), None, is_np_op, False)
 
 
+class _Calls(Parts):
+    """The operators of an equivalent, called at once instead of added to a graph."""
+
+    def __init__(
+        self,
+        invoke: Callable[..., Any],
+        arrays: Sequence[NDArray],
+        attrs: Mapping[str, Any],
+        is_np_op: bool,
+    ) -> None:
+        self.inputs, self.attrs = arrays, attrs
+        self._invoke, self._is_np_op = invoke, is_np_op
+
+    def add(
+        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: Any
+    ) -> Any:
+        """Call an operator; return its output."""
+        handle, values = handle_of(op), [*attrs.values()]
+        return self._invoke(handle, list(inputs), [*attrs], values, None, self._is_np_op, False)
+
+
+_Build = Callable[[_Calls], Any]
+
+
 def _equal_shapes_added(
     decision: Decision, _policy: Policy, arrays: Sequence[NDArray], _attrs: Mapping[str, Any]
-) -> Optional[Sequence[Part]]:
-    """Return `elemwise_add` for a bfloat16 `broadcast_add` of equal shapes; None for other calls.
+) -> Optional[_Build]:
+    """Return a call of `elemwise_add` for a bfloat16 `broadcast_add` of equal shapes; else None.
 
     It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
     """
@@ -144,38 +168,24 @@ def _equal_shapes_added(
         and all(shape)
         and shape
     )
-    return [Part("elemwise_add", "", (0, 1), {})] if fits else None
+    return (lambda calls: calls.add("elemwise_add", "", *calls.inputs)) if fits else None
 
 
 def _image_convolution(
     decision: Decision, policy: Policy, arrays: Sequence[NDArray], attrs: Mapping[str, Any]
-) -> Optional[Sequence[Part]]:
-    """Return the parts of a bfloat16 convolution of color images, as in graphs; else None."""
+) -> Optional[_Build]:
+    """Return the calls of a bfloat16 convolution of color images, as in graphs; else None."""
     shapes = [array.shape for array in arrays]
     if decision.through is not None or shapes[1][1:2] != (COLORS,):
         return None
     node = Node("Convolution", "", {key: str(value) for key, value in attrs.items()})
-    match = allowed_match(node, policy, autograd.is_recording(), shapes)
-    if match is None or match[0] != "image_convolution":
-        return None
-    name, detail = match
-    return substitutions.ALL[name].build(node.attrs, detail)
+    match = match_call(Call(node, policy, autograd.is_recording(), shapes))
+    fits = match is not None and match[0] == "image_convolution"
+    return (lambda calls: image_convolution(calls, ())[0]) if fits else None
 
 
 #: The operators with faster equivalents in eager calls that mixed precision casts.
 _EQUIVALENTS = {_BROADCAST_ADD: _equal_shapes_added, _CONVOLUTION: _image_convolution}
-
-
-def _run_parts(
-    invoke: Callable[..., Any], parts: Sequence[Part], arrays: Sequence[NDArray], is_np_op: bool
-) -> Any:
-    """Run the parts of an equivalent; return the output of the last."""
-    made = list(arrays)
-    for part in parts:
-        inputs, attrs = [made[i] for i in part.inputs], part.attrs
-        handle = handle_of(part.op)
-        made.append(invoke(handle, inputs, [*attrs], [*attrs.values()], None, is_np_op, False))
-    return made[-1]
 
 
 def _in_training_mode(original: Callable[..., Any], *args: Any) -> Any:

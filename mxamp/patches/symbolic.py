@@ -41,7 +41,8 @@ from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.speed.fusible import with_barriers
-from ..graph.speed.shape_rules import Choices, choose
+from ..graph.speed.shape_rules import choose
+from ..graph.speed.substitutions import Choices
 from ..policy import regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy, custom_classes

@@ -1,6 +1,5 @@
 """Run programs in plain MXNet and with mixed precision, and compare them. May crash."""
 
-import dataclasses
 import os
 import warnings
 from typing import Any, Dict, List, Tuple
@@ -42,7 +41,7 @@ def serve(pipe: Any, planted: str = "") -> None:
     warnings.simplefilter("ignore")
     if planted:
         name, other = planted.split("=")
-        wrong = dataclasses.replace(substitutions.ALL[name], build=substitutions.ALL[other].build)
+        wrong = substitutions.ALL[name]._replace(build=substitutions.ALL[other].build)
         substitutions.ALL = {**substitutions.ALL, name: wrong}
     pipe.send(("ready", ""))
     while True:

@@ -47,21 +47,10 @@ from ..ir import (
     collector_paused,
     infer_outputs,
     rewrites_bodies,
+    variable_dtype,
 )
-from ..speed import substitutions
-from ..speed.shape_rules import NONE, Choices
+from ..speed.substitutions import NONE, Choices, with_choices
 from .builder import HALVES, Builder, Entry, casts_like_conversions, is_converted, is_inserted_cast
-
-__all__ = [
-    "PRECISION",
-    "Rewrite",
-    "region_marks",
-    "rewrite",
-    "rewritten_graph",
-    "rewritten_symbol",
-    "runnable_symbol",
-    "with_reversed_inputs",
-]
 
 
 @dataclass
@@ -95,25 +84,22 @@ def _count_casts(graph: Graph) -> int:
 #: attributes of this form.
 PRECISION = "__mxamp_precision__"
 
-_INTEGERS = frozenset({"int32", "int64"})
-
-# The attribute of variables declared with a storage type, and its value for dense storage.
-_STORAGE, _DENSE = "__storage_type__", "0"
-
-#: The reason of parts of a substitution that compute in float32.
-FLOAT32_PART = "the substitution {name!r} computes this part in float32"
-
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:
     """Return a copy of a graph with the casts that `policy` decides on for this usage.
 
     `choices` is the result of `shape_rules.choose` for the graph.
     """
+    return _with_casts(with_choices(graph, choices, usage.training), policy, usage)
+
+
+def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
+    """Return a copy of a graph with casts, for the reasons of its nodes to stay in float32."""
     widened: AbstractSet[str] = frozenset()
     # The dtypes of a promote_function's arguments are known only after a walk. Where they differ,
     # the next walk widens them.
     while True:
-        rewriter = _Rewriter(graph, policy, usage, choices)
+        rewriter = _Rewriter(graph, policy, usage)
         result = rewriter.run(widened)
         mixed = {cast for cast, dtypes in rewriter.promoted.items() if len(dtypes) > 1}
         if mixed <= widened:
@@ -131,11 +117,9 @@ class _Value(NamedTuple):
 class _Rewriter:
     """A walk over the nodes of one graph, which adds them and their casts to a new graph."""
 
-    def __init__(self, graph: Graph, policy: Policy, usage: Usage, choices: Choices) -> None:
+    def __init__(self, graph: Graph, policy: Policy, usage: Usage) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
         self.promoted: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
-        self.kept, self.substituted = dict(choices.kept), dict(choices.substituted)
-        self.body_choices = dict(choices.bodies)
         self.builder = Builder(graph, usage.accumulated, policy.device)
         self.values: Dict[Output, _Value] = {}
         # Graphs call the same operators over and over.
@@ -146,40 +130,24 @@ class _Rewriter:
     def run(self, widened: AbstractSet[str]) -> Rewrite:
         """Return the rewritten graph, with arguments of the promote_functions `widened` cast."""
         self.widened = widened
-        # Substitutions may leave the nodes that they open without readers.
-        opened: Set[int] = set()
-        for i in self.substituted:
-            opened |= substitutions.opened_nodes(self.graph, self.graph.nodes[i])
-        for i in range(len(self.graph.nodes)):
-            if i not in opened:
-                self._add(i)
-        heads = self._values_of(self.graph.heads)
+        for i, node in enumerate(self.graph.nodes):
+            for k, value in enumerate(self._add_node(node)):
+                self.values[i, k] = value
+        heads = [self.values[output] for output in self.graph.heads]
         self.result.graph.heads = [
             (self._restore(value) if self.usage.restore else value.entry).output for value in heads
         ]
         return self.result
 
-    def _add(self, i: int) -> None:
-        """Add the new nodes for node i of the old graph, and record the values of its outputs."""
-        for k, value in enumerate(self._add_node(i, self.graph.nodes[i])):
-            self.values[i, k] = value
-
-    def _values_of(self, outputs: Sequence[Output]) -> List[_Value]:
-        """Return the values of outputs of the old graph, adding nodes that `run` has put off."""
-        for output in outputs:
-            if output not in self.values:
-                self._add(output[0])
-        return [self.values[output] for output in outputs]
-
-    def _add_node(self, i: int, node: Node) -> Sequence[_Value]:
-        """Add the new nodes for node i of the old graph; return the values of its outputs."""
+    def _add_node(self, node: Node) -> Sequence[_Value]:
+        """Add the new nodes for a node of the old graph; return the values of its outputs."""
         if node.is_variable:
             return [self._add_variable(node)]
-        if i in self.substituted:
-            opened = self._values_of(substitutions.opened_inputs(self.graph, node))
-            if _fits_dtypes(self.substituted[i][0], opened):
-                return self._add_substitution(i, node, opened)
-        inputs: Sequence[_Value] = self._values_of(node.inputs)
+        inputs: Sequence[_Value] = [self.values[output] for output in node.inputs]
+        if node.op == "amp_cast" and node.stands_for is not None:
+            # A cast for an equivalent changes no dtype that the graph has without mxamp.
+            [source] = inputs
+            return [source._replace(entry=self.builder.cast(source.entry, node.attrs["dtype"]))]
         cast = self._add_cast(node, inputs[0]) if node.op in CASTS else None
         if cast is not None:
             return [cast]
@@ -190,14 +158,11 @@ class _Rewriter:
             return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in inputs]
         if CAST in node.attrs:
             inputs = self._cast_argument(node, inputs)
-        bodies = self._rewrite_bodies(i, node, inputs)
-        return self._add_operator(node, inputs, self.kept.get(i), bodies=bodies)
+        return self._add_operator(node, inputs, self._rewrite_bodies(node, inputs))
 
     def _add_variable(self, node: Node) -> _Value:
         """Add an input of the graph; return its value."""
-        plain = self.usage.dtypes.get(node.name, "float32")
-        if node.attrs.get(_STORAGE, _DENSE) != _DENSE:
-            plain = "sparse"
+        plain = variable_dtype(node, self.usage)
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
 
@@ -228,27 +193,20 @@ class _Rewriter:
     # ------------------------------------------------------------------ operators
 
     def _add_operator(
-        self,
-        node: Node,
-        inputs: Sequence[_Value],
-        kept: Optional[str],
-        original: Optional[Node] = None,
-        bodies: Sequence[Rewrite] = (),
+        self, node: Node, inputs: Sequence[_Value], bodies: Sequence[Rewrite]
     ) -> List[_Value]:
-        """Add an operator with the casts around it; return the values of its outputs.
-
-        `kept` is the reason to keep `node` in float32, and `original` the node that it replaces.
-        """
+        """Add an operator with the casts around it; return the values of its outputs."""
         policy = policy_for_node(self.policy, node.attrs, self.usage.off)
         rule = policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
         if op_class == "widest":
             entries = self.builder.cast_down_choices(entries, policy.target_dtype)
-        key = _call_key(policy, node, inputs, entries, kept, original)
+        kept = node.kept
+        key = _call_key(policy, node, inputs, entries)
         decision = self.decided.get(key)
         if decision is None:
-            decision = self.decided[key] = self._decide(policy, node, entries, kept, original)
+            decision = self.decided[key] = self._decide(policy, node, entries)
         if op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
@@ -279,18 +237,12 @@ class _Rewriter:
             rounded = [self.builder.widen_other_half(entry, target) for entry in rounded]
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
-    def _decide(
-        self,
-        policy: Policy,
-        node: Node,
-        entries: Sequence[Entry],
-        kept: Optional[str],
-        original: Optional[Node],
-    ) -> Decision:
+    def _decide(self, policy: Policy, node: Node, entries: Sequence[Entry]) -> Decision:
         """Return a call's decision; its reason names the region and the replaced operator."""
+        original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
-        decision = decide(node.operator, node.attrs, dtypes, policy, layer, kept)
+        decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept)
         decision = with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
@@ -329,38 +281,7 @@ class _Rewriter:
             return entry
         return self.builder.cast(entry, plain)
 
-    # ------------------------------------------------------------------ several nodes for one
-
-    def _add_substitution(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Add the parts of a node's substitution; return the values of the node's outputs."""
-        name, detail = self.substituted[i]
-        substitution = substitutions.ALL[name]
-        float32 = substitution.why_float32(self.usage.training)
-        float32_part = FLOAT32_PART.format(name=name)
-        parts = substitution.build(node.attrs, detail)
-        values, outputs = list(inputs), list(inputs)
-        for part in parts:
-            if part.op == "amp_cast":
-                # A cast for parts changes no dtype that the graph has without mxamp.
-                source = values[part.inputs[0]]
-                cast = self.builder.cast(source.entry, part.attrs["dtype"])
-                values.append(source._replace(entry=cast))
-                continue
-            # The last part takes the node's name, outputs and reason to stay in float32.
-            kept = float32 or (float32_part if part.float32 else None)
-            if kept is None and not part.suffix:
-                kept = self.kept.get(i)
-            name = (
-                self.builder.unique_name(f"{node.name}_{part.suffix}") if part.suffix else node.name
-            )
-            count = part.outputs if part.suffix else node.num_outputs
-            stand_in = Node(part.op, name, {**node.hidden_attrs, **part.attrs}, num_outputs=count)
-            outputs = self._add_operator(stand_in, [values[k] for k in part.inputs], kept, node)
-            values += outputs[: part.outputs]
-        # If the last part has a suffix, each part is an output.
-        return values[-node.num_outputs :] if parts[-1].suffix else outputs
-
-    def _rewrite_bodies(self, i: int, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
+    def _rewrite_bodies(self, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
         """Return the rewritten bodies of a loop or a branch, unchanged where that is not safe."""
         if not node.subgraphs:
             return ()
@@ -368,32 +289,23 @@ class _Rewriter:
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
         return [
-            rewrite(
-                body,
-                self.policy,
-                body_usage(self.usage, node, k, dtypes),
-                self.body_choices.get((i, k), NONE),
-            )
+            _with_casts(body, self.policy, body_usage(self.usage, node, k, dtypes))
             for k, body in enumerate(node.subgraphs)
         ]
 
 
 def _call_key(
-    policy: Policy,
-    node: Node,
-    inputs: Sequence[_Value],
-    entries: Sequence[Entry],
-    kept: Optional[str],
-    original: Optional[Node],
+    policy: Policy, node: Node, inputs: Sequence[_Value], entries: Sequence[Entry]
 ) -> Tuple[Any, ...]:
     """Return a key that calls share within a graph if their decisions and dtypes are the same."""
+    original = node.stands_for
     return (
         id(node) if node.subgraphs else node.call,
         node.num_outputs,
         node.attrs.get(REGION),
         node.attrs.get(CAST),
         (original or node).name if policy.fp32_layers else None,
-        kept,
+        node.kept,
         original and original.op,
         *[value.plain for value in inputs],
         *[entry.dtype for entry in entries],
@@ -414,16 +326,6 @@ def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> Optional
         return _Value(source.entry, node.attrs["dtype"])
     # MXNet's own conversion casts integers too, which is a no-op.
     return source if node.op == "amp_cast" else None
-
-
-def _fits_dtypes(name: str, values: Sequence[_Value]) -> bool:
-    """Return whether substitution `name` can replace an operator of these inputs."""
-    one = substitutions.ALL[name]
-    floats = {"float32"} if one.constants else CASTABLE
-    return all(
-        value.plain in (_INTEGERS if k in one.integers else floats)
-        for k, value in enumerate(values)
-    )
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:

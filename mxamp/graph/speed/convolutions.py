@@ -5,17 +5,9 @@ convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNo
 back to a reference kernel, about 20 times slower, in float32 too.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Tuple
 
-from ...policy.values import is_true
-from .equivalents import BLOCK, COLORS, PLANAR_AXES, Attributes, Call, Detail, Part, Parts
-
-__all__ = [
-    "image_convolution",
-    "match_image_convolution",
-    "match_narrow_groups",
-    "merged_groups",
-]
+from .passes import BLOCK, COLORS, PLANAR_AXES, Call, Detail, Parts
 
 # With larger kernels, the products of the fourth channel cost more than the layout saves.
 _LARGEST_KERNEL = 7
@@ -37,18 +29,20 @@ def match_narrow_groups(call: Call) -> Optional[Detail]:
     return weight if fits else None
 
 
-def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of a convolution with groups of 16 channels, padded with zeros.
+def merged_groups(parts: Parts, detail: Detail) -> None:
+    """Before: narrow groups. After: a convolution with groups of 16 channels, padded with zeros.
+
+    Conditions: float32 inputs. In training it is not behind a Concat of channels, since the
+    gradient of its data is in blocks of 16 channels.
 
     The result takes no more time, since narrow kernels leave most of each vector unused. The weight
     is repeated for each of the merged groups and multiplied by a mask.
     """
     channels, narrow, height, width = detail
     merged, groups = BLOCK // narrow, channels // BLOCK
-    inputs = 2 if is_true(attrs.get("no_bias", "False")) else 3
-    parts = Parts(inputs=inputs)
+    data, weight, *bias = parts.inputs
     # A copy, since other operators can't read a weight in oneDNN's layout.
-    weight = parts.add_float32("_copy", "weight", 1)
+    weight = parts.add_float32("_copy", "weight", weight)
     repeated = parts.add_float32(
         "Concat", "repeated", *[weight] * merged, num_args=str(merged), dim="1"
     )
@@ -58,10 +52,8 @@ def merged_groups(attrs: Attributes, detail: Detail) -> Sequence[Part]:
     whole = parts.add_float32("broadcast_to", "whole", apart, shape=str(shape))
     mask = parts.add_float32("Reshape", "mask", whole, shape=str((channels, BLOCK, height, width)))
     masked = parts.add_float32("elemwise_mul", "masked", repeated, mask)
-    parts.add(
-        "Convolution", "", 0, masked, *range(2, inputs), **{**attrs, "num_group": str(groups)}
-    )
-    return parts.made
+    attrs = {**parts.attrs, "num_group": str(groups)}
+    parts.add("Convolution", "", data, masked, *bias, **attrs)
 
 
 def _planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
@@ -83,23 +75,21 @@ def match_image_convolution(call: Call) -> Optional[Detail]:
     return () if fits else None
 
 
-def image_convolution(attrs: Attributes, _detail: Detail) -> Sequence[Part]:
-    """Return the parts of a convolution with a channel of zeros added to images and weight.
+def image_convolution(parts: Parts, _detail: Detail) -> Any:
+    """Before: 3 input channels. After: 4, with a channel of zeros in images and weight.
+
+    Conditions: the number of filters is a multiple of 16, and convolutions compute in bfloat16.
 
     oneDNN's bfloat16 convolution works on pairs of channels. For 3 channels it falls back to a
     matrix product per image, whose output has the plain layout.
     """
-    bias = () if is_true(attrs.get("no_bias", "False")) else (2,)
-    parts = Parts(inputs=2 + len(bias))
-    padded = [
-        _add_zero_channel(parts, tensor, name) for tensor, name in enumerate(("data", "weight"))
-    ]
-    parts.add("Convolution", "", *padded, *bias, **attrs)
-    return parts.made
+    data, weight, *bias = parts.inputs
+    padded = [_add_zero_channel(parts, *one) for one in (("data", data), ("weight", weight))]
+    return [parts.add("Convolution", "", *padded, *bias, **parts.attrs)]
 
 
-def _add_zero_channel(parts: Parts, tensor: int, name: str) -> int:
-    """Add parts that append a channel of zeros to input `tensor`; return the result's number."""
+def _add_zero_channel(parts: Parts, name: str, tensor: Any) -> Any:
+    """Append a channel of zeros to a tensor; return the result."""
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)
     return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")

@@ -17,7 +17,6 @@ from ..inspect import run_node
 from ..ir import Graph, Node, Output
 from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
-from .equivalents import BLOCK
 from .fusible import (
     FUSED,
     PRODUCTS,
@@ -30,8 +29,8 @@ from .fusible import (
     without_barriers,
 )
 from .pad_channels import pad_channels
-from .shape_rules import allowed_match
-from .substitutions import ALL, match_call
+from .passes import BLOCK, Call
+from .substitutions import ACTIVATIONS, match_call
 
 __all__ = [
     "FUSED",
@@ -43,7 +42,6 @@ __all__ = [
     "fused",
 ]
 
-_ACTIVATIONS = frozenset({"relu", "sigmoid", "tanh"})
 #: Operators that arrange the values of arrays anew.
 _ARRANGING = frozenset({"Reshape", "Concat", "stack", "transpose", "expand_dims", "slice_axis"})
 _BIAS = 2  # the position of a product's bias among its inputs
@@ -178,10 +176,8 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
 def _rename_activations(view: FusionView, edit: Edit) -> None:
     """Replace relu, sigmoid and tanh with `Activation`, which oneDNN fuses."""
     for i, node in enumerate(view.graph.nodes):
-        match = None if node.is_variable else match_call(node.operator, node.attrs, training=False)
-        if match is not None and match[0] in _ACTIVATIONS:
-            [part] = ALL[match[0]].build(node.attrs, ())
-            edit.change(i, op=part.op, attrs={**node.attrs, **part.attrs})
+        if node.operator in ACTIVATIONS:
+            edit.change(i, op="Activation", attrs={**node.attrs, "act_type": node.operator})
 
 
 # ---------------------------------------------------------------------- BatchNorm
@@ -308,7 +304,7 @@ def _substituted_weight_name(view: FusionView, node: Node, substitution: str) ->
         return None
     shapes = (None, view.params[name].shape)
     inside = policy_for_node(view.policy, node.attrs)
-    match = allowed_match(node, inside, training=False, shapes=shapes)
+    match = match_call(Call(node, inside, training=False, shapes=shapes))
     return name if match is not None and match[0] == substitution else None
 
 
@@ -326,4 +322,4 @@ PASSES = (
 )
 
 #: The substitutions that the graph of a fused model holds, in files too.
-IN_FUSED_FILES = _ACTIVATIONS.union(one.name for one in PASSES if one.name is not None)
+IN_FUSED_FILES = frozenset(ACTIVATIONS).union(one.name for one in PASSES if one.name is not None)

@@ -26,8 +26,8 @@ import numpy as np
 from ...policy.values import flattens_data, parse_integers
 from ..edit import Edit, View, without_shape
 from ..ir import Graph, Node, Output
-from .equivalents import BLOCK, COLORS, PLANAR_AXES
 from .fusible import FusionView, float32_array
+from .passes import BLOCK, COLORS, PLANAR_AXES
 from .shapes import NORMS
 
 __all__ = [

@@ -7,21 +7,11 @@ computed in float32.
 
 import math
 from functools import reduce
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 from ...policy.values import is_true
-from ..ir import Node
-from .equivalents import Attributes, Call, Detail, Part, Parts
-
-__all__ = [
-    "joined_parameters",
-    "layers",
-    "match_layers",
-    "match_parameters",
-    "match_rnn",
-    "reads_unset_flag",
-    "rnn",
-]
+from ..ir import Graph, Node, Output
+from .passes import Attributes, Call, Detail, Parts
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
@@ -33,20 +23,36 @@ _LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**19, "gru": 2**
 _LARGE_STEP = 2**23
 # The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
-_DATA, _PARAMETERS = range(2)
+# Reshapes keep the order of elements.
+_RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
 # The least elements of rows that MXNet copies at once.
 _WIDE_ROW = 16
+
+
+def opened_inputs(graph: Graph, node: Node) -> List[Output]:
+    """Return a node's inputs; for an RNN with joined parameters, each parameter in their place.
+
+    A parameter that is only reshaped to be joined is read before the reshape.
+    """
+    if node.operator != "RNN" or graph.nodes[node.inputs[1][0]].operator != "_rnn_param_concat":
+        return node.inputs
+    data, (joined, _), *states = node.inputs
+    parameters = []
+    for output in graph.nodes[joined].inputs:
+        source = graph.nodes[output[0]]
+        parameters.append(source.inputs[0] if source.operator in _RESHAPES else output)
+    return [data, *parameters, *states]
 
 
 def match_rnn(call: Call) -> Optional[Detail]:
     """Return (steps, rows, width, tensors, shaped) of an RNN that is faster unrolled; else None.
 
-    Unrolled are calls in inference with large states and few steps. `tensors` is the number of
+    Unrolled are calls with large states and few steps. `tensors` is the number of
     inputs that hold parameters: one vector, or a weight or bias each. `shaped` is 1 if weights are
     matrices, and 0 if they are vectors.
     """
     attrs, shape = call.attrs, call.shape
-    if call.training or shape is None or not all(shape) or _is_special(attrs):
+    if shape is None or not all(shape) or _is_special(attrs):
         return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
@@ -55,7 +61,7 @@ def match_rnn(call: Call) -> Optional[Detail]:
         return None
     if steps * layers > _MOST_STEPS:
         return None
-    if len(call.shapes) == 1:
+    if len(call.shapes) == 2 + _state_count(attrs):
         return (*shape, 1, 0)
     shaped = _are_shaped(call)
     return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
@@ -72,7 +78,7 @@ def match_layers(call: Call) -> Optional[Detail]:
         return None
     # MXNet's RNN drops elements between layers.
     between = int(attrs["num_layers"]) > 1 and float(attrs.get("p", "0")) > 0
-    shaped = None if between or len(call.shapes) == 1 else _are_shaped(call)
+    shaped = None if between else _are_shaped(call)
     if shaped is None:
         return None
     shapes = _shapes(attrs, shape[-1])
@@ -89,7 +95,7 @@ def _is_special(attrs: Attributes) -> bool:
 
 def _are_shaped(call: Call) -> Optional[int]:
     """Return 1 if an RNN's parameters are matrices and biases, 0 if vectors, None if neither."""
-    found = list(call.shapes[_PARAMETERS : len(call.shapes) - _state_count(call.attrs)])
+    found = list(call.shapes[1 : -_state_count(call.attrs)])
     wanted = _shapes(call.attrs, (call.shape or ())[-1])
     if found == wanted:
         return 1
@@ -118,18 +124,14 @@ def match_parameters(call: Call) -> Optional[Detail]:
     return (width,) if width >= _WIDE_ROW else None
 
 
-def joined_parameters(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts that join vectors of parameters row by row.
-
-    MXNet joins vectors one element after the other.
-    """
-    count = int(attrs["num_args"])
-    parts = Parts(inputs=count)
+def joined_parameters(parts: Parts, detail: Detail) -> None:
+    """Before: vectors of parameters joined element by element. After: joined row by row."""
     rows = f"(-1, {detail[0]})"
-    matrices = [parts.add("Reshape", f"rows{k}", k, shape=rows) for k in range(count)]
+    matrices = [
+        parts.add("Reshape", f"rows{k}", one, shape=rows) for k, one in enumerate(parts.inputs)
+    ]
     joined = _add_concat(parts, "rows", matrices, axis=0)
     parts.add("Reshape", "", joined, shape="(-1,)")
-    return parts.made
 
 
 def _directions(attrs: Attributes) -> int:
@@ -155,89 +157,103 @@ def _shapes(attrs: Attributes, width: int) -> List[Tuple[int, ...]]:
     return [*weights, *[(rows,)] * len(weights)]
 
 
-def rnn(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of an unrolled RNN; `detail` is that of `match_rnn`."""
+def rnn(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
+    """Before: an RNN. After: dense layers for the inputs of all steps, and for each step's state.
+
+    Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
+    is that of `match_rnn`.
+    """
     steps, rows, width, tensors, shaped = detail
-    mode, size = attrs["mode"], int(attrs["state_size"])
-    directions, layers = _directions(attrs), int(attrs["num_layers"])
-    state = _PARAMETERS + tensors
-    parts = Parts(inputs=state + _state_count(attrs))
-    parameters = _add_parameters(parts, tensors, _shapes(attrs, width), bool(shaped))
-    begins = _add_begins(parts, attrs, state, rows)
-    below, ends = _DATA, []  # type: int, List[Sequence[int]]
-    for layer in range(layers):
-        sides = []
-        for k in range(layer * directions, (layer + 1) * directions):
-            order = range(steps)[:: -1 if k % directions else 1]
-            own = _of_layer(parameters, k)
-            run = _Layer(parts, f"l{k}", mode, size, own)
-            begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
-            states, end = run.steps(below, order, begin)
-            sides.append(_add_concat(parts, f"l{k}", states, axis=0))
-            ends.append(end)
-        below = _add_concat(parts, f"l{layer}_sides", sides, axis=2)
-    _add_outputs(parts, attrs, below, ends)
-    return parts.made
+    attrs, (data, *others) = parts.attrs, parts.inputs
+    shapes = _shapes(attrs, width)
+    parameters = _add_parameters(parts, others[:tensors], shapes, bool(shaped))
+    begins = _add_begins(parts, others[tensors:], rows)
+
+    def add_layer(k: int, below: Any) -> Tuple[Any, Sequence[Any]]:
+        run = _Layer(parts, f"l{k}", _of_layer(parameters, k))
+        begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
+        order = range(steps)[:: -1 if k % _directions(attrs) else 1]
+        states, end = run.steps(below, order, begin)
+        return _add_concat(parts, f"l{k}", states, axis=0), end
+
+    return _add_layers(parts, data, add_layer)
 
 
-def layers(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of an RNN per layer and direction; `detail` is that of `match_layers`.
+def layers(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
+    """Before: an RNN of several layers or directions. After: an RNN for each.
+
+    Conditions: each parameter is a tensor of its own, and no elements drop between layers.
+    `detail` is that of `match_layers`.
 
     MXNet's RNN joins the weights of several layers or directions element by element, in each call
     in training. The RNN of a single one copies its weights at once.
     """
     rows, width, shaped = detail
-    shapes, directions = _shapes(attrs, width), _directions(attrs)
-    state = _PARAMETERS + len(shapes)
-    parts = Parts(inputs=state + _state_count(attrs))
-    parameters = _add_parameters(parts, len(shapes), shapes, bool(shaped))
-    begins = _add_begins(parts, attrs, state, rows)
+    attrs, (data, *others) = parts.attrs, parts.inputs
+    shapes = _shapes(attrs, width)
+    parameters = _add_parameters(parts, others[: len(shapes)], shapes, bool(shaped))
+    begins = _add_begins(parts, others[len(shapes) :], rows)
     single = {**attrs, "num_layers": "1", "bidirectional": "False"}
-    below, ends = _DATA, []  # type: int, List[Sequence[int]]
-    for layer in range(int(attrs["num_layers"])):
-        sides = []
-        for k in range(layer * directions, (layer + 1) * directions):
-            own = _of_layer(parameters, k)
-            vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
-            begin = [
-                parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
-                for n, states in enumerate(begins)
-            ]
-            backward = bool(k % directions)
-            data = _add_reverse(parts, f"l{k}_reversed", below) if backward else below
-            out, *end = _add_rnn(parts, f"l{k}", [data, vector, *begin], single)
-            sides.append(_add_reverse(parts, f"l{k}_out", out) if backward else out)
-            ends.append(end)
-        below = _add_concat(parts, f"l{layer}_sides", sides, axis=2)
-    _add_outputs(parts, attrs, below, ends)
-    return parts.made
+
+    def add_layer(k: int, below: Any) -> Tuple[Any, Sequence[Any]]:
+        own = _of_layer(parameters, k)
+        vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
+        begin = [
+            parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
+            for n, states in enumerate(begins)
+        ]
+        backward = bool(k % _directions(attrs))
+        read = _add_reverse(parts, f"l{k}_reversed", below) if backward else below
+        count = 1 + _state_count(attrs) if _has_ends(attrs) else 1
+        out, *end = parts.add_all("RNN", f"l{k}", count, read, vector, *begin, **single)
+        return _add_reverse(parts, f"l{k}_out", out) if backward else out, end
+
+    return _add_layers(parts, data, add_layer)
 
 
-def _of_layer(parameters: Sequence[int], k: int) -> Sequence[int]:
+def _add_layers(
+    parts: Parts, data: Any, add_layer: Callable[[int, Any], Tuple[Any, Sequence[Any]]]
+) -> Optional[Sequence[Any]]:
+    """Add all layers and the operator's outputs: also the last states, if it has them.
+
+    `add_layer(k, below)` adds layer k, directions counted as layers, which reads `below`; it
+    returns the layer's output and its last state (and cell).
+    """
+    directions, ends = _directions(parts.attrs), []  # type: int, List[Sequence[Any]]
+    below = data
+    for layer in range(int(parts.attrs["num_layers"])):
+        first = layer * directions
+        made = [add_layer(k, below) for k in range(first, first + directions)]
+        ends += [end for _, end in made]
+        below = _add_concat(parts, f"l{layer}_sides", [out for out, _ in made], axis=2)
+    if not _has_ends(parts.attrs):
+        parts.add("_copy", "", below)
+        return None
+    joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
+    outputs = [parts.add("_copy", "out", below)]
+    return outputs + [parts.add("_copy", f"end{k}", tensor) for k, tensor in enumerate(joined)]
+
+
+def _has_ends(attrs: Attributes) -> bool:
+    """Return whether an RNN has its last states among its outputs."""
+    return is_true(attrs.get("state_outputs", "False"))
+
+
+def _of_layer(parameters: Sequence[Any], k: int) -> Sequence[Any]:
     """Return the two weights and two biases of layer k, directions counted as layers."""
     biases = len(parameters) // 2
     return [*parameters[2 * k :][:2], *parameters[biases + 2 * k :][:2]]
 
 
-def _add_rnn(parts: Parts, name: str, inputs: Sequence[int], attrs: Attributes) -> Sequence[int]:
-    """Add an RNN; return the numbers of its outputs: also the states, if it has them."""
-    first = parts.add("RNN", name, *inputs, **attrs)
-    if not is_true(attrs.get("state_outputs", "False")):
-        return [first]
-    count = 1 + _state_count(attrs)
-    parts.made[-1] = parts.made[-1]._replace(outputs=count)
-    return range(first, first + count)
-
-
-def _add_reverse(parts: Parts, name: str, tensor: int) -> int:
-    """Add the reverse of a tensor in time; return its number."""
+def _add_reverse(parts: Parts, name: str, tensor: Any) -> Any:
+    """Add the reverse of a tensor in time."""
     return parts.add("reverse", name, tensor, axis="0")
 
 
 def _add_vector(
-    parts: Parts, name: str, own: Sequence[int], weights: Sequence[Tuple[int, ...]]
-) -> int:
-    """Add the vector of a layer's parameters `own`, joined row by row; return its number.
+    parts: Parts, name: str, own: Sequence[Any], weights: Sequence[Tuple[int, ...]]
+) -> Any:
+    """Add the vector of a layer's parameters `own`, joined row by row.
 
     MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
     """
@@ -252,55 +268,47 @@ def _add_vector(
     return parts.add("Reshape", name, rows, shape="(-1,)")
 
 
-def _add_begins(parts: Parts, attrs: Attributes, state: int, rows: int) -> Sequence[int]:
-    """Add the states before the first step, in their shape; input `state` is the first of them.
+def _add_begins(parts: Parts, states: Sequence[Any], rows: int) -> Sequence[Any]:
+    """Give the states before the first step their shape.
 
     MXNet often infers the shape of begin states from their consumers, but not from slices.
     """
-    count = int(attrs["num_layers"]) * _directions(attrs)
-    shape = f"({count}, {rows}, {attrs['state_size']})"
-    return [parts.add("Reshape", f"begins{k}", k, shape=shape) for k in range(state, parts.inputs)]
+    count = int(parts.attrs["num_layers"]) * _directions(parts.attrs)
+    shape = f"({count}, {rows}, {parts.attrs['state_size']})"
+    first = len(parts.inputs) - len(states)
+    return [
+        parts.add("Reshape", f"begins{k}", one, shape=shape) for k, one in enumerate(states, first)
+    ]
 
 
-def _add_outputs(parts: Parts, attrs: Attributes, out: int, ends: Sequence[Sequence[int]]) -> None:
-    """Add the operator's outputs, which come last: also the last states, if it has them."""
-    if not is_true(attrs.get("state_outputs", "False")):
-        parts.add("_copy", "", out)
-        return
-    joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
-    parts.add("_copy", "out", out)
-    for k, tensor in enumerate(joined):
-        parts.add("_copy", f"end{k}", tensor)
-
-
-def _add_concat(parts: Parts, name: str, tensors: Sequence[int], axis: int) -> int:
-    """Add a Concat of tensors, unless there is only one; return the result's number."""
+def _add_concat(parts: Parts, name: str, tensors: Sequence[Any], axis: int) -> Any:
+    """Add a Concat of tensors, unless there is only one."""
     if len(tensors) == 1:
         return tensors[0]
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
 def _add_parameters(
-    parts: Parts, tensors: int, shapes: Sequence[Tuple[int, ...]], shaped: bool
-) -> Sequence[int]:
+    parts: Parts, tensors: Sequence[Any], shapes: Sequence[Tuple[int, ...]], shaped: bool
+) -> Sequence[Any]:
     """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
     """
-    added: List[int] = []
-    source, begin = _PARAMETERS, 0
-    if tensors > 1:
-        begin = tensors // 2
-        inputs = range(_PARAMETERS, _PARAMETERS + tensors)
-        added += inputs[:begin]
+    added: List[Any] = []
+    source, begin = tensors[0], 0
+    if len(tensors) > 1:
+        begin = len(tensors) // 2
+        weights, biases = tensors[:begin], tensors[begin:]
+        added += weights
         if not shaped:
             added = [
-                parts.add("Reshape", f"weight{k}", k, shape=str(shape))
-                for k, shape in zip(added, shapes)
+                parts.add("Reshape", f"weight{k}", one, shape=str(shape))
+                for k, (one, shape) in enumerate(zip(weights, shapes), 1)
             ]
-        ones = [_add_element(parts, f"one{k}", k, shaped) for k in inputs[:begin]]
-        source = _add_concat(parts, "biases", [*ones, *inputs[begin:]], axis=0)
+        ones = [_add_element(parts, f"one{k}", one, shaped) for k, one in enumerate(weights, 1)]
+        source = _add_concat(parts, "biases", [*ones, *biases], axis=0)
     for k in range(len(added), len(shapes)):
         end = begin + math.prod(shapes[k])
         piece = parts.add("slice_axis", f"piece{k}", source, **_bounds(begin, end))
@@ -309,8 +317,8 @@ def _add_parameters(
     return added
 
 
-def _add_element(parts: Parts, name: str, tensor: int, shaped: bool) -> int:
-    """Add a vector of one element of a weight, which gets no gradient; return its number."""
+def _add_element(parts: Parts, name: str, tensor: Any, shaped: bool) -> Any:
+    """Add a vector of one element of a weight, which gets no gradient."""
     begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
     element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
     element = parts.add("BlockGrad", f"{name}_constant", element)
@@ -325,19 +333,14 @@ def _bounds(begin: int, end: int) -> Attributes:
 class _Layer:
     """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
 
-    def __init__(
-        self, parts: Parts, name: str, mode: str, size: int, weights: Sequence[int]
-    ) -> None:
-        self._parts, self._name, self._mode, self._size = parts, name, mode, size
+    def __init__(self, parts: Parts, name: str, weights: Sequence[Any]) -> None:
+        self._parts, self._name = parts, name
+        self._mode, self._size = parts.attrs["mode"], int(parts.attrs["state_size"])
         self._read, self._recur, self._read_bias, self._bias = weights
-        self._step: Dict[str, Callable[[int, int, Sequence[int]], Sequence[int]]] = {
-            "lstm": self._lstm,
-            "gru": self._gru,
-        }
 
     def steps(
-        self, data: int, order: Sequence[int], begin: Sequence[int]
-    ) -> Tuple[List[int], Sequence[int]]:
+        self, data: Any, order: Sequence[int], begin: Sequence[Any]
+    ) -> Tuple[List[Any], Sequence[Any]]:
         """Add all steps; return the states by time, and the last state (and cell).
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.
@@ -352,18 +355,18 @@ class _Layer:
         states = {}
         for t in order:
             before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
-            state = self._step.get(self._mode, self._simple)(
-                self.slice_at(f"step{t}", gates, t, float32=apart), before, state
-            )
+            step = {"lstm": self._lstm, "gru": self._gru}.get(self._mode, self._simple)
+            state = step(self.slice_at(f"step{t}", gates, t, float32=apart), before, state)
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
 
-    def slice_at(self, name: str, tensor: int, position: int, float32: bool = False) -> int:
-        """Add the slice of a tensor at a position of its first axis; return its number."""
-        add = self._parts.add_float32 if float32 else self._parts.add
-        return add("slice_axis", f"{self._name}_{name}", tensor, **_bounds(position, position + 1))
+    def slice_at(self, name: str, tensor: Any, position: int, float32: bool = False) -> Any:
+        """Add the slice of a tensor at a position of its first axis."""
+        bounds, name = _bounds(position, position + 1), f"{self._name}_{name}"
+        keep = self._parts.float32 if float32 else None
+        return self._parts.add("slice_axis", name, tensor, keep=keep, **bounds)
 
-    def _lstm(self, from_input: int, from_state: int, state: Sequence[int]) -> Sequence[int]:
+    def _lstm(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
         """Add one LSTM step from the products of input and state; return new state and cell."""
         gates = self._add_products(from_input, from_state)
         open_gates = self._add_activation(gates, "sigmoid")
@@ -373,7 +376,7 @@ class _Layer:
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
-    def _gru(self, from_input: int, from_state: int, state: Sequence[int]) -> Sequence[int]:
+    def _gru(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
         """Add one GRU step from the products of input and state; return the new state."""
         gates = self._add("elemwise_add", "gates", from_input, from_state)
         gates = self._add_activation(gates, "sigmoid")
@@ -386,35 +389,32 @@ class _Layer:
         part = self._add("elemwise_mul", "update", update, change)
         return [self._add("elemwise_add", "state", new, part)]
 
-    def _simple(self, from_input: int, from_state: int, _state: Sequence[int]) -> Sequence[int]:
+    def _simple(self, from_input: Any, from_state: Any, _state: Sequence[Any]) -> Sequence[Any]:
         """Add one relu or tanh step from the products of input and state; return the new state."""
         total = self._add_products(from_input, from_state)
         return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
-    # ------------------------------------------------------------------ parts
-
-    def _add(self, op: str, name: str, *inputs: int, **attrs: str) -> int:
-        """Add a float32 part with the layer's name before its own; return its number."""
+    def _add(self, op: str, name: str, *inputs: Any, **attrs: str) -> Any:
+        """Add a float32 operator with the layer's name before its own."""
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
-    def _add_activation(self, tensor: int, act_type: str) -> int:
-        """Add an activation of the part numbered `tensor`; return the new part's number."""
+    def _add_activation(self, tensor: Any, act_type: str) -> Any:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
-    def _gate(self, tensor: int, k: int) -> int:
-        """Add the slice of gate k of all gates; return its number."""
+    def _gate(self, tensor: Any, k: int) -> Any:
+        """Add the slice of gate k of all gates."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
-    def _product(self, name: str, tensor: int, *parameters: int) -> int:
-        """Add a dense layer whose units are all gates, and maybe a bias; return its number."""
+    def _product(self, name: str, tensor: Any, *parameters: Any) -> Any:
+        """Add a dense layer whose units are all gates, and maybe a bias."""
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
         attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
         return self._parts.add("FullyConnected", name, tensor, *parameters, **attrs)
 
-    def _add_products(self, from_input: int, from_state: int) -> int:
-        """Add the sum of two products in the dtype that they have; return its number."""
+    def _add_products(self, from_input: Any, from_state: Any) -> Any:
+        """Add the sum of two products in the dtype that they have."""
         return self._parts.add("elemwise_add", f"{self._name}_gates", from_input, from_state)
 
 

@@ -5,22 +5,11 @@ BLAS is about 20 times as fast.
 """
 
 import math
-from typing import Mapping, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, Mapping, Optional, Tuple
 
 from ...policy.values import is_true, parse_integers
-from .equivalents import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Part, Parts, has_elements
-
-__all__ = [
-    "OPERATORS",
-    "broadcast",
-    "global_pool",
-    "match_adaptive_pool",
-    "match_broadcast",
-    "match_pool",
-    "match_sum",
-    "mean",
-    "total",
-]
+from .passes import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Parts, has_elements
 
 # The least elements of the summed array: with fewer, starting the additional operators takes
 # longer than the sum.
@@ -66,47 +55,57 @@ def _summed_span(attrs: Attributes, axis_count: int) -> Optional[Tuple[int, int]
     return (first, last) if summed == list(range(first, last)) else None
 
 
-def total(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of a sum; `detail` comes from `match_sum`."""
-    parts = Parts(inputs=1)
-    _add_result(parts, _add_sums(parts, detail), attrs, detail)
-    return parts.made
+def total(parts: Parts, detail: Detail) -> None:
+    """Before: a sum over axes. After: a product with a vector of ones.
+
+    Conditions: those of `match_sum`.
+    """
+    _add_result(parts, _add_sums(parts, detail), parts.attrs, detail)
 
 
-def mean(attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of a mean; `detail` comes from `match_sum`."""
+def mean(parts: Parts, detail: Detail) -> None:
+    """Before: a mean over axes. After: a product with a vector of ones, divided by their number.
+
+    Conditions: those of `match_sum`.
+    """
+    _add_mean(parts, parts.attrs, detail)
+
+
+def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: Optional[str] = None) -> None:
+    """Add the operators of a mean with these attributes."""
     first, last, *shape = detail
-    parts = Parts(inputs=1)
-    sums = _add_sums(parts, detail)
+    sums = _add_sums(parts, detail, keep)
     count = str(math.prod(shape[first:last]))
-    _add_result(parts, parts.add("_div_scalar", "mean", sums, scalar=count), attrs, detail)
-    return parts.made
+    means = parts.add("_div_scalar", "mean", sums, keep=keep, scalar=count)
+    _add_result(parts, means, attrs, detail, keep)
 
 
-def _add_sums(parts: Parts, detail: Detail) -> int:
-    """Add parts that sum the first input by a product with ones; return the sums' number."""
+def _add_sums(parts: Parts, detail: Detail, keep: Optional[str] = None) -> Any:
+    """Add operators that sum the first input by a product with ones; return the sums."""
     first, last, *shape = detail
+    [data] = parts.inputs
+    add = partial(parts.add, keep=keep)
     summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
     outer = "-1" if first else "1"
     if inner == 1:
         # One pair of matrices: the gradient of `dot` would keep the rows for the backward pass.
-        rows = parts.add("Reshape", "rows", 0, shape=f"(1, {outer}, {summed})")
-        row = parts.add("slice_axis", "row", rows, axis="1", begin="0", end="1")
-        ones = parts.add("ones_like", "ones", row)
-        return parts.add("batch_dot", "sums", rows, ones, transpose_b="True")
-    planes = parts.add("Reshape", "planes", 0, shape=f"({outer}, {summed}, {inner})")
-    column = parts.add("slice_axis", "column", planes, axis="2", begin="0", end="1")
-    ones = parts.add("ones_like", "ones", column)
-    return parts.add("batch_dot", "sums", ones, planes, transpose_a="True")
+        rows = add("Reshape", "rows", data, shape=f"(1, {outer}, {summed})")
+        row = add("slice_axis", "row", rows, axis="1", begin="0", end="1")
+        return add("batch_dot", "sums", rows, add("ones_like", "ones", row), transpose_b="True")
+    planes = add("Reshape", "planes", data, shape=f"({outer}, {summed}, {inner})")
+    column = add("slice_axis", "column", planes, axis="2", begin="0", end="1")
+    return add("batch_dot", "sums", add("ones_like", "ones", column), planes, transpose_a="True")
 
 
-def _add_result(parts: Parts, sums: int, attrs: Attributes, detail: Detail) -> None:
-    """Add the last part, which gives the sums the shape of a sum's or a mean's output."""
+def _add_result(
+    parts: Parts, sums: Any, attrs: Attributes, detail: Detail, keep: Optional[str] = None
+) -> None:
+    """Give the sums the shape of a sum's or a mean's output."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
     kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
     after = [*before, *kept, *shape[last:]] or [1]
-    parts.add("Reshape", "", sums, shape=str(tuple(after)))
+    parts.add("Reshape", "", sums, keep=keep, shape=str(tuple(after)))
 
 
 _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
@@ -128,19 +127,23 @@ def match_pool(call: Call) -> Optional[Detail]:
     return (_parts_of_map(call) or None) if fits else None
 
 
-def global_pool(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return the parts of a global average; `detail` comes from `_parts_of_map`.
+def global_pool(parts: Parts, detail: Detail) -> None:
+    """Before: a global average. After: averages of parts and their average, or a product.
 
-    oneDNN's Pooling has a bfloat16 kernel for blocked layouts.
+    `detail` comes from `_parts_of_map`. oneDNN's Pooling has a bfloat16 kernel for blocked layouts.
     """
     if not detail:
-        return [Part("Pooling", "", (0,), _GLOBAL)]
+        parts.add("Pooling", "", *parts.inputs, **_GLOBAL)
+        return
     if len(detail) == PLANAR_AXES - 1:
-        parts = mean({"axis": "(2, 3)", "keepdims": "True"}, (2, 4, 0, *detail))
-        return [part._replace(float32=True) for part in parts]
+        _add_mean(
+            parts, {"axis": "(2, 3)", "keepdims": "True"}, (2, 4, 0, *detail), keep=parts.float32
+        )
+        return
     size = f"({detail[0]}, {detail[1]})"
-    first = {"kernel": size, "stride": size, "pool_type": "avg"}
-    return [Part("Pooling", "parts", (0,), first), Part("Pooling", "", (1,), _GLOBAL)]
+    small = {"kernel": size, "stride": size, "pool_type": "avg"}
+    averages = parts.add("Pooling", "parts", *parts.inputs, **small)
+    parts.add("Pooling", "", averages, **_GLOBAL)
 
 
 def _parts_of_map(call: Call) -> Detail:
@@ -181,13 +184,13 @@ _LEAST_RESULT = 2**15
 
 
 def match_broadcast(call: Call) -> Optional[Detail]:
-    """Return the detail of a call in training that repeats an input along outer axes; else None.
+    """Return the detail of a call that repeats an input along outer axes; else None.
 
     The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats
     along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
     """
-    one, other = call.shapes
-    if not call.training or not one or not other or math.prod(one) == math.prod(other):
+    one, other = call.shape, call.weight
+    if not one or not other or math.prod(one) == math.prod(other):
         return None
     which = int(math.prod(other) < math.prod(one))
     small, large = (other, one) if which else (one, other)
@@ -202,15 +205,17 @@ def match_broadcast(call: Call) -> Optional[Detail]:
     return (kind, which, before, behind, large[0] if kept[0] else 0, *large[1:])
 
 
-def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
-    """Return one or two products that repeat an input, then the operator on equal shapes.
+def broadcast(parts: Parts, detail: Detail) -> None:
+    """Before: a broadcast. After: one or two products that repeat an input, then equal shapes.
+
+    Conditions: training, float32 inputs, and a large result.
 
     The products are exact, since each of their sums has one term. A sum becomes a difference with
     the sign changed, because the gradients of MXNet's `elemwise_add` share memory.
     """
     kind, which, before, behind, *shape = detail
-    parts = Parts(inputs=2)
-    repeated, operator = which, _KINDS[kind]
+    inputs = list(parts.inputs)
+    repeated, operator = inputs[which], _KINDS[kind]
     sign = -1 if operator == _SUM else 1
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
@@ -223,20 +228,18 @@ def broadcast(_attrs: Attributes, detail: Detail) -> Sequence[Part]:
         repeated = _add_product(parts, "before", rows, columns, length)
     like = (shape[0] or -1, *shape[1:])
     repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
-    inputs = [0, 1]
     inputs[which] = repeated
     if operator == _SUM:
-        operator, inputs = "elemwise_sub", [1 - which, repeated]
+        operator, inputs = "elemwise_sub", [inputs[1 - which], repeated]
     parts.add(operator, "", *inputs)
-    return parts.made
 
 
-def _add_constant(parts: Parts, name: str, count: int, value: int) -> int:
-    """Add a column of `count` equal values; return its number."""
+def _add_constant(parts: Parts, name: str, count: int, value: int) -> Any:
+    """Add a column of `count` equal values."""
     return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 
-def _add_product(parts: Parts, name: str, data: int, weight: int, width: int) -> int:
-    """Add a dense layer of `width` units without a bias; return its number."""
+def _add_product(parts: Parts, name: str, data: Any, weight: Any, width: int) -> Any:
+    """Add a dense layer of `width` units without a bias."""
     attrs = {"no_bias": "True", "flatten": "False", "num_hidden": str(width)}
     return parts.add("FullyConnected", name, data, weight, **attrs)

@@ -8,30 +8,19 @@ operators, and the measurements behind them.
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import (
-    AbstractSet,
-    Callable,
-    Container,
-    Dict,
-    FrozenSet,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Tuple,
-)
+from typing import AbstractSet, Callable, Dict, List, Mapping, Optional, Set
 
 from ...policy.policy import Policy
 from ...policy.regions import node_policies, policy_for_node
 from ...policy.rules import Rule, has_long_sums
 from ...policy.values import flattens_data
-from ..ir import Graph, Node, Output, Usage
-from . import substitutions
-from .equivalents import COLORS, Shapes
+from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
+from . import recurrent
+from .passes import COLORS, Call, Shapes
 from .shapes import (
     Site,
     channel_counts,
-    concat_layout_nodes,
+    follows_concat,
     has_blocked_kernel,
     has_blocked_output,
     input_shapes,
@@ -41,24 +30,7 @@ from .shapes import (
     volume_readers,
     volume_view_readers,
 )
-from .substitutions import Match, Substitution
-
-__all__ = ["NONE", "RULES", "Choices", "allowed_match", "choose"]
-
-
-class Choices(NamedTuple):
-    """The choices for a graph, by node index: reasons to keep nodes in float32, and substitutions.
-
-    `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
-    Graphs with equal choices share a compiled graph.
-    """
-
-    kept: FrozenSet[Tuple[int, str]] = frozenset()
-    substituted: FrozenSet[Tuple[int, Match]] = frozenset()
-    bodies: FrozenSet[Tuple[Tuple[int, int], "Choices"]] = frozenset()
-
-
-NONE = Choices()
+from .substitutions import ACTIVATIONS, ALL, BLOCKED, NONE, OPERATORS, Choices, Match, match_call
 
 # Dense layers in training gain with more rows than this, whatever the size of the weight.
 _MANY_ROWS = 256
@@ -84,12 +56,13 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
     substituted = _matches(graph, policies, policy, usage, known)
     kept = _kept_reasons(graph, policies, policy, usage, known, substituted)
-    unknown = replace(usage, dtypes={}, shapes={}, stored=frozenset(), offline=frozenset())
-    bodies = {
-        (i, k): _choose(body, policy, unknown, {})
-        for i, node in enumerate(graph.nodes)
-        for k, body in enumerate(node.subgraphs)
-    }
+    bodies = {}
+    for i, node in enumerate(graph.nodes):
+        if rewrites_bodies(node, usage.training):
+            dtypes = infer_dtypes(graph, usage)
+            for k, body in enumerate(node.subgraphs):
+                inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
+                bodies[i, k] = _choose(body, policy, replace(inner, offline=frozenset()), {})
     chosen = frozenset((key, body) for key, body in bodies.items() if body != NONE)
     return Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
 
@@ -102,23 +75,27 @@ def _matches(
     if usage.converting or not any(one.substitutions for one in policies):
         return found
     views = volume_view_readers(graph.nodes, policy, usage)
-    inner: Container[int] = range(len(graph.nodes))
-    if usage.training:
-        inner = nodes_before_products(graph)
+    feeding = nodes_before_products(graph) if usage.training else ()
+    concats: Set[int] = set()
+    dtypes: Mapping[Output, str] = {}
     for i, node in enumerate(graph.nodes):
-        if node.is_variable or i in views:
-            continue
-        match = allowed_match(node, policies[i], usage.training, known.get(i, ()))
-        if match is not None and (
-            i in inner or not substitutions.ALL[match[0]].multiplies_gradients
-        ):
-            found[i] = match
-    if usage.training and found:
-        concats = concat_layout_nodes(_with_single_operators(graph, found))
-        for i, (name, _) in list(found.items()):
-            if substitutions.ALL[name].blocks_gradients and graph.nodes[i].inputs[0][0] in concats:
-                del found[i]
+        if node.operator in OPERATORS and i not in views:
+            behind = bool(node.inputs) and node.inputs[0][0] in concats
+            call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
+            match = match_call(call)
+            if match is not None:
+                dtypes = dtypes or infer_dtypes(graph, usage)
+                inputs = recurrent.opened_inputs(graph, node)
+                if ALL[match[0]].fits([dtypes[output] for output in inputs]):
+                    found[i] = match
+        if follows_concat(_running(node, found.get(i)), concats):
+            concats.add(i)
     return found
+
+
+def _running(node: Node, match: Optional[Match]) -> Node:
+    """Return a node, as an `Activation` if that replaces it."""
+    return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
 def _kept_reasons(
@@ -132,7 +109,7 @@ def _kept_reasons(
     """Return why operators stay in float32, by index of the operators that do."""
     kept: Dict[int, str] = {}
     blocked: Dict[Output, bool] = {}
-    running = _with_single_operators(graph, substituted)
+    running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     norms, readers = nodes_before_norms(running), _reader_counts(graph, usage.stored)
     of_volumes = volume_readers(running, policy, usage)
     for i, node in enumerate(graph.nodes):
@@ -151,37 +128,21 @@ def _kept_reasons(
             uses=uses,
             casts_weight=_casts_weight(graph, node, uses, policies[i], usage),
             reads_volume=i in of_volumes,
+            has_blocks=i in substituted and substituted[i][0] in BLOCKED,
         )
-        lifted_rules: AbstractSet[str] = frozenset()
-        if i in substituted:
-            lifted_rules = substitutions.ALL[substituted[i][0]].lifted_rules
-        reason = _reason_to_keep(site, rule, lifted_rules)
+        reason = _reason_to_keep(site, rule)
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            bool(lifted_rules) or has_blocked_output(site, running[i], rule.op_class, blocked)
+            site.has_blocks or has_blocked_output(site, running[i], rule.op_class, blocked)
         )
     return kept
 
 
-def _with_single_operators(graph: Graph, substituted: Mapping[int, Match]) -> List[Node]:
-    """Return the graph's nodes, with the operator of each substitution by a single operator."""
-    nodes = list(graph.nodes)
-    for i, (name, _) in substituted.items():
-        single = substitutions.ALL[name].single
-        if single is not None:
-            nodes[i] = replace(nodes[i], op=single)
-    return nodes
-
-
-def _reason_to_keep(site: Site, rule: Rule, lifted_rules: AbstractSet[str]) -> Optional[str]:
-    """Return the reason of the last rule that keeps an operator in float32; None without one.
-
-    The rules named in `lifted_rules` are left out.
-    """
+def _reason_to_keep(site: Site, rule: Rule) -> Optional[str]:
+    """Return the reason of the last rule that keeps an operator in float32; None without one."""
     for one in reversed(rule.by_shape):
-        site.limit = one.limit
-        if one.name not in lifted_rules and RULES[one.name](site):
+        if RULES[one.name](site, one.limit):
             return one.reason
     return None
 
@@ -206,33 +167,10 @@ def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Us
     return not (weight.is_variable and (stored or cast_offline))
 
 
-def allowed_match(
-    node: Node, policy: Policy, training: bool, shapes: Shapes = ()
-) -> Optional[Match]:
-    """Return the match of a node's substitution; None without one that `policy` allows.
-
-    A user who sets the class of an operator turns its substitutions off. `shapes` are the shapes of
-    the inputs, None where unknown.
-    """
-    if policy.rule(node.operator).given:
-        return None
-
-    def allows(substitution: Substitution) -> bool:
-        if substitution.name not in policy.substitutions:
-            return False
-        if substitution.lowered is None:
-            return True
-        product = policy.rule(substitution.lowered)
-        low = product.op_class == "low" and not product.missing
-        return low and not policy.keeps_layer(node.name)
-
-    return substitutions.match_call(node.operator, node.attrs, training, shapes, allows)
-
-
 # ---------------------------------------------------------------------- the rules
 
 
-def few_rows(site: Site) -> bool:
+def _has_few_rows(site: Site) -> bool:
     """Return whether the weight of a dense layer is large for the number of rows.
 
     In training, the backward pass moves and casts the gradient of the weight. Measured: slower
@@ -245,8 +183,7 @@ def few_rows(site: Site) -> bool:
     data, weight = (*site.shapes, None, None)[:2]
     if data is None or weight is None:
         return False
-    flatten = flattens_data(site.node.attrs)
-    rows = data[0] if flatten else math.prod(data[:-1])
+    rows = data[0] if flattens_data(site.node.attrs) else math.prod(data[:-1])
     if not site.training:
         return 0 < rows * site.uses <= _ROWS_A_CAST
     if site.uses >= _UNROLLED:
@@ -254,7 +191,7 @@ def few_rows(site: Site) -> bool:
     return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
 
 
-def odd_channels(site: Site) -> bool:
+def _has_odd_channels(site: Site) -> bool:
     """Return whether a convolution lacks a blocked bfloat16 kernel, where that costs most.
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
@@ -262,40 +199,28 @@ def odd_channels(site: Site) -> bool:
     itself is slower.
     """
     both = channel_counts(site)
-    if both is None:
+    if both is None or site.has_blocks:
         return False
     return both[0] <= COLORS or (site.feeds_norm and not has_blocked_kernel(site, both))
 
 
-def plain_layout(site: Site) -> bool:
-    """Return whether the first input of a normalization is not in oneDNN's blocked layout."""
-    return not site.blocked
-
-
-def long_sums(site: Site) -> bool:
-    """Return whether a product adds too many terms for a kernel with half-precision sums.
-
-    The rule affects results, so it also applies to eager calls, and where the shape is unknown.
-    """
+def _has_long_sums(site: Site, limit: int) -> bool:
+    """Return whether a product adds too many terms for a kernel with half-precision sums."""
     first = site.shapes[0] if site.shapes else None
-    return has_long_sums(site.limit, site.node.operator, site.node.attrs, first)
+    return has_long_sums(limit, site.node.operator, site.node.attrs, first)
 
 
-def cast_weight(site: Site) -> bool:
-    """Return whether a transposed convolution would be trained through a cast of its weight.
-
-    This rule affects results too. Eager calls look at the dtype of the weight instead.
-    """
-    return site.casts_weight
-
-
-def volume_views(site: Site) -> bool:
-    """Return whether a view reads a 3-D convolution's output, as oneDNN can't in bfloat16."""
-    return site.reads_volume
-
-
-#: The shape rules by their names in the operator lists.
-RULES: Mapping[str, Callable[[Site], bool]] = {
-    rule.__name__: rule
-    for rule in (few_rows, odd_channels, plain_layout, long_sums, cast_weight, volume_views)
+#: The shape rules by their names in the operator lists: whether a rule with this limit keeps an
+#: operator in float32. Rules about speed don't apply where a shape that they need is unknown.
+RULES: Mapping[str, Callable[[Site, int], bool]] = {
+    "few_rows": lambda site, _: _has_few_rows(site),
+    "odd_channels": lambda site, _: _has_odd_channels(site),
+    # The first input of a normalization is not in oneDNN's blocked layout.
+    "plain_layout": lambda site, _: not site.blocked,
+    # The next three affect results too. Eager calls also apply `long_sums`, and for `cast_weight`
+    # look at the dtype of the weight.
+    "long_sums": _has_long_sums,
+    "cast_weight": lambda site, _: site.casts_weight,
+    # oneDNN can't read a view of a 3-D convolution's output in bfloat16.
+    "volume_views": lambda site, _: site.reads_volume,
 }

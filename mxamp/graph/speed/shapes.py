@@ -4,7 +4,7 @@ From them, `shape_rules` decides which operators stay in float32 and which get a
 """
 
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 
 from mxnet.base import MXNetError
 
@@ -13,24 +13,8 @@ from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
 from ..casts.builder import is_inserted_cast
 from ..ir import Graph, Node, Output, Shape, Usage, single_node_graph
-from . import substitutions
-from .equivalents import BLOCK, COLORS, Shapes
-
-__all__ = [
-    "CONVOLUTIONS",
-    "NORMS",
-    "Site",
-    "nodes_before_norms",
-    "concat_layout_nodes",
-    "channel_counts",
-    "nodes_before_products",
-    "has_blocked_output",
-    "has_blocked_kernel",
-    "input_shapes",
-    "may_be_blocked",
-    "volume_view_readers",
-    "volume_readers",
-]
+from . import recurrent, substitutions
+from .passes import BLOCK, COLORS, Shapes
 
 NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
 
@@ -56,7 +40,7 @@ class Site:
     uses: int  #: how often the graph reads its second input; 0 if that input needs no cast
     casts_weight: bool  #: gradients may be computed, and its second input would be cast
     reads_volume: bool  #: an input may be a 3-D convolution's output, in the blocked layout
-    limit: int = 0  #: the limit of the rule that is applied
+    has_blocks: bool = False  #: it will be replaced by a convolution with a blocked kernel
 
 
 # ---------------------------------------------------------------------- blocked layouts
@@ -111,18 +95,15 @@ def _keeps_layout(node: Node) -> bool:
     return node.operator in _KEEP_LAYOUT or is_inserted_cast(node)
 
 
-def concat_layout_nodes(nodes: Sequence[Node]) -> FrozenSet[int]:
-    """Return the indexes of each Concat of channels and of nodes after it that keep its layout.
+def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
+    """Return whether a node is a Concat of channels, or keeps the layout of a node `behind` one.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
     """
-    behind: Set[int] = set()
-    for i, node in enumerate(nodes):
-        joins = node.operator == "Concat" and node.attrs.get("dim", "1") == "1"
-        if joins or (_keeps_layout(node) and any(source in behind for source, _ in node.inputs)):
-            behind.add(i)
-    return frozenset(behind)
+    if node.operator == "Concat" and node.attrs.get("dim", "1") == "1":
+        return True
+    return _keeps_layout(node) and any(source in behind for source, _ in node.inputs)
 
 
 def nodes_before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
@@ -254,54 +235,36 @@ def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
 
 # ---------------------------------------------------------------------- shapes of inputs
 
-#: The inputs whose shapes each rule reads. Conversions don't know the shapes of data.
-_READ_BY_RULE = {"few_rows": {0, 1}, "long_sums": {0}, "odd_channels": {1}}
-_READ_IN_CONVERSIONS = frozenset({"odd_channels"})
-
 #: The number of visible outputs of an operator, by call: a cache.
 _visible_counts: Dict[Any, int] = {}
 
 
 def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes]:
-    """Return, by node index, the input shapes that a shape rule or a substitution reads."""
+    """Return, by node index, the input shapes that shape rules and substitutions read."""
     shapes: Dict[Output, Optional[Shape]] = {
-        (i, 0): usage.shapes.get(node.name)
+        (i, 0): usage.shapes[node.name]
         for i, node in enumerate(graph.nodes)
-        if node.is_variable
+        if node.is_variable and usage.shapes.get(node.name) is not None
     }
     wanted: Dict[int, Sequence[Optional[Output]]] = {}
     for i, node in enumerate(graph.nodes):
-        positions = () if node.is_variable else _positions_read(node, policy, usage)
-        if not positions:
+        if node.is_variable:
             continue
-        inputs = substitutions.opened_inputs(graph, node)
-        if len(inputs) > len(node.inputs):
-            wanted[i] = inputs
-            continue
-        wanted[i] = [
-            output if k in positions else None
-            for k, output in enumerate(node.inputs[: max(positions) + 1])
-        ]
-    asked = {o for few in wanted.values() for o in few if o is not None and shapes.get(o) is None}
-    if asked and any(shapes.values()):
+        rule = policy_for_node(policy, node.attrs, usage.off).rule(node.operator)
+        if usage.converting:
+            # The shapes of data are unknown: only the weights of convolutions are read.
+            if rule.has_shape_rule("odd_channels"):
+                wanted[i] = [None, node.inputs[1]]
+        elif rule.by_shape or node.operator in substitutions.OPERATORS:
+            wanted[i] = recurrent.opened_inputs(graph, node)
+    asked = {o for few in wanted.values() for o in few if o is not None and o not in shapes}
+    if asked and shapes:
         # Infer the operators' outputs too, so that MXNet infers parameters from other inputs.
         shapes.update(_infer_shapes(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
     return {
         i: tuple([None if output is None else shapes.get(output) for output in outputs])
         for i, outputs in wanted.items()
     }
-
-
-def _positions_read(node: Node, policy: Policy, usage: Usage) -> FrozenSet[int]:
-    """Return the positions of inputs of `node` whose shapes a rule or a substitution reads."""
-    positions: Set[int] = set()
-    for rule in policy_for_node(policy, node.attrs, usage.off).rule(node.operator).by_shape:
-        if not usage.converting or rule.name in _READ_IN_CONVERSIONS:
-            positions |= _READ_BY_RULE.get(rule.name, set())
-    if not usage.converting and node.operator in substitutions.BY_SHAPE:
-        wanted = substitutions.BY_SHAPE[node.operator]
-        positions.update(range(len(node.inputs)) if wanted is None else wanted)
-    return frozenset(positions)
 
 
 def _infer_shapes(

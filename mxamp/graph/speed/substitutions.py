@@ -6,289 +6,150 @@ it runs; symbols and saved models keep their operators. The operator list of a p
 substitutions, with their measured gains.
 """
 
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Callable, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from ..ir import Graph, Node, Output
+from ..edit import Edit
+from ..ir import Graph
 from . import batched_products, convolutions, equivalents, recurrent, reductions
-from .equivalents import Attributes, Call, Detail, Part, Shapes
-
-__all__ = [
-    "ALL",
-    "BY_SHAPE",
-    "Match",
-    "Substitution",
-    "match_call",
-    "opened_inputs",
-    "opened_nodes",
-]
-
-Match = Tuple[str, Detail]  #: the name of a substitution, and the detail that its parts depend on
-
-
-#: The reasons for which all parts of an equivalent compute in float32: always, or in training.
-SUMS, NO_KERNEL = "float32 sums", "MXNet has no bfloat16 kernel for recurrent layers"
-IN_TRAINING = "its gradient is faster in float32"
-
-
-@dataclass(frozen=True)
-class Substitution:
-    """A faster equivalent for the calls of `operators` that `match` accepts.
-
-    `match` returns the detail of a call, None if the equivalent doesn't fit. `build` gets the
-    attributes and the detail, its only knowledge of shapes: calls with the same detail share a
-    graph. The last part has the operator's outputs if it has no suffix; else each part is an
-    output.
-    """
-
-    name: str
-    operators: FrozenSet[str]
-    match: Callable[[Call], Optional[Detail]]
-    build: Callable[[Attributes, Detail], Sequence[Part]]
-    #: Why all parts compute in float32: `SUMS`, `NO_KERNEL`, or `IN_TRAINING`, only then; or None.
-    float32: Optional[str] = None
-    #: The inputs whose shapes `match` reads, by operator; None for all inputs.
-    by_shape: Mapping[str, Optional[Tuple[int, ...]]] = field(default_factory=dict)
-    #: Applies to unknown shapes too, since it fits all arrays with elements.
-    guesses_shapes: bool = False
-    #: Its parts hold float32 constants, so only float32 calls fit.
-    constants: bool = False
-    #: The positions of inputs that are integers, such as lengths.
-    integers: FrozenSet[int] = frozenset()
-    #: Applies only where this operator computes in the target dtype, by its class.
-    lowered: Optional[str] = None
-    #: The gradient of its first input is in blocks of 16 channels, and MXNet's operator has plain
-    #: gradients: in training the substitution doesn't apply behind a Concat of channels.
-    blocks_gradients: bool = False
-    #: It multiplies infinite gradients by 0, where MXNet's operator returns 0: in training the
-    #: substitution applies only where an infinite gradient reaches the weights anyway.
-    multiplies_gradients: bool = False
-    #: The operator of a substitution by a single operator, for the memory layout.
-    single: Optional[str] = None
-    #: The operator of each input that the parts don't read, by position: they read its inputs.
-    opens: Mapping[int, str] = field(default_factory=dict)
-    #: Names of shape rules that don't keep a replaced operator in float32.
-    lifted_rules: FrozenSet[str] = frozenset()
-
-    def why_float32(self, training: bool) -> Optional[str]:
-        """Return the reason for which all parts compute in float32; None without one."""
-        return None if self.float32 == IN_TRAINING and not training else self.float32
-
-
-def _activation(act_type: str, operator: str, numpy: str) -> Substitution:
-    """Return the substitution of an operator of `mx.nd` and of `mx.np` by an `Activation`."""
-    parts = [Part("Activation", "", (0,), {"act_type": act_type})]
-    names = frozenset({operator, numpy})
-    return Substitution(
-        name=act_type,
-        operators=names,
-        match=lambda call: () if equivalents.has_elements(call) else None,
-        build=lambda *_: parts,
-        by_shape={numpy: (0,)},
-        single="Activation",
-    )
-
-
-def _reduction(name: str, build: Callable[..., Sequence[Part]], *operators: str) -> Substitution:
-    """Return the substitution of sums or means over axes by products."""
-    return Substitution(
-        name=name,
-        operators=frozenset(operators),
-        match=reductions.match_sum,
-        build=build,
-        float32=SUMS,
-        by_shape=dict.fromkeys(operators, (0,)),
-    )
-
-
-SPLITS = frozenset({"SliceChannel", "_split_v2"})
-
-_SUBSTITUTIONS = (
-    _activation("relu", "relu", "_npx_relu"),
-    _activation("sigmoid", "sigmoid", "_npx_sigmoid"),
-    _activation("tanh", "tanh", "_npi_tanh"),
-    Substitution(
-        name="broadcast",
-        operators=frozenset(reductions.OPERATORS),
-        match=reductions.match_broadcast,
-        build=reductions.broadcast,
-        float32=SUMS,
-        by_shape=dict.fromkeys(reductions.OPERATORS, (0, 1)),
-        constants=True,
-    ),
-    Substitution(
-        name="relu6",
-        operators=frozenset({"clip"}),
-        match=equivalents.match_relu6,
-        build=equivalents.relu6,
-        by_shape={"clip": (0,)},
-        guesses_shapes=True,
-        multiplies_gradients=True,
-    ),
-    Substitution(
-        name="layer_norm",
-        operators=frozenset({"LayerNorm"}),
-        match=equivalents.match_layer_norm,
-        build=equivalents.layer_norm,
-        float32=SUMS,
-    ),
-    _reduction("mean", reductions.mean, "mean", "_npi_mean"),
-    _reduction("sum", reductions.total, "sum", "_np_sum"),
-    Substitution(
-        name="global_pool",
-        operators=frozenset({"_contrib_AdaptiveAvgPooling2D"}),
-        match=reductions.match_adaptive_pool,
-        build=reductions.global_pool,
-        by_shape={"_contrib_AdaptiveAvgPooling2D": (0,)},
-        single="Pooling",
-    ),
-    Substitution(
-        name="pool_in_parts",
-        operators=frozenset({"Pooling"}),
-        match=reductions.match_pool,
-        build=reductions.global_pool,
-        by_shape={"Pooling": (0,)},
-        single="Pooling",
-    ),
-    Substitution(
-        name="image_convolution",
-        operators=frozenset({"Convolution"}),
-        match=convolutions.match_image_convolution,
-        build=convolutions.image_convolution,
-        by_shape={"Convolution": (1,)},
-        lowered="Convolution",
-        lifted_rules=frozenset({"odd_channels"}),
-    ),
-    Substitution(
-        name="merged_groups",
-        operators=frozenset({"Convolution"}),
-        match=convolutions.match_narrow_groups,
-        build=convolutions.merged_groups,
-        by_shape={"Convolution": (1,)},
-        lifted_rules=frozenset({"odd_channels"}),
-        constants=True,
-        blocks_gradients=True,
-    ),
-    Substitution(
-        name="rnn",
-        operators=frozenset({"RNN"}),
-        match=recurrent.match_rnn,
-        build=recurrent.rnn,
-        by_shape={"RNN": (0,)},
-        lowered="FullyConnected",
-        opens={1: "_rnn_param_concat"},
-    ),
-    Substitution(
-        name="rnn_layers",
-        operators=frozenset({"RNN"}),
-        match=recurrent.match_layers,
-        build=recurrent.layers,
-        float32=NO_KERNEL,
-        by_shape={"RNN": (0,)},
-        opens={1: "_rnn_param_concat"},
-    ),
-    Substitution(
-        name="rnn_params",
-        operators=frozenset({"_rnn_param_concat"}),
-        match=recurrent.match_parameters,
-        build=recurrent.joined_parameters,
-        float32=NO_KERNEL,
-        by_shape={"_rnn_param_concat": None},
-    ),
-    Substitution(
-        name="batch_dot",
-        operators=frozenset({"batch_dot"}),
-        match=batched_products.match_large_products,
-        build=batched_products.dense_products,
-        by_shape={"batch_dot": (0, 1)},
-        lowered="FullyConnected",
-    ),
-    Substitution(
-        name="masked_softmax",
-        operators=frozenset({"softmax"}),
-        match=equivalents.match_masked_softmax,
-        build=equivalents.masked_softmax,
-        float32=SUMS,
-        integers=frozenset({1}),
-    ),
-    Substitution(
-        name="split",
-        operators=SPLITS,
-        match=equivalents.match_split,
-        build=equivalents.split,
-        float32=IN_TRAINING,
-        by_shape=dict.fromkeys(SPLITS, (0,)),
-    ),
+from .passes import (
+    Call,
+    Detail,
+    Parts,
+    Pass,
+    are_float32,
+    has_elements,
+    has_integer_lengths,
+    in_inference,
+    in_training,
 )
 
-#: All substitutions, by name.
-ALL: Mapping[str, Substitution] = MappingProxyType({one.name: one for one in _SUBSTITUTIONS})
+Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the call
 
-#: The inputs whose shapes substitutions read, by operator.
-BY_SHAPE = {name: which for one in ALL.values() for name, which in one.by_shape.items()}
 
-# Reshapes keep the order of elements: what opens one reads the same elements in another shape.
-_RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
+class Choices(NamedTuple):
+    """The choices for a graph, by node index: reasons to keep nodes in float32, and substitutions.
 
-_BY_OPERATOR = {
-    name: tuple(one for one in _SUBSTITUTIONS if name in one.operators)
-    for name in sorted({name for one in _SUBSTITUTIONS for name in one.operators})
+    `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
+    Graphs with equal choices share a compiled graph.
+    """
+
+    kept: FrozenSet[Tuple[int, str]] = frozenset()
+    substituted: FrozenSet[Tuple[int, Match]] = frozenset()
+    bodies: FrozenSet[Tuple[Tuple[int, int], "Choices"]] = frozenset()
+
+
+NONE = Choices()
+
+#: The reasons for which all operators of an equivalent compute in float32.
+SUMS, NO_KERNEL = "float32 sums", "MXNet has no bfloat16 kernel for recurrent layers"
+#: The same, in training only.
+IN_TRAINING = "its gradient is faster in float32"
+
+#: The operators of `mx.nd` and `mx.np` for each kind of `Activation`.
+ACTIVATIONS = {
+    "relu": ("relu", "_npx_relu"),
+    "sigmoid": ("sigmoid", "_npx_sigmoid"),
+    "tanh": ("tanh", "_npi_tanh"),
 }
+_SPLITS = frozenset({"SliceChannel", "_split_v2"})
 
 
-def opened_inputs(graph: Graph, node: Node) -> List[Output]:
-    """Return a node's inputs, with those of each operator that its substitution opens.
+def _activation(act_type: str) -> Pass:
+    """Return the substitution of an operator of `mx.nd` and of `mx.np` by an `Activation`."""
 
-    An opened operator's input that is only reshaped for it is opened too.
+    def match(call: Call) -> Optional[Detail]:
+        # Only arrays of mx.np may be empty.
+        known = call.shape is not None or call.operator == act_type
+        return () if known and has_elements(call) else None
+
+    def build(parts: Parts, _detail: Detail) -> None:
+        """Before: relu, sigmoid or tanh. After: Activation. Conditions: elements."""
+        parts.add("Activation", "", *parts.inputs, act_type=act_type)
+
+    return Pass(act_type, frozenset(ACTIVATIONS[act_type]), match, build)
+
+
+def _lowers(operator: str) -> Callable[[Call], bool]:
+    """Return the condition that `operator` computes in the target dtype, by its class."""
+    return lambda call: call.lowers(operator)
+
+
+#: All substitutions, by name. Of those that fit a call, the first one applies.
+ALL: Mapping[str, Pass] = {one.name: one for one in (
+    _activation("relu"), _activation("sigmoid"), _activation("tanh"),
+    Pass("broadcast", frozenset(reductions.OPERATORS), reductions.match_broadcast,
+         reductions.broadcast, in_training, SUMS, are_float32),
+    Pass("relu6", frozenset({"clip"}), equivalents.match_relu6, equivalents.relu6,
+         lambda call: not call.training or call.feeds_products),
+    Pass("layer_norm", frozenset({"LayerNorm"}), equivalents.match_layer_norm,
+         equivalents.layer_norm, in_training, SUMS),
+    Pass("mean", frozenset({"mean", "_npi_mean"}), reductions.match_sum, reductions.mean,
+         float32=SUMS),
+    Pass("sum", frozenset({"sum", "_np_sum"}), reductions.match_sum, reductions.total,
+         float32=SUMS),
+    Pass("global_pool", frozenset({"_contrib_AdaptiveAvgPooling2D"}),
+         reductions.match_adaptive_pool, reductions.global_pool),
+    Pass("pool_in_parts", frozenset({"Pooling"}), reductions.match_pool, reductions.global_pool),
+    Pass("image_convolution", frozenset({"Convolution"}), convolutions.match_image_convolution,
+         convolutions.image_convolution, _lowers("Convolution")),
+    Pass("merged_groups", frozenset({"Convolution"}), convolutions.match_narrow_groups,
+         convolutions.merged_groups, lambda call: not (call.training and call.behind_concat),
+         fits=are_float32),
+    Pass("rnn", frozenset({"RNN"}), recurrent.match_rnn, recurrent.rnn,
+         lambda call: not call.training and call.lowers("FullyConnected")),
+    Pass("rnn_layers", frozenset({"RNN"}), recurrent.match_layers, recurrent.layers,
+         float32=NO_KERNEL),
+    Pass("rnn_params", frozenset({"_rnn_param_concat"}), recurrent.match_parameters,
+         recurrent.joined_parameters, float32=NO_KERNEL),
+    Pass("batch_dot", frozenset({"batch_dot"}), batched_products.match_large_products,
+         batched_products.dense_products,
+         lambda call: call.training and call.lowers("FullyConnected")),
+    Pass("masked_softmax", frozenset({"softmax"}), equivalents.match_masked_softmax,
+         equivalents.masked_softmax, in_inference, SUMS, has_integer_lengths),
+    Pass("split", _SPLITS, equivalents.match_split, equivalents.split, float32=IN_TRAINING),
+)}  # fmt: skip
+
+#: Convolutions that have a blocked kernel after these, whatever their numbers of channels.
+BLOCKED = frozenset({"image_convolution", "merged_groups"})
+
+_BY_OPERATOR: Dict[str, Sequence[Pass]] = {
+    name: [one for one in ALL.values() if name in one.ops]
+    for name in sorted({name for one in ALL.values() for name in one.ops})
+}
+#: The operators that have a substitution.
+OPERATORS = frozenset(_BY_OPERATOR)
+
+
+def match_call(call: Call) -> Optional[Match]:
+    """Return the match of a call's substitution; None without one that its policy allows.
+
+    A user who sets the class of an operator turns its substitutions off.
     """
-    found: List[Output] = []
-    offered = _BY_OPERATOR.get(node.operator, ())
-    for k, output in enumerate(node.inputs):
-        source = graph.nodes[output[0]]
-        opened = any(one.opens.get(k) == source.operator for one in offered)
-        found += [_before_reshape(graph, one) for one in source.inputs] if opened else [output]
-    return found
-
-
-def opened_nodes(graph: Graph, node: Node) -> Set[int]:
-    """Return the indexes of the nodes that `opened_inputs` opens: they may end without readers."""
-    opened: Set[int] = set()
-    read, found = set(node.inputs), set(opened_inputs(graph, node))
-    for i, _ in read - found:
-        opened.add(i)
-        opened.update(source for source, _ in set(graph.nodes[i].inputs) - found)
-    return opened
-
-
-def _before_reshape(graph: Graph, output: Output) -> Output:
-    """Return the input of the reshape that an output comes from; the output without one."""
-    node = graph.nodes[output[0]]
-    return node.inputs[0] if node.operator in _RESHAPES else output
-
-
-def match_call(
-    operator: str,
-    attrs: Attributes,
-    training: bool,
-    shapes: Shapes = (),
-    allows: Callable[[Substitution], bool] = lambda _: True,
-) -> Optional[Match]:
-    """Return the match of the first allowed substitution that fits a call; None without one.
-
-    `shapes` are the shapes of the call's inputs, None where unknown.
-    """
-    offered = [one for one in _BY_OPERATOR.get(operator, ()) if allows(one)]
-    if not offered:
+    if call.operator not in OPERATORS or call.policy.rule(call.operator).given:
         return None
-    wanted = BY_SHAPE.get(operator, ())
-    needed = shapes if wanted is None else [(*shapes, None, None)[k] for k in wanted]
-    guessed = all(one.guesses_shapes for one in offered)
-    if (None in needed and not guessed) or (wanted is None and not shapes):
-        return None
-    call = Call(operator, attrs, shapes, training)
-    for one in offered:
-        detail = one.match(call)
-        if detail is not None:
-            return one.name, detail
+    for one in _BY_OPERATOR[call.operator]:
+        if one.name in call.policy.substitutions and one.when(call):
+            detail = one.match(call)
+            if detail is not None:
+                return one.name, detail
     return None
+
+
+def with_choices(graph: Graph, choices: Choices, training: bool) -> Graph:
+    """Return the graph with the chosen equivalents and with the reasons of kept nodes."""
+    edit = Edit(graph, {})
+    for i, reason in choices.kept:
+        edit.change(i, kept=reason)
+    for (i, k), body in choices.bodies:
+        bodies = list(edit.node(i).subgraphs)
+        bodies[k] = with_choices(bodies[k], body, training)
+        edit.change(i, subgraphs=bodies)
+    for i, (name, detail) in sorted(choices.substituted):
+        one = ALL[name]
+        if one.float32 == IN_TRAINING and not training:
+            one = one._replace(float32=None)
+        parts = Parts(edit, i, one, recurrent.opened_inputs(graph, graph.nodes[i]))
+        for k, output in enumerate(one.build(parts, detail) or ()):
+            if output != (i, k):
+                edit.redirect((i, k), output)
+    return edit.applied()

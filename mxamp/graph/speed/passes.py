@@ -1,0 +1,173 @@
+"""The protocol of passes: faster equivalents on CPUs, put into a graph before its casts.
+
+A pass is two functions. `match` returns the detail of a call that the equivalent fits, else None.
+The detail is the numbers that `build` needs to add the equivalent's operators, so that graphs with
+equal details are equal.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Callable, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from ...policy.decision import CASTABLE
+from ...policy.policy import Policy
+from ..edit import Edit
+from ..ir import Node, Output
+
+Attributes = Mapping[str, str]
+Detail = Tuple[int, ...]
+#: Shapes of an operator's inputs; None where unknown.
+Shapes = Sequence[Optional[Tuple[int, ...]]]
+
+#: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
+COLORS = 3
+#: The channels in a block of oneDNN's bfloat16 convolutions.
+BLOCK = 16
+#: The axes of a batch of images (NCHW), and of the weight of a 2-D convolution (OIHW).
+PLANAR_AXES = 4
+
+#: The reason of operators of an equivalent that compute in float32.
+FLOAT32_PART = "the substitution {name!r} computes this part in float32"
+
+
+@dataclass
+class Call:
+    """A call that may be replaced, and its surroundings."""
+
+    node: Node
+    policy: Policy  #: in the call's region
+    training: bool  #: gradients will be computed
+    shapes: Shapes = ()  #: of its inputs
+    feeds_products: bool = True  #: leads only to layers with weights, not to a graph output
+    behind_concat: bool = False  #: its first input has the layout of a Concat of channels
+
+    @property
+    def operator(self) -> str:
+        """The operator's canonical name."""
+        return self.node.operator
+
+    @property
+    def attrs(self) -> Attributes:
+        """The operator's attributes."""
+        return self.node.attrs
+
+    @property
+    def shape(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its first input, None where unknown."""
+        return self.shapes[0] if self.shapes else None
+
+    @property
+    def weight(self) -> Optional[Tuple[int, ...]]:
+        """The shape of its second input, None where unknown."""
+        return self.shapes[1] if self.shapes[1:] else None
+
+    def lowers(self, operator: str) -> bool:
+        """Return whether `operator` would compute in the target dtype in place of this call."""
+        rule = self.policy.rule(operator)
+        low = rule.op_class == "low" and not rule.missing
+        return low and not self.policy.keeps_layer(self.node.name)
+
+
+class Parts:
+    """The operators of one equivalent, as nodes that an edit adds in place of node i."""
+
+    def __init__(self, edit: Edit, i: int, one: "Pass", inputs: Sequence[Output]) -> None:
+        self.inputs: Sequence[Any] = inputs  #: the values that the replaced operator reads
+        self._edit, self._i, self._pass = edit, i, one
+        self._node = edit.node(i)
+        self.attrs: Attributes = self._node.attrs  #: of the replaced operator
+        self.float32 = FLOAT32_PART.format(name=one.name)  #: why some operators stay in float32
+
+    def add(
+        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: str
+    ) -> Any:
+        """Add an operator; return its output.
+
+        Without a suffix it takes the name and the outputs of the replaced operator. `keep` is the
+        reason to compute in float32, whatever the operator's class.
+        """
+        return self.add_all(op, suffix, 1, *inputs, keep=keep, **attrs)[0]
+
+    def add_all(
+        self,
+        op: str,
+        suffix: str,
+        count: int,
+        *inputs: Any,
+        keep: Optional[str] = None,
+        **attrs: str,
+    ) -> Sequence[Any]:
+        """Add an operator with `count` outputs; return them."""
+        node, keep = self._node, self._pass.float32 or keep
+        attrs = {**node.hidden_attrs, **attrs}
+        if not suffix:
+            fields = {"op": op, "attrs": attrs, "kept": keep or node.kept, "stands_for": node}
+            self._edit.change(self._i, inputs=list(inputs), **fields)
+            return [(self._i, k) for k in range(node.num_outputs)]
+        name = self._edit.unique_name(f"{node.name}_{suffix}")
+        made, _ = self._edit.add_node(
+            Node(op, name, attrs, list(inputs), [], count, kept=keep, stands_for=node)
+        )
+        return [(made, k) for k in range(count)]
+
+    def add_float32(self, op: str, suffix: str, *inputs: Any, **attrs: str) -> Any:
+        """Add an operator that computes in float32, whatever its class; return its output."""
+        return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
+
+    def add_split(self, suffix: str, count: int, array: Any) -> Sequence[Any]:
+        """Add a split of the first axis, which leaves that axis out; return its outputs."""
+        attrs = {"num_outputs": str(count), "axis": "0", "squeeze_axis": "True"}
+        return self.add_all("SliceChannel", suffix, count, array, **attrs)
+
+
+def always(_call: Call) -> bool:
+    """Return True: the pass applies in training and in inference."""
+    return True
+
+
+def in_training(call: Call) -> bool:
+    """Return whether gradients will be computed."""
+    return call.training
+
+
+def in_inference(call: Call) -> bool:
+    """Return whether no gradients will be computed."""
+    return not call.training
+
+
+def are_floats(dtypes: Sequence[str]) -> bool:
+    """Return whether inputs of these dtypes are castable floats."""
+    return CASTABLE.issuperset(dtypes)
+
+
+def are_float32(dtypes: Sequence[str]) -> bool:
+    """Return whether inputs of these dtypes fit an equivalent that adds float32 constants."""
+    return set(dtypes) == {"float32"}
+
+
+def has_integer_lengths(dtypes: Sequence[str]) -> bool:
+    """Return whether the second input is integers, and the first castable floats."""
+    return dtypes[0] in CASTABLE and dtypes[1] in ("int32", "int64")
+
+
+class Pass(NamedTuple):
+    """A faster equivalent for calls of `ops`.
+
+    `build` adds the equivalent to the graph. The operator without a suffix takes the place of the
+    call, or `build` returns the values in place of the call's outputs.
+    """
+
+    name: str  #: in operator lists, which hold its measured gain, and in the tests' matrix
+    ops: FrozenSet[str]
+    match: Callable[[Call], Optional[Detail]]
+    build: Callable[[Parts, Detail], Optional[Sequence[Any]]]
+    when: Callable[[Call], bool] = always
+    float32: Optional[str] = None  #: why all its operators compute in float32
+    fits: Callable[[Sequence[str]], bool] = are_floats  #: the dtypes of the call's inputs
+
+
+def has_elements(call: Call) -> bool:
+    """Return whether the first input has elements and axes, or an unknown shape.
+
+    oneDNN fails on empty arrays and on arrays without axes, both of which `mx.np` allows.
+    """
+    return call.shape is None or (bool(call.shape) and all(call.shape))
