@@ -1,7 +1,7 @@
 """Train on several workers with MXNet's parameter server, and go on from a checkpoint.
 
     python examples/train_on_workers.py
-    mxamp launch -n 2 python examples/train_on_workers.py [--dtype float16] [--steps 80]
+    python examples/launch_workers.py -n 2 python examples/train_on_workers.py [--dtype float16]
 
 The first trains alone, the second on two workers of this machine. Each worker takes its share of
 every batch. A step that overflows in one worker is skipped in all; the first steps in float16 are.

@@ -1,15 +1,12 @@
 import json
-import os
 import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
-from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from mxnet import gluon
 
@@ -75,9 +72,8 @@ TRAINING = "explain net --mode training --input"
         ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
         (
             "train.py",
-            "there are 'completion', 'convert', 'doctor', 'explain', 'export-onnx', 'info', 'launch', ",
+            "there are 'convert', 'doctor', 'explain', ",
         ),
-        ("info extra", "extra"),
         ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
         ("operators nom*", "unknown operator 'nom*'"),
         ("operators softmax --class low", "low: softmax is fp32"),
@@ -187,7 +183,7 @@ def test_help_is_whole_and_has_examples():
 
 @pytest.mark.parametrize(
     "command, place",
-    [("info", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.print_table")],
+    [("doctor", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.print_table")],
 )
 def test_interrupted_commands_end_in_one_line(monkeypatch, command, place):
     def interrupt(*_arguments, **_options):
@@ -364,37 +360,8 @@ def test_the_default_dtype_is_the_machines(saved, monkeypatch):
         run("operators", "softmax")
 
 
-def test_commands_are_completed_without_loading_them(monkeypatch):
-    monkeypatch.setattr("importlib.import_module", None)
-    completion = BashComplete(main, {}, "mxamp", "_MXAMP_COMPLETE")
-    found = completion.get_completions([], "ex")
-    assert [(item.value, bool(item.help)) for item in found] == [
-        ("explain", True),
-        ("export-onnx", True),
-    ]
-    assert [item.value for item in completion.get_completions([], "--v")] == ["--version"]
-
-
-def test_bash_completes_commands():
-    script = """
-        eval "$(mxamp completion bash)"
-        COMP_WORDS=(mxamp expl) COMP_CWORD=1
-        _mxamp_completion mxamp
-        echo "${COMPREPLY[@]}"
-    """
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", script], env={**os.environ, "PATH": path}, text=True,
-                          capture_output=True, check=True)  # fmt: skip
-    assert (done.stdout, done.stderr) == ("explain\n", "")
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_completion_for_other_shells(shell):
-    assert f"_MXAMP_COMPLETE={shell}_complete" in run("completion", shell).output
-
-
 @pytest.mark.parametrize("columns", [60, 200])
 def test_reports_fit_the_terminal(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = CliRunner().invoke(main, ["info"]).output.splitlines()
+    lines = CliRunner().invoke(main, ["doctor", "--no-measure"]).output.splitlines()
     assert max(map(len, lines)) <= min(columns, 100)

@@ -118,7 +118,7 @@ CHECKS = {
 
 
 def test_every_example_is_checked():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CHECKS)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CHECKS, "launch_workers"}
 
 
 #: Marks of those that take ten seconds or so, or need what is not installed everywhere.
@@ -151,7 +151,7 @@ def test_example_runs_and_learns(name, tmp_path, tmp_path_factory):
 
 def launched(*command):
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mxamp", "launch", "-n", "2", sys.executable, *command],
+        [sys.executable, str(EXAMPLES / "launch_workers.py"), "-n", "2", sys.executable, *command],
         capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -172,13 +172,14 @@ def test_the_examples_with_workers_run_on_two(name, launch, prefix):
     for rank in range(2):
         start = prefix.format(rank)
         lines = [line[len(start):] for line in done.stdout.splitlines() if line.startswith(start)]  # fmt: skip
-        assert "2 workers" in lines[0]
-        check_train_on_workers("\n".join(lines), "float16")
-        results.append(lines[1:])
+        *_, first, second = lines
+        assert "2 workers" in first
+        check_train_on_workers(f"{first}\n{second}", "float16")
+        results.append(second)
     assert results[0] == results[1], "the same scale, steps and skips"
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [*CHECKS, "launch_workers"])
 def test_example_is_short_and_says_what_it_shows(name):
     text = (EXAMPLES / f"{name}.py").read_text()
     assert len(text.splitlines()) <= 100

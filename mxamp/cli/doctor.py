@@ -1,4 +1,4 @@
-"""`mxamp doctor` and `mxamp info`: reports about an installation, which import no MXNet."""
+"""`mxamp doctor`: a report about an installation, which imports no MXNet."""
 
 import json
 import shutil
@@ -15,8 +15,6 @@ from ..tools.doctor.collect import collect
 from ..tools.doctor.facts import Facts, Gpu, lacks_code_for
 from ..tools.doctor.findings import Finding, findings, next_step, verdict
 from .output import examples
-
-__all__ = ["doctor", "info"]
 
 SCHEMA = 3
 _WIDTH = 100
@@ -46,12 +44,6 @@ def doctor(as_json: bool, no_measure: bool) -> None:
         _print_findings("Notes", notes)
         _print_plain("" if problems else f"\nNo problem found.\n{next_step(facts)}")
     sys.exit(bool(problems))
-
-
-@click.command(epilog=examples("mxamp info"))
-def info() -> None:
-    """Show the CPU, the GPUs and the fast dtype of this machine: `doctor` without timing."""
-    _print_facts(collect(measure=False))
 
 
 def _print_facts(facts: Facts) -> None:

@@ -4,7 +4,6 @@ import importlib
 from typing import Any, Dict, List, Optional, Tuple
 
 import click
-from click.shell_completion import CompletionItem
 
 from .._version import __version__
 from ..errors import AmpError, unknown
@@ -15,24 +14,20 @@ __all__ = ["COMMANDS", "main"]
 
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
-    "completion": ("completion", "Print a script for completion by Tab in bash, zsh or fish."),
     "convert": ("convert", "Convert a saved model to mixed precision."),
     "doctor": ("doctor", "Check the installation, and measure the speed of each dtype."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
     "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime or OpenVINO."),
-    "info": ("doctor", "Show the CPU, the GPUs and the fast dtype of this machine."),
-    "launch": ("launch", "Start workers and a parameter server on this machine."),
     "operators": ("explain", "Show the precision class of MXNet's operators, and why."),
     "run": ("run", "Run a Python script in mixed precision, loss scaling included."),
     "tune": ("tune", "Measure a saved model, and find its fastest policy."),
 }
 
 _EXAMPLES = examples(
-    "mxamp info",
+    "mxamp doctor",
     "mxamp run train.py",
     "mxamp explain model",
     "mxamp convert model --dtype bfloat16 --out model-bf16",
-    "mxamp completion bash >> ~/.bashrc",
 )
 
 
@@ -71,15 +66,6 @@ class _Commands(click.Group):
         module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> List[CompletionItem]:
-        """Return the commands and options that begin so, without loading the commands."""
-        named = [
-            CompletionItem(name, help=summary)
-            for name, (_, summary) in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
-        return named + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(self, ctx: click.Context, args: List[str]) -> Any:
         """Return the named command, or raise with the closest names."""

@@ -1,6 +1,6 @@
 """Tables, progress and log lines of the commands that print results.
 
-`mxamp run` and `mxamp launch` print none, and start faster without rich.
+`mxamp run` prints none, and starts faster without rich.
 """
 
 import logging

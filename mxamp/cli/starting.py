@@ -23,8 +23,8 @@ INTERRUPTED = "interrupted"
 STATUS = 130  #: shells' exit status for a program that Ctrl-C has ended
 
 #: Commands that import no MXNet: a setting may make the import end the process, which `doctor`
-#: reports, `launch` starts processes that import it themselves, and `completion` needs none.
-_COMMANDS = ("completion", "doctor", "info", "launch")
+#: reports.
+_COMMANDS = ("doctor",)
 _OPTIONS = ("-h", "--help", "--version")
 
 

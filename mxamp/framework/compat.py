@@ -36,7 +36,7 @@ FAILED_BEFORE = (
 BROKEN = "MXNet is installed, but can't be imported: {error}. `mxamp doctor` says what to do."
 SERVING = (
     "the {role} of this run has failed: {error}. If it could not bind, another program uses its "
-    "port: set another DMLC_PS_ROOT_PORT, or run `mxamp launch` again, which finds a free port"
+    "port: set another DMLC_PS_ROOT_PORT"
 )
 NO_NUMPY = f'NumPy is not installed: pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 WRONG_NUMPY = (

@@ -3,6 +3,9 @@
 mxamp never imports Horovod: it uses the module that the program has imported, if any.
 """
 
+import atexit
+import functools
+import os
 import sys
 from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
 
@@ -77,6 +80,28 @@ HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8"
 def is_distributed(kvstore: Any) -> bool:
     """Return whether a kvstore, given itself or by name, spans several processes."""
     return "dist" in str(getattr(kvstore, "type", kvstore))
+
+
+@functools.lru_cache(maxsize=1)
+def end_worker_on_errors() -> None:
+    """Make an uncaught exception end a parameter server's worker; a no-op in other processes.
+
+    In plain MXNet the run hangs: the failing worker waits at exit until all workers free their
+    kvstores, and these wait for its gradients.
+    """
+    if os.environ.get("DMLC_ROLE") == "worker":
+        sys.excepthook = functools.partial(_show_and_exit, sys.excepthook)
+
+
+def _show_and_exit(original: Any, kind: Any, error: Any, traceback: Any) -> None:
+    """Call the original `sys.excepthook`, then end the process unless Python is interactive."""
+    original(kind, error, traceback)
+    if sys.flags.interactive or hasattr(sys, "ps1"):
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 # ---------------------------------------------------------------------- Horovod

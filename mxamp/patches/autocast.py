@@ -11,11 +11,11 @@ from typing import Any, Callable, Iterable, Mapping, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
+from ..framework.distributed import end_worker_on_errors
 from ..framework.keywords import Hint, checked_call
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
-from ..framework.worker_process import prepare_worker
 from ..policy import active, regions
 from ..policy.active import FLOAT32, Choice
 from ..policy.choice import chosen_policy, describe_difference
@@ -150,7 +150,7 @@ def init(
     )
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
-    prepare_worker()
+    end_worker_on_errors()
     if not switch_on(wanted):
         logger.debug("init: mixed precision is on already with the same policy")
     elif isinstance(wanted, Policy):

@@ -22,7 +22,6 @@ from mxnet.ndarray.ndarray import NDArray
 from .._version import __version__
 from ..errors import StateError
 from ..framework import distributed as transports
-from ..framework.worker_process import prepare_worker
 from ..policy.active import current_policy, suspended
 from ..policy.policy import Policy
 from .passes import Entry, Gradients
@@ -49,7 +48,7 @@ def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type
     All workers have to call this before they send any gradient. A kvstore accepts no mixture of
     key types: `key_type` is the type of its other keys.
     """
-    prepare_worker()
+    transports.end_worker_on_errors()
     policy = current_policy()
     settings = {
         "mxamp version": __version__,

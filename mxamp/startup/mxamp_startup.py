@@ -1,11 +1,9 @@
-"""Python's start-up hook: loads mxamp with MXNet if environment variables are set.
+"""Python's start-up hook: turns mixed precision on with MXNet if the environment asks for it.
 
 Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts, and that runs
 `install`. The hook reads the environment when the program imports MXNet, so a program or notebook
-may set a variable before. It loads mxamp only then, and only if a variable is set:
-
-MXNET_ENABLE_AUTO_MIXED_PRECISION   turns mixed precision on
-MXAMP_LAUNCHED                      prepares a worker that `mxamp launch` has started
+may set the variable before. It loads mxamp only then, and only if the variable
+MXNET_ENABLE_AUTO_MIXED_PRECISION is set.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -14,45 +12,34 @@ import sys
 
 
 class _Finder:
-    """An import finder that loads MXNet through mxamp if one of the variables is set."""
+    """An import finder that loads MXNet through mxamp if the variable is set."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
             return None
         import os
 
-        automatic = os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "").strip()
-        if not (automatic or os.environ.get("MXAMP_LAUNCHED")):
+        if not os.environ.get("MXNET_ENABLE_AUTO_MIXED_PRECISION", "").strip():
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None else None
             if spec is not None:
-                spec.loader = _Loader(bool(automatic))
+                spec.loader = _Loader()
                 return spec
         return None
 
 
 class _Loader:
-    """A loader that lets mxamp import MXNet, and turns mixed precision on if `automatic`."""
-
-    def __init__(self, automatic):
-        self.automatic = automatic
+    """A loader that lets mxamp import MXNet, and turns mixed precision on."""
 
     def create_module(self, spec):
         del spec
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        import os
-
         by_mxamp = "mxamp" in sys.modules
         import mxamp  # noqa: F401
 
-        if os.environ.get("MXAMP_LAUNCHED"):
-            from mxamp.framework.worker_process import prepare_worker
-
-            prepare_worker()
-        if self.automatic:
-            _start_automatic_run(by_mxamp)
+        _start_automatic_run(by_mxamp)
         import mxnet as module
 
         self.attributes = module.__spec__, module.__loader__

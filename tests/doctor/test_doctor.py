@@ -1,4 +1,4 @@
-"""The commands `mxamp doctor` and `mxamp info`, and where they work that nothing else does."""
+"""The command `mxamp doctor`, and where it works that nothing else does."""
 
 import getpass
 import json
@@ -120,12 +120,10 @@ def test_the_exit_status_counts_problems_alone(monkeypatch, changes, status, wor
         (cpu(usable=(), quota=1.5, virtual=True), ["no avx512", "may use 1.5", "a virtual one"]),
     ],
 )  # fmt: skip
-def test_info_is_the_short_form(monkeypatch, changes, shown):
-    result = run(monkeypatch, replace(HEALTHY, **changes), "info")
-    assert result.exit_code == 0
+def test_the_facts_are_shown(monkeypatch, changes, shown):
+    result = run(monkeypatch, replace(HEALTHY, **changes), "doctor")
     for words in ("mxamp", "CPU", "default device", *shown):
         assert words in " ".join(result.output.split()) or words in result.output
-    assert "What to do" not in result.output
 
 
 @pytest.mark.slow
