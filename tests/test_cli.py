@@ -134,7 +134,6 @@ def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
     for output in (
         run("explain", tmp_path / "long").output,
         run("operators").output,
-        run("info").output,
     ):
         assert "\x1b" not in output
         assert "…" not in output
