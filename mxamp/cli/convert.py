@@ -19,9 +19,6 @@ from .options import (
 from .output import examples, usage_error
 from .screen import print_errors
 
-__all__ = ["convert"]
-
-RENAMED = "{0.symbol} has replaced another symbol: its parameters' names begin with {0.renamed}"
 NOTHING_LOWERED = (
     "--dtype float32 has no operator in half precision: leave out --policy and --fp32-op"
 )
@@ -104,8 +101,6 @@ def convert(
     )
     if check:
         print_errors(done.errors)
-    if done.renamed:
-        click.echo(RENAMED.format(done))
     is_larger = done.bytes_after > done.bytes_before
     click.echo(
         f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"

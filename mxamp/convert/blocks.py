@@ -24,8 +24,6 @@ from ..policy.decision import CASTABLE
 from .outputs import error_reason
 from .saved import files_to_write, write_model
 
-__all__ = ["Examples", "TracedBlock", "build_block", "contexts_of", "trace"]
-
 NOT_RUN = (
     "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
     "or give that input as example_inputs"
@@ -221,7 +219,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
             name: _cpu_value(param).as_nd_ndarray() for name, param in self.collect_params().items()
         }
         auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
-        write_model((symbol, values, auxs), files_to_write(path, epoch), epoch)
+        write_model((symbol, values, auxs), files_to_write(path, epoch))
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
         """Return the parameters by the names that `save_parameters` and `load_parameters` use.

@@ -9,7 +9,7 @@ import mxnet as mx
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, CheckError
-from ..framework.files import check_file_path, resolve_links
+from ..framework.files import check_file_path
 from ..framework.keywords import checked_call
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph
@@ -27,8 +27,6 @@ from .saved import (
     saved_semantics,
     write_model,
 )
-
-__all__ = ["DETECTION", "TOLERANCE", "ConvertedFiles", "convert_files"]
 
 logger = logging.getLogger("mxamp")
 
@@ -86,9 +84,6 @@ class ConvertedFiles(NamedTuple):
         The size of the converted model's two files.
     errors : tuple of OutputError
         The errors of the outputs; empty without `check_inputs`.
-    renamed : str
-        The prefix that the parameters' names were given, as the files replace another symbol; ""
-        if they keep their names.
     """
 
     symbol: Path
@@ -96,7 +91,6 @@ class ConvertedFiles(NamedTuple):
     bytes_before: int
     bytes_after: int
     errors: Tuple[OutputError, ...]
-    renamed: str = ""
 
 
 @checked_call(
@@ -148,8 +142,9 @@ def convert_files(
         hundredths, on random weights to less than 0.2. An output unrelated to the original's has an
         error of 1 or more.
     force : bool, default False
-        Overwrite existing files, but never the model itself. If the existing files hold another
-        symbol, the new parameters are renamed, so that nobody can load one file of each model.
+        Overwrite existing files, but never the model itself. A process that reads
+        the old files at this very moment may open one file of each model: where others read, write
+        to a new prefix.
 
     The other parameters are those of `convert_model`.
 
@@ -196,9 +191,9 @@ def convert_files(
             _check_errors(errors, tolerance, model[0])
         before = sum(path.stat().st_size for path in read)
         logger.info("writing %s", os.fspath(out))
-        renamed = write_model(converted, written, epoch, force)
+        write_model(converted, written, force)
     after = sum(path.stat().st_size for path in written)
-    return ConvertedFiles(*written, before, after, errors, renamed)
+    return ConvertedFiles(*written, before, after, errors)
 
 
 def _checked_output_files(
@@ -223,7 +218,7 @@ def _checked_output_files(
 def _is_same(path: Path, other: Path) -> bool:
     """Return whether two paths name one file, existing or not, directly or by links."""
     exist = os.path.exists(path) and os.path.exists(other)
-    return resolve_links(path) == resolve_links(other) or (exist and path.samefile(other))
+    return os.path.realpath(path) == os.path.realpath(other) or (exist and path.samefile(other))
 
 
 def _check_errors(errors: Sequence[OutputError], tolerance: float, symbol: Symbol) -> None:

@@ -121,34 +121,24 @@ def test_the_model_itself_is_never_overwritten(folder, way, part):
     assert written(folder, "net") == before
 
 
-@pytest.mark.parametrize("way", ["cut off", "no space"])
+@pytest.mark.parametrize("way", ["cut off", "no space", "changed"])
 def test_a_failed_write_leaves_the_old_files(folder, way, monkeypatch):
     convert(folder, target_dtype="bfloat16")
-    before, save = written(folder), mx.model.save_checkpoint
+    before, save = written(folder), nd.save
 
-    def fails(prefix, *rest, **options):
+    def fails(path, arrays):
         if way == "no space":
             raise OSError(28, "No space left on device")
-        save(prefix, *rest, **options)
-        os.truncate(f"{prefix}-0003.params", 40)
+        save(path, {**arrays, "arg:fc_bias": arrays["arg:fc_bias"] + (way == "changed")})
+        if way == "cut off":
+            os.truncate(path, 40)
 
-    monkeypatch.setattr(mx.model, "save_checkpoint", fails)
+    monkeypatch.setattr(nd, "save", fails)
     with pytest.raises(amp.WriteError, match="unchanged") as raised:
         convert(folder, target_dtype="bfloat16", force=True)
     assert "\n" not in str(raised.value)
     assert written(folder) == before
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
-
-
-def test_values_that_change_on_the_way_to_the_disk_are_found(folder, monkeypatch):
-    save = mx.model.save_checkpoint
-
-    def changes(prefix, epoch, symbol, args, auxs, **options):
-        save(prefix, epoch, symbol, {**args, "fc_bias": args["fc_bias"] + 1}, auxs, **options)
-
-    monkeypatch.setattr(mx.model, "save_checkpoint", changes)
-    with pytest.raises(amp.WriteError, match="read back"):
-        convert(folder)
 
 
 class Total(mx.gluon.HybridBlock):
