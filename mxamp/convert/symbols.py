@@ -25,6 +25,7 @@ from ..graph.casts.offline import (
 from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_regions
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
+from ..graph.speed.fusible import check_fused_dtype
 from ..graph.speed.shape_rules import choose
 from ..patches.announcements import warn_of_model_in_float16
 from ..policy.active import suspended
@@ -163,6 +164,8 @@ def widened_for(
         graph = without_lowering_regions(graph)
     elif graph.has_fused_operators:
         # They have no class in a policy: they keep the precision that they were fused in.
+        held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
+        check_fused_dtype(graph, {**held, **dtypes}, policy)
         return Widened(graph, frozenset(), ())
     held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
     dtypes = {**held, **dtypes}

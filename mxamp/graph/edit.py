@@ -149,10 +149,13 @@ class Edit:
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with a unique name based on `name`; return its variable's output."""
+        """Add a parameter with a unique name based on `name`; return its variable's output.
+
+        Its shape is recorded, because MXNet infers no shape from an addition or a product.
+        """
         name = self.unique_name(name)
         self.params[name] = value
-        return self.add_node(Node("null", name))
+        return self.add_node(Node("null", name, {"__shape__": str(value.shape)}))
 
     def change(self, i: int, **fields: Any) -> None:
         """Replace fields of node i, such as its `op`, `attrs` or `inputs`."""

@@ -16,7 +16,7 @@ from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import is_true
 from ..edit import Edit, View
-from ..ir import Graph, Node, Usage
+from ..ir import CASTS, Graph, Node, Usage
 from .shape_rules import choose
 
 __all__ = [
@@ -49,6 +49,11 @@ FOUND_FUSED = (
     "`fuse=True` can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, and "
     "such layers have no bfloat16 kernel. Convert the model as it was before get_backend_symbol or "
     "optimize_for; or convert without `fuse`, which leaves these layers as they are"
+)
+
+OTHER_HALF = (
+    "a model fused for bfloat16 can't become float16: oneDNN's fused operators have no float16 "
+    "kernel. Convert the model as it was before `fuse`, or this one to float32"
 )
 
 #: oneDNN's fused operators.
@@ -121,6 +126,18 @@ def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
     ]
     if fixed:
         raise ArgumentError(FOUND_FUSED.format(names=shortened(fixed)))
+
+
+def check_fused_dtype(graph: Graph, dtypes: Mapping[str, str], policy: Policy) -> None:
+    """Raise where a conversion to float16 would leave fused operators in bfloat16.
+
+    `dtypes` are those of the graph's variables.
+    """
+    if policy.target_dtype != "float16":
+        return
+    casts = {node.attrs["dtype"] for node in graph.nodes if node.op in CASTS}
+    if "bfloat16" in casts.union(dtypes.values()):
+        raise ArgumentError(OTHER_HALF)
 
 
 def _has_no_bfloat16(node: Node) -> bool:
