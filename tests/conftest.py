@@ -22,6 +22,7 @@ from hypothesis import settings
 from mxamp.framework import machine
 from mxamp.framework.operators import registry
 from mxamp.framework.patching import _installed
+from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
 from mxamp.policy.policy import _policy_registry
@@ -90,6 +91,13 @@ def assert_unpatched():
     assert not _installed.stacks
     for key, (owner, name) in _attributes().items():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
+
+
+@pytest.fixture(autouse=True)
+def _cast_small_calls(request, monkeypatch):
+    """Cast eager calls of any size: the arrays of most tests are too small to gain by bfloat16."""
+    if not request.node.get_closest_marker("sizes"):
+        monkeypatch.setattr(eager._Casts, "_reason_to_keep", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

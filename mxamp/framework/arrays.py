@@ -46,6 +46,13 @@ _FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
 #: The elements in a part of `float32_parts`.
 _PART = 2**22
 
+# Looked up once, since every eager call reads dtypes. The calls are too short to release the lock
+# of Python's interpreter.
+_held = ctypes.PyDLL(_LIB._name)
+_get_dtype, _get_shape = _held.MXNDArrayGetDType, _held.MXNDArrayGetShapeEx64
+_c_int, _byref = ctypes.c_int, ctypes.byref
+_Sizes = ctypes.POINTER(ctypes.c_int64)
+
 #: MXNet's entry to every operator, unpatched: mxamp's own calls bypass the policy.
 invoke = mx_ctypes._imperative_invoke
 _AMP_CAST = handle_of("amp_cast")
@@ -55,10 +62,27 @@ _SLICE_AXIS = handle_of("slice_axis")
 
 
 def dtype_code(array: NDArray) -> int:
-    """Return MXNet's number for an array's dtype, six times as fast as `array.dtype`."""
-    code = ctypes.c_int()
-    _LIB.MXNDArrayGetDType(array.handle, ctypes.byref(code))
+    """Return MXNet's number for an array's dtype, eight times as fast as `array.dtype`."""
+    code = _c_int()
+    _get_dtype(array.handle, _byref(code))
     return code.value
+
+
+def shape_of(array: NDArray) -> Tuple[int, ...]:
+    """Return an array's shape, in two thirds of the time of `array.shape`."""
+    count, sizes = _c_int(), _Sizes()
+    _get_shape(array.handle, _byref(count), _byref(sizes))
+    return tuple(sizes[: count.value])
+
+
+def all_float32(arrays: Sequence[NDArray]) -> bool:
+    """Return whether all arrays are of float32, dense or sparse."""
+    for array in arrays:
+        code = _c_int()
+        _get_dtype(array.handle, _byref(code))
+        if code.value:
+            return False
+    return True
 
 
 def dtype_of(array: NDArray) -> str:

@@ -6,7 +6,18 @@ covers functions that user code imported before.
 """
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
@@ -15,33 +26,57 @@ from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework import arrays as mx_arrays
-from ..framework.arrays import KIND_NAMES, as_list, cast, dtype_code, kind_code, on_device
+from ..framework.arrays import (
+    KIND_NAMES,
+    all_float32,
+    as_list,
+    cast,
+    dtype_code,
+    kind_code,
+    on_device,
+    shape_of,
+)
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
+from ..graph.speed import passes
 from ..graph.speed.convolutions import image_convolution
-from ..graph.speed.passes import COLORS, Call, Parts
+from ..graph.speed.passes import COLORS, Parts
+from ..graph.speed.shape_rules import reason_to_keep_call
 from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
 from ..policy.rules import long_sum_reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
-from .eager_graphs import DenseGraphs
 
-__all__ = [
-    "INVOKE_MODULES",
-    "decision_for",
-    "build_asnumpy",
-    "build_invoke",
-    "build_scope_enter",
-    "build_scope_exit",
-    "build_tensordot",
-]
+#: MXNet's `_imperative_invoke`, a function of the fields of `Call`.
+Invoke = Callable[..., Any]
 
-_BFLOAT16 = DTYPE_CODES["bfloat16"]
+
+class Call(NamedTuple):
+    """The arguments of an eager call."""
+
+    handle: int
+    arrays: Sequence[NDArray]
+    keys: Sequence[str]
+    vals: Sequence[Any]
+    out: Any
+    is_np_op: bool
+    output_is_list: bool
+
+    @property
+    def attrs(self) -> Dict[str, str]:
+        """The operator's attributes as text."""
+        return dict(zip(self.keys, map(str, self.vals)))
+
+
+#: What an eager call does in place of MXNet's own function, which is the first argument.
+Action = Callable[[Invoke, Call], Any]
+
+_BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
 _CONVOLUTION, _BROADCAST_ADD = handle_of("Convolution"), handle_of("broadcast_add")
 _TENSORDOT = handle_of("_npi_tensordot")
@@ -58,9 +93,8 @@ _GROUPED = ("Convolution", "Deconvolution", "RNN")
 INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
-def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
+def build_invoke(original: Invoke) -> Invoke:
     """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
-    zero = zero_gradient_inputs()
 
     def _imperative_invoke(
         handle: int,
@@ -71,195 +105,61 @@ def build_invoke(original: Callable[..., Any]) -> Callable[..., Any]:
         is_np_op: bool,
         output_is_list: bool,
     ) -> Any:
-        if handle in LOSS_OUTPUT_HANDLES and autograd.is_recording():
-            # Even where mixed precision is off, since the backward pass is scaled all the same.
-            ndargs = scalable_inputs(handle, ndargs, dict(zip(keys, vals)))
         policy = current_policy()
-        if policy is None:
+        action = (_OFF if policy is None else _actions_of(policy))[handle]
+        if action is None or not ndargs:
             return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        if handle == _DENSE and autograd.is_recording() and needs_separate_bias(ndargs):
-            product, repeated = _product_and_bias(_imperative_invoke, ndargs, keys, vals, is_np_op)
-            both = [product, repeated]
-            return _imperative_invoke(_ADD, both, (), (), out, is_np_op, output_is_list)
-        if handle == _COPY_TO and dtype_code(ndargs[0]) == _BFLOAT16:
-            ndargs = [_cast_for_copy(out, ndargs[0])]
-        decisions = _decisions_of(policy)
-        if handle == _DENSE and out is None:
-            output = decisions.dense_graphs.run(ndargs, keys, vals, is_np_op)
-            if output is not None:
-                return output
-        operator = decisions[handle]
-        decision = operator.decide(ndargs, keys, vals) if operator is not None and ndargs else None
-        if decision is not None and handle in _EQUIVALENTS:
-            build = _EQUIVALENTS[handle](decision, policy, ndargs, dict(zip(keys, vals)))
-            if build is not None:
-                result = build(_Calls(_imperative_invoke, ndargs, dict(zip(keys, vals)), is_np_op))
-                return result if out is None else _write_out(result, out)
-        reads = ndargs if decision is None else _cast_inputs(decision, ndargs)
-        if handle in zero and autograd.is_recording():
-            reads = copy_inputs_at(reads, zero[handle], is_np_op)
-        if decision is None:
-            return original(handle, reads, keys, vals, out, is_np_op, output_is_list)
-        compute = original
-        casts_weight = handle == _CONVOLUTION and reads[1] is not ndargs[1]
-        if casts_weight and policy.device == "cpu" and not autograd.is_training():
-            compute = functools.partial(_in_training_mode, original)
-        outputs = compute(handle, reads, keys, vals, None, is_np_op, output_is_list)
-        outputs = _round_outputs(decision, outputs, is_np_op)
-        return outputs if out is None else _write_out(outputs, out)
+        call = Call(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
+        return action(original, call)
 
     return _imperative_invoke
 
 
-def _product_and_bias(
-    invoke: Callable[..., Any], arrays: Sequence[NDArray], keys: Any, vals: Any, is_np_op: bool
-) -> Tuple[NDArray, NDArray]:
-    """Return a dense layer's product without the bias, and the bias in the product's shape.
+# ---------------------------------------------------------------------- the table of actions
 
-    MXNet computes no gradient of the bias where the weight needs none.
+
+class _Actions(Dict[int, Optional[Action]]):
+    """The actions of one policy on eager calls by operator handle, made on demand.
+
+    None stands for MXNet's own call. Without a policy, only the losses of output operators are
+    scaled, since the backward pass is scaled all the same.
     """
-    *reads, bias = arrays
-    attrs = without_bias(dict(zip(keys, vals)))
-    product = invoke(_DENSE, reads, list(attrs), list(attrs.values()), None, is_np_op, False)
-    # Repeat the bias by a product with ones: its gradient is a product too, several times as fast
-    # as the sum that is the gradient of broadcasting.
-    ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
-    attrs["flatten"] = "False"
-    both = [ones, bias.reshape((-1, 1))]
-    return product, invoke(_DENSE, both, list(attrs), list(attrs.values()), None, is_np_op, False)
+
+    def __init__(self, policy: Optional[Policy]) -> None:
+        super().__init__()
+        self.policy = policy
+        self.casts: Dict[int, _Casts] = {}  #: by handle, of the operators that may be cast
+
+    def __missing__(self, handle: int) -> Optional[Action]:
+        action = self._casting_action(handle) if self.policy is not None else None
+        if self.policy is not None and handle in zero_gradient_inputs():
+            action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
+        if handle in LOSS_OUTPUT_HANDLES:
+            action = _scaling_losses(action or _plain)
+        self[handle] = action
+        return action
+
+    def _casting_action(self, handle: int) -> Optional[Action]:
+        """Return the action that casts the inputs of an operator; None if it is never cast."""
+        if handle == _COPY_TO:
+            return _copy_to
+        operator, policy = by_handle().get(handle), self.policy
+        if operator is None or policy is None or not _may_cast(operator, policy):
+            return None
+        casts = self.casts[handle] = _Casts(operator, policy)
+        return _ACTIONS.get(handle, _Casts.run).__get__(casts)  # type: ignore[no-any-return]
 
 
-class _Calls(Parts):
-    """The operators of an equivalent, called at once instead of added to a graph."""
-
-    def __init__(
-        self,
-        invoke: Callable[..., Any],
-        arrays: Sequence[NDArray],
-        attrs: Mapping[str, Any],
-        is_np_op: bool,
-    ) -> None:
-        self.inputs, self.attrs = arrays, attrs
-        self._invoke, self._is_np_op = invoke, is_np_op
-
-    def add(
-        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: Any
-    ) -> Any:
-        """Call an operator; return its output."""
-        handle, values = handle_of(op), [*attrs.values()]
-        return self._invoke(handle, list(inputs), [*attrs], values, None, self._is_np_op, False)
+#: The actions where mixed precision is off.
+_OFF = _Actions(None)
 
 
-_Build = Callable[[_Calls], Any]
-
-
-def _equal_shapes_added(
-    decision: Decision, _policy: Policy, arrays: Sequence[NDArray], _attrs: Mapping[str, Any]
-) -> Optional[_Build]:
-    """Return a call of `elemwise_add` for a bfloat16 `broadcast_add` of equal shapes; else None.
-
-    It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
-    """
-    shape = arrays[0].shape
-    fits = (
-        decision.through is not None
-        and [kind_code(array) for array in arrays] == [_BFLOAT16] * 2
-        and shape == arrays[1].shape
-        and all(shape)
-        and shape
-    )
-    return (lambda calls: calls.add("elemwise_add", "", *calls.inputs)) if fits else None
-
-
-def _image_convolution(
-    decision: Decision, policy: Policy, arrays: Sequence[NDArray], attrs: Mapping[str, Any]
-) -> Optional[_Build]:
-    """Return the calls of a bfloat16 convolution of color images, as in graphs; else None."""
-    shapes = [array.shape for array in arrays]
-    if decision.through is not None or shapes[1][1:2] != (COLORS,):
-        return None
-    node = Node("Convolution", "", {key: str(value) for key, value in attrs.items()})
-    match = match_call(Call(node, policy, autograd.is_recording(), shapes))
-    fits = match is not None and match[0] == "image_convolution"
-    return (lambda calls: image_convolution(calls, ())[0]) if fits else None
-
-
-#: The operators with faster equivalents in eager calls that mixed precision casts.
-_EQUIVALENTS = {_BROADCAST_ADD: _equal_shapes_added, _CONVOLUTION: _image_convolution}
-
-
-def _in_training_mode(original: Callable[..., Any], *args: Any) -> Any:
-    """Call `original` in training mode, in which oneDNN leaves the layout of a weight alone.
-
-    In inference oneDNN also writes the weight back in its own layout, for later calls. They never
-    read this array, since each call casts the weight anew.
-    """
-    autograd.set_training(True)
-    try:
-        return original(*args)
-    finally:
-        autograd.set_training(False)
-
-
-def _cast_for_copy(out: Any, array: NDArray) -> NDArray:
-    """Return bfloat16 `array`, cast to float32 unless `out` is bfloat16 too.
-
-    MXNet copies arrays in oneDNN's layouts only within one dtype.
-    """
-    return array if dtype_code(out) == _BFLOAT16 else cast(array, "float32")
-
-
-def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `tensordot` that casts its inputs as the policy decides."""
-
-    def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
-        policy = current_policy()
-        operator = _decisions_of(policy)[_TENSORDOT] if policy is not None else None
-        decision = operator.decide([a, b], (), ()) if operator is not None else None
-        if decision is None:
-            return original(a, b, axes)
-        return _round_outputs(decision, original(*_cast_inputs(decision, [a, b]), axes), True)
-
-    return tensordot
-
-
-def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `asnumpy` that returns float32 values for bfloat16 arrays."""
-
-    @functools.wraps(original)
-    def asnumpy(self: NDArray) -> Any:
-        if current_policy() is not None and dtype_code(self) == _BFLOAT16:
-            with autograd.pause():
-                return original(cast(self, "float32"))
-        return original(self)
-
-    return asnumpy
-
-
-def build_scope_enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `__enter__` of autograd's scopes that begins to keep the casts of leaves."""
-
-    @functools.wraps(original)
-    def __enter__(self: Any) -> Any:  # noqa: N807
-        result = original(self)
-        mx_arrays.leaf_casts.begin(self)
-        return result
-
-    return __enter__
-
-
-def build_scope_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `__exit__` of autograd's scopes that frees the casts of leaves."""
-
-    @functools.wraps(original)
-    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807
-        mx_arrays.leaf_casts.end(self)
-        return original(self, *error)
-
-    return __exit__
-
-
-# ---------------------------------------------------------------------- cached decisions
+def _actions_of(policy: Policy) -> _Actions:
+    """Return the actions of a policy on eager calls, by operator handle."""
+    made: Optional[_Actions] = policy.caches.eager
+    if made is None:
+        made = policy.caches.eager = _Actions(policy)
+    return made
 
 
 def decision_for(
@@ -267,33 +167,52 @@ def decision_for(
 ) -> Optional[Decision]:
     """Return the decision for an eager call under the policy in force; None without a cast."""
     policy = current_policy()
-    operator = _decisions_of(policy)[handle] if policy is not None and arrays else None
-    return operator.decide(arrays, keys, vals) if operator is not None else None
+    if policy is None or _actions_of(policy)[handle] is None:
+        return None
+    casts = _actions_of(policy).casts.get(handle)
+    return casts.decide(Call(handle, arrays, keys, vals, None, False, False)) if casts else None
 
 
-def _decisions_of(policy: Policy) -> "_PolicyDecisions":
-    """Return the decisions of a policy on eager calls, by operator handle."""
-    made: Optional[_PolicyDecisions] = policy.caches.eager
-    if made is None:
-        made = policy.caches.eager = _PolicyDecisions(policy)
-    return made
+def _plain(original: Invoke, call: Call) -> Any:
+    """Call MXNet's own function."""
+    return original(*call)
 
 
-class _PolicyDecisions(Dict[int, Optional["_OperatorDecisions"]]):
-    """The decisions of a policy by operator handle, made on demand; None if never cast."""
+def _scaling_losses(then: Action) -> Action:
+    """Return an action that scales the losses of an output operator while autograd records."""
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self.policy = policy
-        self.dense_graphs = DenseGraphs(policy)
+    def action(original: Invoke, call: Call) -> Any:
+        if autograd.is_recording():
+            call = call._replace(arrays=scalable_inputs(call.handle, call.arrays, call.attrs))
+        return then(original, call)
 
-    def __missing__(self, handle: int) -> "Optional[_OperatorDecisions]":
-        operator = by_handle().get(handle)
-        made = None
-        if operator is not None and _may_cast(operator, self.policy):
-            made = _OperatorDecisions(operator, self.policy)
-        self[handle] = made
-        return made
+    return action
+
+
+def _copying_inputs(then: Action, positions: Optional[FrozenSet[int]]) -> Action:
+    """Return an action for an operator whose gradients at `positions` are zeros by definition."""
+
+    def action(original: Invoke, call: Call) -> Any:
+        if not autograd.is_recording():
+            return then(original, call)
+
+        def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
+            return original(handle, copy_inputs_at(arrays, positions, call.is_np_op), *rest)
+
+        return then(copied, call)
+
+    return action
+
+
+def _copy_to(original: Invoke, call: Call) -> Any:
+    """Copy an array, bfloat16 by way of float32: MXNet copies oneDNN's layouts in one dtype."""
+    [array] = call.arrays
+    if dtype_code(array) == _BFLOAT16 and dtype_code(call.out) != _BFLOAT16:
+        call = call._replace(arrays=[cast(array, "float32")])
+    return original(*call)
+
+
+# ---------------------------------------------------------------------- casting actions
 
 
 def _may_cast(operator: Operator, policy: Policy) -> bool:
@@ -306,17 +225,23 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
     return not (follows and rule.missing is None and alone)
 
 
-class _OperatorDecisions:
-    """The decisions on eager calls of one operator under one policy, cached by input dtypes."""
+class _Casts:
+    """The casts around eager calls of one operator under one policy, cached by input dtypes."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
         self._decisions: Dict[Any, Optional[Decision]] = {}
         rule = self._rule = policy.rule(operator.name)
+        #: Whether calls on float32 inputs are never cast.
+        self._follows = not rule.lowers
         # The rules by shape that eager calls follow.
         self._sums = rule.has_shape_rule("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
+        by_size = policy.device == "cpu" and operator.name in ("FullyConnected", "Convolution")
+        self._by_size = by_size and any(not one.exact for one in rule.by_shape)
+        #: Why calls of certain shapes and attributes stay in float32, or None.
+        self._kept: Dict[Any, Optional[str]] = {}
         # The attributes that a decision reads.
         named = [c.attribute for c in rule.conditions]
         named += ["transpose_a"] if self._sums else []
@@ -330,19 +255,22 @@ class _OperatorDecisions:
         # Without a GPU every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
 
-    def decide(self, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Optional[Decision]:
-        """Return the decision on a call with inputs `arrays`; None without a cast."""
+    def decide(self, call: Call) -> Optional[Decision]:
+        """Return the decision on a call; None without a cast."""
+        arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: Tuple[Tuple[str, str], ...] = ()
         if self._reads_all:
-            attributes = tuple(zip(keys, map(str, vals)))
+            attributes = tuple(call.attrs.items())
         elif self._attributes:
-            attributes = tuple((k, str(v)) for k, v in zip(keys, vals) if k in self._attributes)
+            attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
         kept = None
         if self._sums:
             kept = long_sum_reason(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
+        elif self._by_size and codes[1:2] == (_FLOAT32,):
+            kept = self._reason_to_keep(call)
         key = (codes, attributes, kept)
         try:
             decision = self._decisions[key]
@@ -363,8 +291,154 @@ class _OperatorDecisions:
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
+    def _reason_to_keep(self, call: Call) -> Optional[str]:
+        """Return why the size of a call keeps it in float32, or None; cached."""
+        arrays, recording = call.arrays, autograd.is_recording()
+        # The numbers of units and channels are among the attributes.
+        key = (shape_of(arrays[0]), *call.vals, recording)
+        if key not in self._kept:
+            if len(self._kept) >= _MANY_DECISIONS:
+                self._kept.clear()
+            shapes = [array.shape for array in arrays]
+            self._kept[key] = reason_to_keep_call(self._rule, call.attrs, shapes, recording)
+        return self._kept[key]
+
+    # ------------------------------------------------------------------ actions
+
+    def run(self, original: Invoke, call: Call) -> Any:
+        """Call the operator on inputs that are cast as the policy decides."""
+        small = self._follows or (self._by_size and self._reason_to_keep(call))
+        if small and all_float32(call.arrays):
+            return original(*call)
+        return _compute(self.decide(call), original, call)
+
+    def add(self, original: Invoke, call: Call) -> Any:
+        """Call `broadcast_add`, as `elemwise_add` where two bfloat16 arrays have one shape.
+
+        It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
+        """
+        first, second = call.arrays
+        if (
+            dtype_code(first) == dtype_code(second) == _BFLOAT16
+            and first.shape == second.shape
+            and first.size
+            and first.ndim
+            and (decision := self.decide(call))
+            and decision.through is not None
+        ):
+            output = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
+            return output if call.out is None else _write_out(output, call.out)
+        return self.run(original, call)
+
+    def convolve(self, original: Invoke, call: Call) -> Any:
+        """Call `Convolution`; of color images in the parts of graphs."""
+        if self._by_size and self._reason_to_keep(call) and all_float32(call.arrays):
+            return original(*call)
+        decision = self.decide(call)
+        if decision is not None:
+            result = self._convolve_images(original, call) if decision.through is None else None
+            if result is not None:
+                return result if call.out is None else _write_out(result, call.out)
+            casts_weight = decision.reads[1] is not None
+            if casts_weight and self._policy.device == "cpu" and not autograd.is_training():
+                original = functools.partial(_in_training_mode, original)
+        return _compute(decision, original, call)
+
+    def _convolve_images(self, original: Invoke, call: Call) -> Optional[Any]:
+        """Return the output of a bfloat16 convolution of color images; None for other calls."""
+        shapes = [array.shape for array in call.arrays]
+        if shapes[1][1:2] != (COLORS,):
+            return None
+        node = Node("Convolution", "", call.attrs)
+        match = match_call(passes.Call(node, self._policy, autograd.is_recording(), shapes))
+        if match is None or match[0] != "image_convolution":
+            return None
+        return image_convolution(_Calls(self, original, call), ())[0]
+
+    def dense(self, original: Invoke, call: Call) -> Any:
+        """Call `FullyConnected`, whose bias gets a gradient even where its weight needs none."""
+        if autograd.is_recording() and needs_separate_bias(call.arrays):
+            both = self._product_and_bias(original, call)
+            add = _actions_of(self._policy)[_ADD] or _plain
+            return add(original, call._replace(handle=_ADD, arrays=both, keys=(), vals=()))
+        return self.run(original, call)
+
+    def _product_and_bias(self, original: Invoke, call: Call) -> List[NDArray]:
+        """Return a dense layer's product without the bias, and the bias in the product's shape.
+
+        MXNet computes no gradient of the bias where the weight needs none.
+        """
+        *reads, bias = call.arrays
+        attrs = without_bias(call.attrs)
+        product = self._invoke(original, _DENSE, reads, attrs, call)
+        # Repeat the bias by a product with ones: its gradient is a product too, several times as
+        # fast as the sum that is the gradient of broadcasting.
+        ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
+        attrs["flatten"] = "False"
+        repeated = [ones, bias.reshape((-1, 1))]
+        return [product, self._invoke(original, _DENSE, repeated, attrs, call)]
+
+    def _invoke(
+        self,
+        original: Invoke,
+        handle: int,
+        arrays: Sequence[NDArray],
+        attrs: Mapping[str, Any],
+        whole: Call,
+    ) -> Any:
+        """Call an operator that computes a part of the call `whole`, under the same policy."""
+        action = _actions_of(self._policy)[handle] or _plain
+        values = [*attrs.values()]
+        return action(original, Call(handle, arrays, [*attrs], values, None, whole.is_np_op, False))
+
+
+class _Calls(Parts):
+    """The operators of an equivalent, called at once instead of added to a graph."""
+
+    def __init__(self, casts: _Casts, original: Invoke, call: Call) -> None:
+        self.inputs, self.attrs = call.arrays, call.attrs
+        self._casts, self._original, self._whole = casts, original, call
+
+    def add(
+        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: str
+    ) -> Any:
+        """Call an operator; return its output."""
+        handle = handle_of(op)
+        return self._casts._invoke(self._original, handle, inputs, attrs, self._whole)
+
+
+#: The actions of operators that do more than cast; `_Casts.run` for others.
+_ACTIONS: Mapping[int, Callable[..., Any]] = {
+    _DENSE: _Casts.dense,
+    _CONVOLUTION: _Casts.convolve,
+    _BROADCAST_ADD: _Casts.add,
+}
+
 
 # ---------------------------------------------------------------------- applying a decision
+
+
+def _compute(decision: Optional[Decision], original: Invoke, call: Call) -> Any:
+    """Call an operator with the casts of a decision around it; None is a call without casts."""
+    if decision is None:
+        return original(*call)
+    reads = _cast_inputs(decision, call.arrays)
+    outputs = original(*call._replace(arrays=reads, out=None))
+    outputs = _round_outputs(decision, outputs, call.is_np_op)
+    return outputs if call.out is None else _write_out(outputs, call.out)
+
+
+def _in_training_mode(original: Invoke, *call: Any) -> Any:
+    """Call `original` in training mode, in which oneDNN leaves the layout of a weight alone.
+
+    In inference oneDNN also writes the weight back in its own layout, for later calls. They never
+    read this array, since each call casts the weight anew.
+    """
+    autograd.set_training(True)
+    try:
+        return original(*call)
+    finally:
+        autograd.set_training(False)
 
 
 def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
@@ -403,3 +477,59 @@ def _write_out(outputs: Any, out: Any) -> Any:
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
         mx_arrays.cast_into(result, target, dtype, castable)
     return out
+
+
+# ---------------------------------------------------------------------- other patches
+
+
+def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `tensordot` that casts its inputs as the policy decides."""
+
+    def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
+        policy = current_policy()
+        action = _actions_of(policy)[_TENSORDOT] if policy is not None else None
+        if action is None:
+            return original(a, b, axes)
+
+        def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
+            return original(*arrays, axes)
+
+        return action(invoke, Call(_TENSORDOT, [a, b], (), (), None, True, False))
+
+    return tensordot
+
+
+def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `asnumpy` that returns float32 values for bfloat16 arrays."""
+
+    @functools.wraps(original)
+    def asnumpy(self: NDArray) -> Any:
+        if current_policy() is not None and dtype_code(self) == _BFLOAT16:
+            with autograd.pause():
+                return original(cast(self, "float32"))
+        return original(self)
+
+    return asnumpy
+
+
+def build_scope_enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `__enter__` of autograd's scopes that begins to keep the casts of leaves."""
+
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        result = original(self)
+        mx_arrays.leaf_casts.begin(self)
+        return result
+
+    return __enter__
+
+
+def build_scope_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `__exit__` of autograd's scopes that frees the casts of leaves."""
+
+    @functools.wraps(original)
+    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807
+        mx_arrays.leaf_casts.end(self)
+        return original(self, *error)
+
+    return __exit__

@@ -1,4 +1,5 @@
 import threading
+from contextlib import nullcontext
 
 import mxnet as mx
 import numpy as np
@@ -455,10 +456,9 @@ def test_operators_that_end_the_process_in_bfloat16_run():
     check_python(
         """
         import mxamp as amp, mxnet as mx
-        from helpers import randn, kind
+        from helpers import down, randn, kind
         with amp.autocast("bfloat16"):
-            low = mx.nd.FullyConnected(randn(4, 8), randn(5, 8), num_hidden=5, no_bias=True)
-            assert kind(low) == "bfloat16"
+            low = down(randn(4, 5), "bfloat16")
             for out in (low.T, mx.nd.transpose(low), mx.nd.dot(low, low.T), mx.nd.Dropout(low),
                         mx.nd.norm(low), mx.nd.UpSampling(low.reshape((1, 1, 4, 5)), scale=2,
                         sample_type="nearest")):
@@ -520,3 +520,49 @@ def test_gradients_pass_through_such_copies(on):
             (copy(out) ** 2).sum().backward()
         gradients.append(weight.grad.asnumpy())
     np.testing.assert_array_equal(*gradients)
+
+
+@pytest.mark.sizes
+@pytest.mark.parametrize("recorded", [False, True])
+def test_small_dense_calls_stay_in_float32(recorded):
+    def dense(rows, columns, units, dtype="float32"):
+        weight = randn(units, columns)
+        weight.attach_grad()
+        with autograd.record() if recorded else nullcontext():
+            data = randn(rows, columns) if dtype == "float32" else down(randn(rows, columns), dtype)
+            return kind(nd.FullyConnected(data, weight, no_bias=True, num_hidden=units))
+
+    with amp.autocast("bfloat16"):
+        assert dense(8, 128, 128) == dense(8, 2048, 2048) == "float32"  # small, and of few rows
+        assert dense(64, 128, 128, "bfloat16") == "float32"
+        assert dense(512, 512, 128) == "bfloat16"
+    with amp.autocast(policy=amp.Policy.default("bfloat16", "cpu").untuned()):
+        assert dense(8, 128, 128) == "bfloat16"
+    with amp.autocast("float16"):
+        assert dense(8, 128, 128) == "float16"
+
+
+@pytest.mark.sizes
+def test_small_convolutions_stay_in_float32():
+    def convolve(size):
+        attrs = {"kernel": (3, 3), "num_filter": 32, "no_bias": True}
+        return kind(nd.Convolution(randn(1, 32, size, size), randn(32, 32, 3, 3), **attrs))
+
+    with amp.autocast("bfloat16"):
+        assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
+
+
+@pytest.mark.sizes
+def test_weights_in_bfloat16_need_no_cast():
+    weight = down(randn(4, 6), "bfloat16")
+    with amp.autocast("bfloat16"):
+        assert (
+            kind(nd.FullyConnected(randn(2, 6), weight, no_bias=True, num_hidden=4)) == "bfloat16"
+        )
+
+
+@pytest.mark.sizes
+def test_operator_stats_count_a_small_call_as_float32():
+    with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:
+        nd.FullyConnected(randn(8, 16), randn(4, 16), no_bias=True, num_hidden=4)
+    assert "float32" in str(stats)

@@ -12,18 +12,9 @@ import mxamp as amp
 from helpers import down, randn, same, values
 from mxamp.framework import arrays
 from mxamp.framework.arrays import leaf_casts
-from mxamp.patches import eager_graphs
-
-# Recorded dense layers cast larger weights in calls of their own, and small ones in their graph.
-LIMITS = {"small weights": eager_graphs._SMALL_WEIGHT, "larger weights": 0}
 
 X = randn(4, 8)
 NEW = randn(5, 8, seed=7)
-
-
-@pytest.fixture(params=LIMITS, autouse=True)
-def _limit(request, monkeypatch):
-    monkeypatch.setattr(eager_graphs, "_SMALL_WEIGHT", LIMITS[request.param])
 
 
 def leaf(seed=1, grad_req="write"):
@@ -266,8 +257,7 @@ def test_blocks_that_share_a_weight(hybridized):
     np.testing.assert_allclose(first.weight.grad().asnumpy(), total, rtol=1e-5)
 
 
-def test_threads_and_devices_have_casts_of_their_own(monkeypatch):
-    monkeypatch.setattr(eager_graphs, "_SMALL_WEIGHT", 0)
+def test_threads_and_devices_have_casts_of_their_own():
     weights = [leaf(), leaf().as_in_context(mx.cpu(1))]
     weights[1].attach_grad()
     found = {}

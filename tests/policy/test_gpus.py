@@ -57,21 +57,25 @@ def test_what_is_float32_for_its_sums_widens_what_it_meets():
     assert precisions(net, a=(2, 7, 20), b=(2, 20, 9), x=(2, 7, 3))["sum"] == "float16"
 
 
+def call(arrays, keys=(), vals=()):
+    return eager.Call(0, arrays, keys, vals, None, False, False)
+
+
 def test_eager_products_follow_their_shapes(monkeypatch):
     monkeypatch.setattr(eager, "on_device", lambda *_: True)
-    casts = eager._OperatorDecisions(resolve("_npi_matmul"), GPU)
+    casts = eager._Casts(resolve("_npi_matmul"), GPU)
     short, long = nd.ones((4, 8)), nd.ones((8, 200))
-    assert casts.decide([short, long], (), ()).reads == ("float16", "float16")
-    assert casts.decide([long, nd.ones((200, 4))], (), ()) is None
-    half = casts.decide([long.astype("float16"), nd.ones((200, 4))], (), ())
+    assert casts.decide(call([short, long])).reads == ("float16", "float16")
+    assert casts.decide(call([long, nd.ones((200, 4))])) is None
+    half = casts.decide(call([long.astype("float16"), nd.ones((200, 4))]))
     assert half.reads == ("float32", None)
 
 
 def test_decisions_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(eager, "_MANY_DECISIONS", 10)
-    casts = eager._OperatorDecisions(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
+    casts = eager._Casts(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
     for k in range(50):
-        casts.decide([nd.ones(2)], ("scalar",), (k / 7,))
+        casts.decide(call([nd.ones(2)], ("scalar",), (k / 7,)))
     assert len(casts._decisions) <= 10
 
 

@@ -21,7 +21,6 @@ from ...framework.operators import Operator, by_handle, resolve
 from ...framework.patching import Patch, PatchSet, wrapping
 from ...patches.cached_op import PolicyCachedOp, install_policy_op, restore_cached_op
 from ...patches.eager import INVOKE_MODULES, decision_for
-from ...patches.eager_graphs import DenseGraphs
 from ...policy.active import current_policy
 from ...policy.decision import Decision
 
@@ -81,8 +80,6 @@ class Observer(PatchSet):
             *(patch_over(module, "_imperative_invoke", invoke) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
             patch_over(arrays, "invoke", functools.partial(self._invoke, self.on_cast)),
-            # A dense layer's casts are observed in single calls.
-            patch_over(DenseGraphs, "run", lambda *_: None),
             patch_over(HybridBlock, "_call_cached_op", self._call_block),
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
             patch_over(Executor, "forward", self._forward),

@@ -262,7 +262,7 @@ def operator_stats() -> ContextManager[OperatorStats]:
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:
     ...     _ = mx.nd.FullyConnected(
-    ...         mx.nd.ones((4, 8)), mx.nd.ones((2, 8)), num_hidden=2, no_bias=True
+    ...         mx.nd.ones((64, 512)), mx.nd.ones((1024, 512)), num_hidden=1024, no_bias=True
     ...     )
     >>> stats["FullyConnected"]
     {'bfloat16': 1}
