@@ -237,24 +237,6 @@ def test_processes_that_are_killed_leave_whole_files():
         assert f"{kind}: 6 kills" in done.stdout
 
 
-@pytest.mark.slow
-def test_the_probe_says_what_works_and_what_does_not(tmp_path):
-    out = tmp_path / "probe.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(BENCH / "probe_operators"),
-         "Activation", "transpose", "dot", "--out", str(out)],
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["operators"]
-    assert set(found) == {"Activation", "transpose", "dot"}
-    assert "failure" in found["transpose"]["plain"]
-    assert "failure" in found["dot"]["plain"]
-    if "avx512" in onednn_features():
-        assert found["Activation"]["blocked"]["output_error"] < 0.01
-        assert found["Activation"]["plain"]["forward_speed"] > 0
-
-
 def row(contender, ratio=None, least=None, greatest=None, model="mlp-64"):
     found = {"model": model, "mode": "training", "contender": contender}
     if ratio is None:

@@ -92,23 +92,6 @@ def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
         assert words in refused.error
 
 
-def test_a_release_has_an_environment_of_its_own_and_wants_to_know_where_to(clone):
-    python = ["--python", clone.python()]
-    done = clone.run(*python, "--dry-run", "--only", "build,docs", name="release")
-    assert done.said.startswith("ran ")
-    assert done.said.endswith("/scripts/release_steps.py --dry-run --only build,docs\n")
-    assert done.error.splitlines()[-1].startswith(".venv-release is ready")
-    for arguments, words in (
-        ([], "say --dry-run"),
-        (["--only", "build"], "say --dry-run"),
-        (["--repository"], "--repository needs a value"),
-        (["--fast"], "unknown argument '--fast'"),
-    ):
-        refused = clone.run(*python, *arguments, name="release")
-        assert (refused.returncode, refused.said) == (2, "")
-        assert words in refused.error
-
-
 def test_no_python_at_all(clone):
     for tool in ("dirname", "cat", "sed", "bash"):
         (clone.bin / tool).symlink_to(shutil.which(tool))

@@ -651,7 +651,7 @@ def test_some_programs(machine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine, examples", [(Programs, 60), (Modules, 60)])
+@pytest.mark.parametrize("machine, examples", [(Programs, 200), (Modules, 60)])
 def test_many_programs(machine, examples):
     examples = int(os.environ.get("MXAMP_EXAMPLES", examples))
     if "MXAMP_SEED" in os.environ:
