@@ -5,7 +5,6 @@ import os
 import random
 import zlib
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before MXNet is imported, which reads it once: the workers share the cores.
@@ -116,9 +115,7 @@ def clean():
     _policy_registry.custom_classes.clear()
     _policy_registry.custom_classes.update(classed)
     amp.shutdown()
-    _logged.speed.clear()
-    _logged.executors = False
-    _logged.eager_calls = WeakKeyDictionary()
+    _logged.clear()
     mx.nd.waitall()
     mx.npx.reset_np()
     gc.collect(1)

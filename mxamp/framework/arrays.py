@@ -15,28 +15,6 @@ from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 from .machine import DTYPE_CODES, DTYPE_NAMES, device_kind
 from .operators import handle_of
 
-__all__ = [
-    "KIND_NAMES",
-    "address",
-    "as_float",
-    "as_list",
-    "cast",
-    "copy",
-    "dtype_code",
-    "dtype_of",
-    "dtypes_of",
-    "flat_view",
-    "float32_parts",
-    "has_gradient",
-    "invoke",
-    "kind_code",
-    "leaf_casts",
-    "map_arrays",
-    "on_device",
-    "plain_array",
-    "shallow_copy",
-]
-
 _SPARSE = -2
 #: The name of each number that `kind_code` returns: a dtype, or "sparse".
 KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}

@@ -22,8 +22,6 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from ..errors import InstallError
 from . import cuda
 
-__all__ = ["MXNET", "import_mxnet", "prepare_import", "release"]
-
 #: The version of MXNet that mxamp runs on: other versions have other operators and internals.
 MXNET = "1.9.1"
 # The tested versions of NumPy, as in setup.cfg.

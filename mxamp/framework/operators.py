@@ -19,22 +19,6 @@ from mxnet.base import _LIB, check_call, mx_uint, py_str
 from ..errors import UnknownNameError, unknown
 from .wording import shown
 
-__all__ = [
-    "BACKWARD_STARTERS",
-    "LOSS_OUTPUTS",
-    "NEEDS_HEAD_GRADIENT",
-    "Operator",
-    "WRITTEN_BY_USERS",
-    "auxiliary_states",
-    "by_handle",
-    "handle_of",
-    "needs_head_gradient",
-    "prop_class",
-    "registry",
-    "resolve",
-    "starts_backward",
-]
-
 #: Output operators (canonical names): they ignore the head gradient, and start the backward pass
 #: with the gradient of their own loss.
 LOSS_OUTPUTS = (

@@ -10,28 +10,23 @@ has replaced since is not restored.
 
 import functools
 import logging
+import os
 import sys
 import threading
 from types import ModuleType
 from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
 
-from .locks import hold_during_forks
-
-__all__ = [
-    "FrontEnd",
-    "Original",
-    "Patch",
-    "PatchSet",
-    "original",
-    "patched",
-    "patches_of_function",
-    "wrapping",
-]
-
 logger = logging.getLogger("mxamp")
 
 #: A function that a patch replaces.
 Original = Callable[..., Any]
+
+
+def hold_during_forks(lock: Any) -> None:
+    """Hold a lock during forks: a child would wait forever for one that another thread held."""
+    if hasattr(os, "register_at_fork"):
+        release = lock.release
+        os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
 
 
 class _Installed:

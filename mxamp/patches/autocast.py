@@ -31,16 +31,6 @@ from .announcements import (
 )
 from .table import casting
 
-__all__ = [
-    "autocast",
-    "check_runs_at_once",
-    "init",
-    "policy_for",
-    "shutdown",
-    "switch_off",
-    "switch_on",
-]
-
 logger = logging.getLogger("mxamp")
 
 Function = TypeVar("Function", bound=Callable[..., Any])

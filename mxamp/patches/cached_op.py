@@ -40,19 +40,7 @@ from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
-from .announcements import hint_to_hybridize, record_layers, warn_of_unknown_layers
-
-__all__ = [
-    "LastGraph",
-    "PolicyCachedOp",
-    "Source",
-    "build_call",
-    "build_forward",
-    "build_get_graph",
-    "build_setattr",
-    "install_policy_op",
-    "restore_cached_op",
-]
+from .announcements import record_layers, warn_of_unknown_layers
 
 logger = logging.getLogger("mxamp")
 
@@ -78,18 +66,6 @@ def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args)
 
     return _call_cached_op
-
-
-def build_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `forward` that gives a hint if the block runs eagerly in bfloat16."""
-
-    @functools.wraps(original)
-    def forward(self: HybridBlock, x: Any, *args: Any) -> Any:
-        if not self._active and self._children and isinstance(x, NDArray):
-            hint_to_hybridize(self)
-        return original(self, x, *args)
-
-    return forward
 
 
 def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ the order of MXNet's kernel.
 """
 
 import functools
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -17,17 +17,15 @@ from ..framework import machine
 from ..framework.arrays import as_float, flat_view
 from ..policy.active import current_policy
 
-__all__ = ["build_sgd"]
-
 #: Elements per block: weight, gradient, momentum and two scratch blocks fit into the cache.
 _BLOCK = 2**15
 
 #: With more cores MXNet's kernel, which uses all of them, is as fast as NumPy on one.
 _MOST_CORES = 3
 
-#: Average elements per array from which NumPy is faster: below, its call overhead outweighs its
-#: speed.
-_LEAST = 2**14
+#: Elements of a weight from which NumPy is faster. A step in NumPy waits for the gradient, which
+#: costs nets of many small weights more than it saves (DenseNet121, MobileNetV2).
+_LEAST = 2**21
 
 _float = np.float32
 
@@ -46,19 +44,25 @@ def build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         one = not isinstance(indices, (tuple, list))
         listed = [[a] if one else a for a in (indices, weights, grads, states)]
-        arrays = [a for group in listed[1:] for a in group if a is not None]
-        if multi_precision or not _is_faster(self, arrays):
+        fast: List[Any] = []
+        slow: List[Any] = []
+        for row in zip(*listed):
+            (fast if not multi_precision and _is_faster(self, *row[1:]) else slow).append(row)
+        if not fast:
             original(self, indices, weights, grads, states, multi_precision)
             return
-        self._update_count(listed[0])
-        rates, decays = self._get_lrs(listed[0]), self._get_wds(listed[0])
-        for weight, grad, state, rate, decay in zip(*listed[1:], rates, decays):
+        if slow:
+            original(self, *map(list, zip(*slow)), multi_precision)
+        indices = [row[0] for row in fast]
+        self._update_count(indices)
+        rates, decays = self._get_lrs(indices), self._get_wds(indices)
+        for (_, weight, grad, state), rate, decay in zip(fast, rates, decays):
             _sgd(self, weight, grad, state if self.momentum > 0 else None, rate, decay)
 
     return _update_impl
 
 
-def _is_faster(optimizer: SGD, arrays: Sequence[Any]) -> bool:
+def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     """Return whether the policy in force allows NumPy steps, and NumPy is faster on the arrays."""
     policy = current_policy()
     return (
@@ -66,8 +70,8 @@ def _is_faster(optimizer: SGD, arrays: Sequence[Any]) -> bool:
         and "sgd" in policy.substitutions
         and type(optimizer) is SGD  # a subclass may compute something else
         and machine.threads() <= _MOST_CORES
-        and all(map(_is_float32_on_cpu, arrays))
-        and sum(array.size for array in arrays) >= _LEAST * len(arrays)
+        and all(_is_float32_on_cpu(array) for array in arrays if array is not None)
+        and arrays[0].size >= _LEAST
     )
 
 

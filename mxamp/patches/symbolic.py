@@ -49,8 +49,6 @@ from ..policy.policy import Policy, custom_classes
 from ..policy.regions import policy_for_regions
 from .announcements import announce_unscaled_executors, record_layers
 
-__all__ = ["build_bind", "build_creator", "build_simple_bind", "scaled_executors"]
-
 logger = logging.getLogger("mxamp")
 
 #: Whether the code that binds scales the losses of its executors.

@@ -34,9 +34,6 @@ from ..policy.policy import Policy
 from ..scaling import finite, loss_outputs
 from . import cached_op, eager, optimizers, symbolic
 
-__all__ = ["ALL", "HOROVOD_FUNCTIONS", "Row", "casting"]
-
-
 # ---------------------------------------------------------------------- small replacements
 
 
@@ -148,8 +145,6 @@ ALL = (
     Row(Symbol, "simple_bind", symbolic.build_simple_bind, "rewrites the graphs of executors"),
     Row(HybridBlock, "_call_cached_op", cached_op.build_call,
         "rewrites the graphs of hybridized blocks"),
-    Row(HybridBlock, "forward", cached_op.build_forward,
-        "eager blocks miss what graphs gain in bfloat16: one log line says so"),
     Row(symbol_register, "_symbol_creator", symbolic.build_creator, _MARKS),
     Row(HybridBlock, "_get_graph", cached_op.build_get_graph, _MARKS),
     Row(HybridBlock, "__setattr__", cached_op.build_setattr, _MARKS),

@@ -33,9 +33,8 @@ from mxnet.operator import CustomOp, CustomOpProp
 
 from ..framework import operators
 from ..framework.arrays import cast, dtypes_of, plain_array
-from ..framework.locks import hold_during_forks
 from ..framework.machine import dtype_name
-from ..framework.patching import Original, wrapping
+from ..framework.patching import Original, hold_during_forks, wrapping
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply

@@ -28,8 +28,14 @@ from mxnet.ndarray.numpy import _internal as np_internal
 from mxnet.numpy import ndarray as np_ndarray
 
 from ..errors import StateError
-from ..framework.locks import hold_during_forks
-from ..framework.patching import FrontEnd, Original, Patch, patches_of_function, wrapping
+from ..framework.patching import (
+    FrontEnd,
+    Original,
+    Patch,
+    hold_during_forks,
+    patches_of_function,
+    wrapping,
+)
 from .finite import multiply, unscale
 from .loss_outputs import scaled_outputs
 from .statistics import RunningStatistics

@@ -10,7 +10,6 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 from helpers import as_float32, check_python, kind, randn, same, values
-from mxamp.framework import machine
 from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import (
@@ -584,54 +583,3 @@ def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
             out.backward()
         sums.append(float(net.weight.grad().sum().asscalar()))
     assert sums == [24, 24, 24, 48]
-
-
-def stack(weights=3):
-    """A block of dense layers, one in a block of its own."""
-    net, inner = nn.HybridSequential(prefix="stack_"), nn.HybridSequential()
-    inner.add(nn.Dense(4, in_units=4))
-    net.add(inner, *[nn.Dense(4, in_units=4) for _ in range(weights - 1)])
-    net.initialize()
-    return net
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    monkeypatch.setattr(machine, "computes_bfloat16", lambda: True)
-
-
-def hints(caplog):
-    return [record.getMessage() for record in caplog.records if "hybridize" in record.getMessage()]
-
-
-@pytest.mark.parametrize("records", [False, True])
-def test_eager_blocks_in_bfloat16_get_one_hint(fast, caplog, records):
-    data, nets = randn(2, 4), [stack(), stack()]
-    with amp.autocast("bfloat16"):
-        for calls in range(5):
-            for net in nets:
-                with autograd.record() if records else autograd.pause():
-                    net(data)
-            assert len(hints(caplog)) == (calls >= 2)
-    [hint] = hints(caplog)
-    assert "'stack'" in hint and "hybridize()" in hint
-
-
-def test_no_hint_where_hybridizing_gains_nothing(fast, caplog, monkeypatch):
-    data, hybrid = randn(2, 4), stack()
-    hybrid.hybridize()
-    slow = nn.HybridSequential()
-    slow.add(nn.Dense(4, in_units=4))
-    slow.initialize()
-    for _ in range(5):
-        with amp.autocast("bfloat16"):
-            hybrid(data), stack(2)(data), slow(data), stack()(data)
-        with amp.autocast("float16"):
-            stack()(data)
-        stack()(data)
-    monkeypatch.setattr(machine, "computes_bfloat16", lambda: False)
-    net = stack()
-    for _ in range(5):
-        with amp.autocast("bfloat16"):
-            net(data)
-    assert hints(caplog) == []

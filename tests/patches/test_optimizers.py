@@ -100,16 +100,15 @@ def test_when_numpy_updates(optimizer, policy, options, used, counted, monkeypat
     assert bool(counted) == used
 
 
-@pytest.mark.parametrize("sizes, used", [([64] * 4, False), ([64, 64, 64, 2**17], True)])
-def test_small_arrays_are_updated_by_mxnet(sizes, used, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    calls = []
-    monkeypatch.setattr(updates, "_sgd", lambda *arrays: calls.append(arrays))
-    updater = mx.optimizer.get_updater(mx.optimizer.SGD())
+def test_small_arrays_are_updated_by_mxnet(monkeypatch, counted):
+    monkeypatch.setattr(updates, "_LEAST", 2**10)
+    weights = [nd.ones((size,)) for size in (64, 2**10, 64)]
+    optimizer = mx.optimizer.SGD(learning_rate=0.5)
     with amp.autocast("bfloat16"):
-        updater(list(range(4)), *([nd.ones((size,)) for size in sizes] for _ in range(2)))
-    assert bool(calls) == used
+        gradients = [nd.ones((weight.size,)) for weight in weights]
+        mx.optimizer.get_updater(optimizer)([0, 1, 2], gradients, weights)
+    assert [weight.size for weight in counted] == [2**10] and optimizer.num_update == 1
+    assert all((weight.asnumpy() == 0.5).all() for weight in weights)
 
 
 def trained(policy, steps=4):

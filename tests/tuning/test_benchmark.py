@@ -197,14 +197,6 @@ def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(m
     assert "converted" not in {t.mode for t in benchmarked(net, data).timings}
 
 
-def test_eager_runs_of_a_benchmark_get_no_hint(caplog):
-    net = nn.HybridSequential()
-    net.add(*(nn.Dense(16, in_units=16) for _ in range(4)))
-    net.initialize()
-    benchmarked(net, mx.nd.ones((64, 16)))
-    assert "not hybridized" not in caplog.text
-
-
 def test_a_budget_that_is_too_short_is_told(caplog):
     benchmarked(*small_net())
     assert "at least 5 rounds, which takes about" in caplog.text

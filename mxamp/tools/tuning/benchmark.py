@@ -16,7 +16,6 @@ from ...framework import machine
 from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype, device_kind, dtype_name
 from ...framework.wording import shown
-from ...patches.announcements import without_hint
 from ...patches.autocast import autocast
 from ...policy.policy import Policy
 from ...scaling.scaler import NoScaler
@@ -232,7 +231,7 @@ def benchmark(
     arrays = arrays_in(data.inputs)
     device = device_kind(arrays[0].context if arrays else current_context())
     policy = Policy.default(target_dtype or default_dtype(device), device)
-    with deadline.watched(show=True), Seeds().restored(), without_hint(), autocast(enabled=False):
+    with deadline.watched(show=True), Seeds().restored(), autocast(enabled=False):
         _run_once(net, data)
         used = [block for block in (net, loss) if isinstance(block, Block)]
         with restored(used):
