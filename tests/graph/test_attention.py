@@ -240,21 +240,6 @@ def test_policies_that_keep_float32_keep_interleaved_products():
     assert count_fused(interleaved(), B.in_float32()) == 0
 
 
-def test_the_substitution_can_be_turned_off():
-    off = B.override(substitutions=set(B.substitutions) - {"attention"})
-    assert count_fused(attend(from_one_layer(X)), off) == 0
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_is_not_finite_reaches_the_same_rows(poison):
-    symbol = attend(from_one_layer(X))
-    params, data = model(symbol, (2, 6, UNITS), scale=0.5)
-    data[1, 2, 3] = poison
-    new, new_params = after(ATTENTION, symbol, params, B)
-    [one], [other] = run(symbol, params, data), run(new, new_params, data)
-    np.testing.assert_array_equal(np.isfinite(other), np.isfinite(one))
-
-
 class Attention(nn.HybridBlock):
     def __init__(self):
         super().__init__()

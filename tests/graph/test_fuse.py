@@ -94,17 +94,6 @@ def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     assert same(nd.load(str(tmp_path / "out"))[0], found["fast"])
 
 
-@with_avx512
-def test_on_and_off_and_again():
-    net, test, _ = network(trained=0)
-    net(test[:2])
-    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
-    out = fast(test[:8])
-    with amp.autocast("bfloat16"):
-        assert same(fast(test[:8]), out)
-    assert same(amp.convert_hybrid_block(fast, "bfloat16")(test[:8]), out)
-
-
 def image_network():
     net = nn.HybridSequential()
     net.add(
@@ -425,26 +414,6 @@ def test_a_fused_convolution_before_a_transposition_in_float16():
     assert abs(found - exact).max() < 0.02 * abs(exact).max()
     with pytest.raises(amp.ArgumentError, match="float16"):
         amp.convert_model(*low, "float16")
-
-
-@with_avx512
-def test_numpy_networks_are_fused_as_others():
-    mx.npx.set_np()
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(24, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Conv2D(32, 3))
-    net.add(nn.Dense(1000, activation="tanh"), nn.Dropout(0.5), nn.Dense(1100), nn.Dense(5))
-    net.initialize(mx.init.Xavier())
-    x = mx.np.random.normal(size=(3, 3, 12, 12))
-    net.hybridize()
-    net(x)
-    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
-    operators = operators_of(low._cached_graph[1]) if low(x) is not None else []
-    assert not {"BatchNorm", "Dropout"} & {*operators}
-    assert operators.count("_sg_mkldnn_conv") == 5  # two for the image's channels, two dense layers
-    for rows in (3, 1, 8):
-        data = mx.np.random.normal(size=(rows, 3, 12, 12))
-        exact, found = net(data).asnumpy(), low(data).asnumpy()
-        assert abs(found - exact).max() < 0.02 * abs(exact).max()
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])

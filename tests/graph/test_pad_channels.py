@@ -13,7 +13,7 @@ from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, exported, kind, operators_of, randn, same, values, with_avx512
+from helpers import check_python, operators_of, randn, same, with_avx512
 from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import FusionPass
 from mxamp.graph.speed.pad_channels import (
@@ -240,28 +240,6 @@ def small_network():
     )  # fmt: skip
     net.initialize(mx.init.Xavier())
     return net
-
-
-@with_avx512
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_converted_blocks_run_in_mxnet_alone(dtype, tmp_path):
-    net, x = small_network(), nd.random.normal(shape=(3, 3, 12, 12))
-    plain = net(x).asnumpy()
-    policy = B if dtype == "bfloat16" else B.in_float32()
-    fast = amp.convert_hybrid_block(net, policy=policy, example_inputs=x, fuse=True)
-    out = fast(x)
-    tolerance = 0.02 if dtype == "bfloat16" else 1e-6
-    assert np.linalg.norm(values(out) - plain) <= tolerance * np.linalg.norm(plain)
-    first = fast.collect_params()[net[0].weight.name].data()
-    assert (first.shape, kind(first)) == ((32, 4 if dtype == "bfloat16" else 3, 3, 3), dtype)
-    assert [
-        node.name[-8:] for node in amp.explain(fast, policy=policy).filter(operator="slice_axis")
-    ] == ["channels"]
-    assert fast(x[:1]).shape == (1, 40)
-    assert fast(nd.ones((2, 3, 20, 16))).shape == (2, 40)
-    assert same(exported(fast, tmp_path)(x), out)
-    assert net[0].weight.shape == (24, 3, 3, 3)
 
 
 @with_avx512

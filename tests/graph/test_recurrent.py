@@ -1,7 +1,5 @@
 """The fused RNN operator written out: the same values in float32, and where it is done."""
 
-from dataclasses import replace
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -95,23 +93,6 @@ def test_where_it_is_done():
 )
 def test_where_it_is_not_done(attrs, call):
     assert "RNN" in operators(symbol_of("lstm", **{**LARGE, **attrs}), **call)
-
-
-@with_avx512
-def test_the_switches_take_it_out():
-    symbol, policy = symbol_of("lstm", **LARGE), amp.Policy.default("bfloat16")
-    product = replace(policy.rule("FullyConnected"), missing="made up")
-    without = [name for name in policy.substitutions if name != "rnn"]
-    for other in (
-        policy.untuned(),
-        policy.in_float32(),
-        policy.override(substitutions=without),
-        policy.override(fp32=["FullyConnected"]),
-        policy.override(fp32=["RNN"]),
-        policy.override(fp32_layers=["rnn"]),
-        replace(policy, rules={**policy.rules, "FullyConnected": product}),
-    ):
-        assert "RNN" in operators(symbol, other)
 
 
 @with_avx512
@@ -357,17 +338,3 @@ def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():
         used = {node.operator for node in plan.nodes}
         assert ("Concat" in used) == by_rows, lengths
         assert ("_rnn_param_concat" in used) != by_rows
-
-
-def test_layers_of_numpy_style():
-    mx.npx.set_np()
-    layer = rnn.LSTM(16, input_size=16)
-    layer.initialize()
-    layer.hybridize()
-    x, policy = mx.np.ones((3, 2, 16)), amp.Policy.default("bfloat16").in_float32()
-    plain = layer(x)
-    with amp.autocast(policy=policy):
-        found = layer(x)
-    plan = amp.explain(layer, policy=policy, example_inputs=x, mode="inference")
-    assert "_rnn_param_concat" not in {node.operator for node in plan.nodes}
-    np.testing.assert_array_equal(values(found), values(plain))

@@ -333,40 +333,6 @@ def test_sums_over_axes_next_to_each_other(name, shape, axis, keepdims):
             assert np.abs(mine - theirs).max() <= 2e-6 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("name", ["mean", "sum"])
-@pytest.mark.parametrize("attrs", [{"axis": 1}, {"axis": (1, 2), "keepdims": True}, {"axis": None}])
-def test_sums_of_numpy(name, attrs):
-    class Block(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return getattr(F.np, name)(x, **attrs)
-
-    with mx.util.np_shape(True), mx.util.np_array(True):
-        block, x = Block(), mx.np.array(randn(9, 20, 30).asnumpy())
-        block.hybridize()
-        found = []
-        for policy in (None, FLOAT32, amp.Policy.default("bfloat16")):
-            x.attach_grad()
-            with amp.autocast(policy=policy, enabled=policy is not None), autograd.record():
-                out = block(x)
-                out.backward()
-            found.append((out.shape, values(out), values(x.grad)))
-        (shape, out, grad), *others = found
-        for other in others:
-            assert other[0] == shape
-            assert np.allclose(other[1], out, rtol=1e-5, atol=1e-5)
-            assert np.allclose(other[2], grad, rtol=1e-5)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_sums_keep_what_is_not_finite(value):
-    x = randn(9, 20, 30)
-    x[1, 2, 3] = value
-    for axis in (0, 1, 2, (1, 2)):
-        block = Call("sum", axis=axis)
-        mine, theirs = run(block, x, FLOAT32, training=False), run(block, x, training=False)
-        assert np.array_equal(np.isfinite(mine), np.isfinite(theirs))
-
-
 @with_avx512
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("size", [(), 1, (1, 1)])
@@ -477,33 +443,6 @@ def test_tensors_kept_for_the_backward_pass(build, most):
     assert megabytes(12) - megabytes(4) <= most * 8 + 1
 
 
-@pytest.mark.parametrize("how", ["bind", "simple_bind"])
-def test_executors_make_them_too(how):
-    data = randn(3, 5, 48, scale=3)
-    net = mx.sym.LayerNorm(mx.sym.mean(mx.sym.tanh(mx.sym.var("data")), axis=1), name="norm")
-    arrays = {"data": data, "norm_gamma": randn(48, seed=1), "norm_beta": randn(48, seed=2)}
-
-    def outputs(policy):
-        grads = {name: nd.zeros(array.shape) for name, array in arrays.items()}
-        with amp.autocast(policy=policy) if policy else amp.autocast(enabled=False):
-            if how == "bind":
-                executor = net.bind(mx.cpu(), arrays, grads)
-            else:
-                executor = net.simple_bind(mx.cpu(), data=data.shape)
-                executor.copy_params_from(arrays)
-            executor.forward(is_train=True)
-            executor.backward(nd.ones((3, 48)))
-        names = executor.output_dict.keys()
-        return list(names), [values(a) for a in (*executor.outputs, *executor.grad_arrays)]
-
-    names, plain = outputs(None)
-    made_names, found = outputs(FLOAT32)
-    assert made_names == names
-    assert any(not same(mine, theirs) for mine, theirs in zip(found, plain))
-    for mine, theirs in zip(found, plain):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-6)
-
-
 def test_inside_loops():
     class Loop(gluon.HybridBlock):
         def hybrid_forward(self, F, x):
@@ -525,50 +464,3 @@ def test_empty_arrays_are_clipped_by_mxnets_operator(shape):
     symbol = symbol_of("relu6")
     found = choose(Graph.from_symbol(symbol), FLOAT32, Usage(shapes={"data": shape}))
     assert bool(found.substituted) == (0 not in shape)
-
-
-def test_numpy_blocks():
-    mx.npx.set_np()
-
-    class Block(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.npx.relu(x), F.np.tanh(x), F.npx.sigmoid(x)
-
-    block = Block()
-    block.hybridize()
-    for x in (mx.np.random.normal(size=(3, 4)), mx.np.array(0.5), mx.np.zeros((0, 3))):
-        plain = block(x)
-        with amp.autocast(policy=FLOAT32):
-            found = block(x)
-        for mine, theirs in zip(found, plain):
-            assert isinstance(mine, mx.np.ndarray)
-            np.testing.assert_allclose(mine.asnumpy(), theirs.asnumpy(), rtol=1e-6)
-    found = operators(block, input_shapes={"data": (3, 4)})
-    assert set(found) == {"Activation"}
-
-
-@pytest.mark.parametrize("recording", [False, True])
-@pytest.mark.parametrize("parts", [2, 3, 5, 11, (3,), (0, 3), (2, 2, 5), (3, 8)], ids=str)
-def test_parts_are_numpys_whatever_their_sizes(parts, recording):
-    class Split(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.np.array_split(x, parts, axis=-1)
-
-    mx.npx.set_np()
-    x = mx.np.arange(32.0).reshape(4, 8)
-    x.attach_grad()
-    block = Split()
-    block.hybridize()
-    with amp.autocast("bfloat16"):
-        with mx.autograd.record(recording):
-            found = block(x)
-            total = sum((k + 1) * part.sum() for k, part in enumerate(found) if part.size)
-        if recording:
-            total.backward()
-    expected = np.array_split(x.asnumpy(), parts, axis=-1)
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected):
-        assert same(mine, theirs)
-    if recording:
-        rows = [np.full_like(part, k + 1) for k, part in enumerate(expected)]
-        assert same(x.grad, np.concatenate(rows, axis=-1))

@@ -236,32 +236,6 @@ def test_executors_and_arrays_in_bfloat16():
 
 
 @with_avx512
-@mx.util.use_np
-def test_numpy_shapes():
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.conv = nn.Conv3D(16, 1, in_channels=16)
-
-        def hybrid_forward(self, F, x):
-            x = self.conv(x)
-            shapes = x.reshape(2, -1), F.npx.reshape(x, (-2, -1)), F.npx.batch_flatten(x)
-            return [F.np.tanh(shape) for shape in shapes] + [F.np.expand_dims(x, 1)]
-
-    net = Net()
-    net.initialize(mx.init.Xavier())
-    data = DATA.as_np_ndarray()
-    with amp.autocast(policy=UNTUNED):
-        expected = net(data)
-        net.hybridize()
-        assert all(
-            same(a.as_nd_ndarray(), values(b).astype("float32"))
-            for a, b in zip(net(data), expected)
-        )
-
-
-@with_avx512
 def test_blocks_read_what_eager_convolutions_gave():
     block = nn.HybridLambda(lambda F, x: F.LeakyReLU(F.flatten(F.LeakyReLU(x, act_type="leaky"))))
     block.hybridize()
@@ -324,8 +298,3 @@ def test_a_class_that_is_given_does_not_bring_the_error_back(op_class):
     low = amp.convert_symbol(view_symbol(), policy=policy)
     executor = low.simple_bind(mx.cpu(), grad_req="null", data=(1, 16, 3, 3, 3))
     assert executor.forward()[0].asnumpy().shape == (1, 16)
-
-
-def test_saved_policies_keep_the_rule(tmp_path):
-    B.save(tmp_path / "saved.toml")
-    assert kept(view_symbol(), amp.Policy.load(tmp_path / "saved.toml")) == kept(view_symbol())
