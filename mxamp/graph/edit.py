@@ -14,8 +14,6 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.machine import dtype_name
 from .ir import Graph, Node, Output
 
-__all__ = ["Edit", "Names", "Params", "View", "without_shape"]
-
 Params = Dict[str, NDArray]
 
 #: The consumer that stands for the caller, who gets the graph's outputs.

@@ -18,16 +18,6 @@ from ..framework.zero_gradients import zero_gradient_inputs
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
 
-__all__ = [
-    "SCALE_INPUT",
-    "needs_separate_bias",
-    "trained_graph",
-    "trained_nodes",
-    "weights_beside_biases",
-    "with_scale_input",
-    "without_bias",
-]
-
 #: The positions of inputs: of a dense layer, and of a PReLU.
 _WEIGHT, _BIAS = 1, 2
 _SLOPE = 1

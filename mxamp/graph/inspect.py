@@ -32,19 +32,6 @@ from .ir import (
     step_shapes,
 )
 
-__all__ = [
-    "Census",
-    "FLOATS",
-    "Tensor",
-    "take_census",
-    "interpret",
-    "is_cast",
-    "precision_of_node",
-    "precision_of_call",
-    "run_node",
-    "tensors_of",
-]
-
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,

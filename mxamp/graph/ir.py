@@ -17,28 +17,6 @@ from ..framework.operators import resolve
 from ..policy.regions import marks_of
 from ..policy.values import parse_integers
 
-__all__ = [
-    "CASTS",
-    "Graph",
-    "LOOPS",
-    "Node",
-    "Output",
-    "Shape",
-    "TAKES_EMPTY",
-    "UNSAFE_LOOPS",
-    "Usage",
-    "VERSION",
-    "single_node_graph",
-    "argument_dtypes",
-    "body_inputs",
-    "body_usage",
-    "collector_paused",
-    "infer_outputs",
-    "infer_types",
-    "rewrites_bodies",
-    "step_shapes",
-]
-
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

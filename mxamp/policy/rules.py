@@ -29,6 +29,7 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 #: Names of rules by shapes and neighbors in operator lists: functions of `graph.speed.shape_rules`.
 SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
+    "few_columns",
 )  # fmt: skip
 
 #: Shape rules that affect results. The others only affect speed, and apply only in tuned graphs.

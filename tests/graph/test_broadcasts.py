@@ -48,8 +48,6 @@ def run(block, arrays, policy=None, weight=None):
     return [values(out), *(values(array.grad) for array in arrays)], ran
 
 
-
-
 @pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.data())

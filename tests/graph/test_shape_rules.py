@@ -50,7 +50,17 @@ def test_the_rules_are_those_that_lists_may_name():
     assert tuple(RULES) == SHAPE_RULES
 
 
-# ---------------------------------------------------------------------- few rows
+# ---------------------------------------------------------------------- few rows, few columns
+
+
+@pytest.mark.parametrize("rows, units, low", [
+    (2048, 1, False), (256, 10, False), (128, 31, False), (2048, 32, True), (64, 10, True),
+])  # fmt: skip
+@pytest.mark.parametrize("training", [True, False])
+def test_dense_layers_of_few_outputs_run_in_float32(rows, units, low, training):
+    layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=units, name="fc")
+    found = kept(layer, shapes={"data": (rows, 64)}, training=training)
+    assert found == ([] if low else ["fc"])
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,6 @@ from ...policy.decision import CASTABLE
 from ..edit import Names
 from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 
-__all__ = [
-    "HALVES",
-    "Builder",
-    "Entry",
-    "is_converted",
-    "is_inserted_cast",
-    "casts_like_conversions",
-]
-
 HALVES = CASTABLE - {"float32"}
 
 # MXNet's own conversion uses these names too. A cast written by hand is called amp_cast0.

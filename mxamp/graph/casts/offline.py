@@ -11,16 +11,6 @@ from ...framework.machine import DTYPE_CODES
 from ..edit import Edit, View
 from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
 
-__all__ = [
-    "cast_offline",
-    "count_range_errors",
-    "is_inserted_copy",
-    "with_copies_before_casts",
-    "with_recorded_dtypes",
-    "with_merged_variables",
-    "without_copies_before_casts",
-]
-
 COPY = "_amp_copy"
 FLOAT32 = str(DTYPE_CODES["float32"])
 

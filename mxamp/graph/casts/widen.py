@@ -11,8 +11,6 @@ from ..ir import CASTS, Graph, Node, Output, body_inputs, infer_outputs
 from .builder import HALVES, is_inserted_cast
 from .offline import FLOAT32
 
-__all__ = ["Widened", "has_halves", "widened", "without_lowering_regions"]
-
 #: The attributes that hold the dtype of an operator's output, and the half dtypes in them. Old
 #: operators store MXNet's codes of dtypes.
 _ATTRIBUTES = ("dtype", "out_dtype")

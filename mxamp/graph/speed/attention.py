@@ -22,8 +22,6 @@ from ..edit import Edit
 from ..ir import VERSION, Graph, Node, Output, Shape
 from .fusible import FusionView, float32_array
 
-__all__ = ["fuse_attention"]
-
 #: The float32 operators that read such arrays: for scores, and for mixed values.
 _INTERLEAVED = (
     "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_selfatt_valatt",

@@ -17,8 +17,6 @@ from ..edit import Edit, without_shape
 from ..ir import Node, Output
 from .fusible import FusionView
 
-__all__ = ["make_dense_convolutions"]
-
 #: The least elements of a weight, and its least rows and columns. With fewer, turning rows into
 #: pixels and back costs more than the convolution saves.
 _LARGE, _WIDE = 2**20, 1000

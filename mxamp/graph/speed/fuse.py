@@ -32,16 +32,6 @@ from .pad_channels import pad_channels
 from .passes import BLOCK, Call
 from .substitutions import ACTIVATIONS, match_call
 
-__all__ = [
-    "FUSED",
-    "IN_FUSED_FILES",
-    "PASSES",
-    "FusionPass",
-    "apply_pass",
-    "fold_into_producers",
-    "fused",
-]
-
 #: Operators that arrange the values of arrays anew.
 _ARRANGING = frozenset({"Reshape", "Concat", "stack", "transpose", "expand_dims", "slice_axis"})
 _BIAS = 2  # the position of a product's bias among its inputs

@@ -19,18 +19,6 @@ from ..edit import Edit, View
 from ..ir import CASTS, Graph, Node, Usage
 from .shape_rules import choose
 
-__all__ = [
-    "FUSED",
-    "PRODUCTS",
-    "FusionView",
-    "check_fused",
-    "check_fusible",
-    "float32_array",
-    "inner_nodes",
-    "with_barriers",
-    "without_barriers",
-]
-
 NOT_HERE = (
     "`fuse=True` is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
     "operators; this policy is for {dtype} on the {device}"

@@ -8,6 +8,7 @@ values, since only zeros are added to their sums.
 
 import math
 from typing import (
+    AbstractSet,
     Any,
     Callable,
     Dict,
@@ -29,13 +30,6 @@ from ..ir import Graph, Node, Output
 from .fusible import FusionView, float32_array
 from .passes import BLOCK, COLORS, PLANAR_AXES
 from .shapes import NORMS
-
-__all__ = [
-    "Channels",
-    "concatenated_channels",
-    "pad_channels",
-    "padded_weight",
-]
 
 #: Pairs of (number of original channels, number of padding channels after them), in order.
 Runs = Tuple[Tuple[int, int], ...]
@@ -207,17 +201,22 @@ _OF_NORMS = (0.0, 0.0, 0.0, 1.0)
 
 
 def pad_channels(view: FusionView, edit: Edit) -> None:
-    """Pad the channels of convolutions to multiples of 16, and the weights of their consumers.
+    """Before: any number of filters. After: multiples of 16, and padded weights of consumers.
 
-    Graph outputs and operators that reorder axes get a slice without the padding. A convolution
-    with any other consumer that can't read padding channels stays as it is.
+    Conditions: inference, and convolutions compute in the target dtype. Graph outputs and operators
+    that reorder axes get a slice without the padding. A convolution with any other consumer that
+    can't read padding channels stays as it is.
     """
     rule = view.policy.rule("Convolution")
     if rule.given or rule.missing is not None:
         return
-    plan = _Plan(view)
-    while plan.refused:
-        plan = _Plan(view, plan.unpadded | plan.refused)
+    unpadded: Set[int] = set()
+    while True:
+        plan = _Plan(view, unpadded)
+        plan.propagate()
+        if not plan.refused:
+            break
+        unpadded |= plan.refused
     plan.write(edit)
 
 
@@ -235,7 +234,7 @@ class _Padding(NamedTuple):
 class _Plan:
     """The channels of each tensor, and the padding of parameters and attributes that they need."""
 
-    def __init__(self, view: View, unpadded: FrozenSet[int] = frozenset()) -> None:
+    def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
         self.refused: Set[int] = set()  #: more convolutions to leave unpadded
         self._channels: Dict[Output, Channels] = {}
@@ -243,6 +242,9 @@ class _Plan:
         self._attrs: Dict[int, Dict[str, str]] = {}
         self._sliced_inputs: Set[Tuple[int, int]] = set()  # (node, position)
         self._read_by_dense_layers = _nodes_read_by_dense(view.graph)
+
+    def propagate(self) -> None:
+        """Record the channels of all tensors, and the convolutions that refuse padding."""
         for i, node in enumerate(self.graph.nodes):
             if not node.is_variable:
                 self._propagate(i, node)
