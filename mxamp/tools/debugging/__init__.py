@@ -12,8 +12,8 @@ Errors against float32, by layer compare, Comparison, TensorError
 The report of each step          on_step
 """
 
-from .numerics.check import NumericsCheck, check_numerics
-from .numerics.findings import Finding, NumericsError, Statistics
+from .findings import Finding, NumericsError, Statistics
+from .numerics import NumericsCheck, check_numerics
 from .operator_counts import CastCount, OperatorCount, OperatorStats, operator_stats
 from .steps import on_step
 from .tensor_errors import Comparison, TensorError, compare

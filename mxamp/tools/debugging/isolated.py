@@ -49,7 +49,7 @@ from ...graph.ir import LOOPS, Graph, Node, Output
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_outputs
 from .blocks import blocks_in
-from .observing import Call, Observer, Run
+from .old_observing import Call, Observer, Run
 
 __all__ = [
     "BoundGraph",

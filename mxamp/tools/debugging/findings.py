@@ -6,12 +6,10 @@ from typing import Any, Dict, Optional, Tuple
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ....errors import AmpError
-from ....framework.machine import BFLOAT16, dtype_name
-from ....framework.patching import original
-from ....policy.values import RANGES
-
-__all__ = ["Finding", "NumericsError", "Statistics", "values_of"]
+from ...errors import AmpError
+from ...framework.machine import BFLOAT16, dtype_name
+from ...framework.patching import original
+from ...policy.values import RANGES
 
 _SHORT = {"minimum": "min", "maximum": "max"}
 _KINDS = {
@@ -84,7 +82,11 @@ class Statistics:
     @classmethod
     def of(cls, array: NDArray) -> "Statistics":
         """Return the statistics of an array; waits for it."""
-        dtype, values = dtype_name(array.dtype), values_of(array)
+        return cls.of_values(dtype_name(array.dtype), values_of(array))
+
+    @classmethod
+    def of_values(cls, dtype: str, values: Any) -> "Statistics":
+        """Return the statistics of a NumPy array that holds the values of a tensor of `dtype`."""
         finite = values[np.isfinite(values)].astype(np.float64)
         nan = int(np.isnan(values).sum())
         tiny = RANGES[dtype].smallest if dtype in RANGES else float(np.finfo(np.float64).tiny)
@@ -92,7 +94,7 @@ class Statistics:
         some = finite.size > 0
         return cls(
             dtype,
-            array.shape,
+            values.shape,
             values.size,
             nan,
             values.size - nan - finite.size,
@@ -107,11 +109,6 @@ class Statistics:
     def finite(self) -> bool:
         """Whether all values are finite."""
         return not (self.nan or self.inf)
-
-    @property
-    def nonzero(self) -> int:
-        """The number of values other than zero, NaN and Inf included."""
-        return self.size - self.zero
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the statistics as a dict for JSON."""
@@ -164,6 +161,8 @@ class Finding:
         The counts and range of the tensor.
     detail : str
         More on the finding, such as the largest value of the dtype; may be "".
+    inputs : tuple of (str, Statistics)
+        The names and statistics of the operator's inputs, for a forward finding.
     """
 
     kind: str
@@ -176,17 +175,20 @@ class Finding:
     dtype: str
     statistics: Statistics
     detail: str = ""
+    inputs: Tuple[Tuple[str, Statistics], ...] = ()
 
     def to_dict(self) -> Dict[str, Any]:
         """Return the finding as a flat dict for JSON."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__}
         del data["statistics"]
+        data["inputs"] = {name: found.to_dict() for name, found in self.inputs}
         return {**data, **self.statistics.to_dict()}
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""
         backward = "the backward pass of " if self.phase == "backward" else ""
         detail = f"; {self.detail}" if self.detail else ""
+        detail += "".join(f"; {name}: {found}" for name, found in self.inputs)
         return (
             f"step {self.step}: {backward}{self.node!r} ({self.operator}{block}) "
             f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{detail}"

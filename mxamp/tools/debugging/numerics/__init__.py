@@ -1,1 +1,0 @@
-"""Finding where values go wrong, forward and backward."""
