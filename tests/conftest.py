@@ -24,7 +24,7 @@ from mxamp.framework.patching import _installed
 from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
-from mxamp.policy.policy import _policy_registry
+from mxamp.policy.policy import _custom_classes
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -109,11 +109,11 @@ def clean():
     random.seed(0)
     log = logging.getLogger("mxamp")
     level = log.level
-    classed = dict(_policy_registry.custom_classes)
+    classed = dict(_custom_classes)
     yield
     log.setLevel(level)
-    _policy_registry.custom_classes.clear()
-    _policy_registry.custom_classes.update(classed)
+    _custom_classes.clear()
+    _custom_classes.update(classed)
     amp.shutdown()
     _logged.clear()
     mx.nd.waitall()

@@ -163,7 +163,6 @@ WRONG = [
     (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
     (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),
     # a thing of another kind
-    (lambda: amp.Policy("bfloat16"), r"Policy\.default\('bfloat16'\)"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
     (lambda: amp.init_trainer([trainer()]), "call it once for each"),
     (lambda: amp.scale_loss(trainer(), X).__enter__(), "the trainer must be a gluon.Trainer, not an NDArray"),

@@ -26,9 +26,8 @@ from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
 from ..patches.autocast import autocast, init, switch_on
-from ..policy.active import FLOAT32, chose_float32, current_policy
-from ..policy.choice import chosen_policy
-from ..policy.policy import Policy
+from ..policy.active import chose_float32, current_policy
+from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_scaler
 from ..scaling.trainer import active_hook, attach_hook

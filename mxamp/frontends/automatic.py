@@ -20,8 +20,7 @@ from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
 from ..policy.active import current_policy, process
-from ..policy.choice import chosen_policy
-from ..policy.policy import Policy
+from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
 from ..scaling.scaler import LossScaler, NoScaler, SharedScale
 from .backward import backward_patches

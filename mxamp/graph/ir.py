@@ -15,6 +15,7 @@ from mxnet.symbol import Symbol
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
 from ..policy.regions import marks_of
+from ..policy.rules import Reason
 from ..policy.values import parse_integers
 
 
@@ -93,7 +94,7 @@ class Node:
     subgraphs: List["Graph"] = field(default_factory=list)
     num_outputs: int = 1
     control_deps: List[int] = field(default_factory=list)  #: nodes that come first, unread
-    kept: Optional[str] = None  #: why the node stays in float32 beyond its operator's class
+    kept: Optional[Reason] = None  #: why the node stays in float32 beyond its operator's class
     stands_for: Optional["Node"] = None  #: the node that an equivalent has replaced
     #: Whether the node is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)

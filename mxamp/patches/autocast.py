@@ -17,10 +17,8 @@ from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..policy import active, regions
-from ..policy.active import FLOAT32, Choice
-from ..policy.choice import chosen_policy, describe_difference
 from ..policy.overrides import Conditional
-from ..policy.policy import Policy
+from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy, describe_difference
 from ..policy.targets import DEFAULT_TARGET, TARGETS, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import (
     announce,
@@ -259,16 +257,17 @@ class autocast:
             casting.acquire()
         if policy:
             warn_of_speed(policy)
-        active.push_policy(policy)
-        regions.push_region(regions.Region(self._dtype, self._enabled, self._policy))
+        mark = regions.mark_of(self._dtype, self._enabled, self._policy)
+        active.push_autocast(policy, mark)
         return self
 
     def __exit__(self, *_error: Any) -> None:
         """End the region, and restore the policy that was in force before."""
-        region, policy = regions.pop_region(), active.pop_policy()
-        if policy and region is not None and region.has_nodes and not active.is_enabled():
+        region = active.pop_region()
+        marked = region.mark is not None and region.mark.has_nodes
+        if region.policy and marked and not active.is_enabled():
             casting.hold_for_graphs(True)
-        if policy is not FLOAT32:
+        if region.policy is not FLOAT32:
             casting.release()
 
     def _policy_inside(self) -> Choice:

@@ -35,7 +35,7 @@ from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import NONE, Choices
-from ..policy import regions
+from ..policy import active
 from ..policy.active import current_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
@@ -74,11 +74,11 @@ def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _get_graph(self: HybridBlock, *args: Any) -> Any:
         # Regions around the call are in force when the graph runs; only those inside belong to it.
-        regions.push_region(None)
+        active.push_tracing()
         try:
             return original(self, *args)
         finally:
-            regions.pop_region()
+            active.pop_region()
 
     return _get_graph
 

@@ -49,7 +49,7 @@ from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
-from ..policy.rules import long_sum_reason
+from ..policy.rules import Reason, long_sum_reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
 #: MXNet's `_imperative_invoke`, a function of the fields of `Call`.
@@ -239,9 +239,9 @@ class _Casts:
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
         by_size = policy.device == "cpu" and operator.name in ("FullyConnected", "Convolution")
-        self._by_size = by_size and any(not one.exact for one in rule.by_shape)
+        self._by_size = by_size and any(not one.reason.exact for one in rule.by_shape)
         #: Why calls of certain shapes and attributes stay in float32, or None.
-        self._kept: Dict[Any, Optional[str]] = {}
+        self._kept: Dict[Any, Optional[Reason]] = {}
         # The attributes that a decision reads.
         named = [c.attribute for c in rule.conditions]
         named += ["transpose_a"] if self._sums else []
@@ -283,7 +283,7 @@ class _Casts:
         return None
 
     def _decide_anew(
-        self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[str]
+        self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[Reason]
     ) -> Optional[Decision]:
         """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
@@ -291,7 +291,7 @@ class _Casts:
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
-    def _reason_to_keep(self, call: Call) -> Optional[str]:
+    def _reason_to_keep(self, call: Call) -> Optional[Reason]:
         """Return why the size of a call keeps it in float32, or None; cached."""
         arrays, recording = call.arrays, autograd.is_recording()
         # The numbers of units and channels are among the attributes.

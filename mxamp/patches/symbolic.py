@@ -43,7 +43,7 @@ from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..graph.speed.fusible import with_barriers
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import Choices
-from ..policy import regions
+from ..policy import active, regions
 from ..policy.active import current_policy
 from ..policy.policy import Policy, custom_classes
 from ..policy.regions import policy_for_regions
@@ -299,15 +299,15 @@ def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
     def _symbol_creator(
         handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
     ) -> Any:
-        region = regions.current_region()
-        if region is not None and handle in _unmarked_handles():
+        mark = active.current_mark()
+        if mark is not None and handle in _unmarked_handles():
             # MXNet passes every attribute of such a node to the operator's constructor.
             op_type = dict(zip(keys, vals)).get("op_type", "")
-            if region.is_off and dict(custom_classes()).get(op_type) == "low":
+            if mark.is_off and dict(custom_classes()).get(op_type) == "low":
                 logger.warning(NOT_REACHED, op_type)
-        elif region is not None:
-            region.has_nodes = True
-            keys, vals = [*keys, regions.REGION], [*vals, region.mark]
+        elif mark is not None:
+            mark.has_nodes = True
+            keys, vals = [*keys, regions.REGION], [*vals, mark.text]
         return original(handle, args, kwargs, keys, vals, *rest)
 
     return _symbol_creator

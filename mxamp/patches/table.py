@@ -29,7 +29,7 @@ from ..framework.contrib_amp import (
 )
 from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
 from ..framework.patching import Patch, PatchSet
-from ..policy.active import current_policy, pop_policy, push_policy, suspended
+from ..policy.active import current_policy, pop_region, push_policy, suspended
 from ..policy.policy import Policy
 from ..scaling import finite, loss_outputs
 from . import cached_op, eager, optimizers, symbolic
@@ -216,7 +216,7 @@ class _CastingPatches(PatchSet):
         try:
             yield
         finally:
-            pop_policy()
+            pop_region()
             self.release()
 
 

@@ -1,53 +1,46 @@
-"""The policy in force: the process's policy, or that of the innermost `autocast` region.
+"""The policy in force: the process's policy, or that of the innermost region.
 
-Regions belong to the execution context (`contextvars`): each thread and each asyncio task has its
-own. The patches call `current_policy` at every operator call.
+Regions are one stack for each execution context (`contextvars`): each thread and each asyncio task
+has its own. The patches call `current_policy` at every operator call.
 
 Where "auto" has chosen float32, `FLOAT32` takes the place of a policy: mixed precision is off, and
 `autocast()` and loss scaling, which follow the dtype around them, stay off too.
 """
 
 from contextvars import ContextVar
-from typing import Any, Literal, Optional, Set, Tuple, Union
+from typing import Any, Iterator, Optional, Set
 
-from .policy import Policy
+from .policy import FLOAT32, Choice, Policy
 
-__all__ = [
-    "FLOAT32",
-    "Choice",
-    "chose_float32",
-    "current_policy",
-    "push_policy",
-    "is_enabled",
-    "pop_policy",
-    "nearest_policy",
-    "record_lowered",
-    "process",
-    "suspended",
-]
+#: The mark of graph nodes in a region that turns mixed precision off, and in `autocast()`.
+OFF, ON = "off", "on"
 
 
-class _Float32:
-    """The type of `FLOAT32`: the choice of "auto" where no half precision is fast."""
+class Mark:
+    """The mark that graph nodes get in an `autocast` region, and whether a node has got it."""
 
-    target_dtype = "float32"
+    __slots__ = ("has_nodes", "is_off", "text")
 
-    def __bool__(self) -> Literal[False]:
-        # No policy is in force under it.
-        return False
-
-    def __repr__(self) -> str:
-        return "<float32, mixed precision off>"
+    def __init__(self, text: str, is_off: bool = False) -> None:
+        self.text, self.is_off, self.has_nodes = text, is_off, False
 
 
-FLOAT32 = _Float32()
+class Region:
+    """One region: the policy in force, the mark of graph nodes made in it, and the region around.
 
-#: A policy, or float32 chosen by "auto".
-Choice = Union[Policy, _Float32]
+    Without a mark, nodes are in no region: their graph runs under the policy around its calls.
+    """
 
-_Regions = Tuple[Optional[Choice], ...]
-#: The stack of regions; a global, as any context variable. Each thread and task has its own value.
-_regions: ContextVar[_Regions] = ContextVar("mxamp_regions", default=())
+    __slots__ = ("mark", "outer", "policy")
+
+    def __init__(
+        self, policy: Optional[Choice], mark: Optional[Mark], outer: "Optional[Region]"
+    ) -> None:
+        self.policy, self.mark, self.outer = policy, mark, outer
+
+
+#: The innermost region; a global, as any context variable.
+_innermost: "ContextVar[Optional[Region]]" = ContextVar("mxamp_region", default=None)
 
 
 class _Process:
@@ -74,8 +67,8 @@ def current_policy() -> Optional[Policy]:
     >>> print(amp.current_policy())
     None
     """
-    regions = _regions.get()
-    return (regions[-1] if regions else process.policy) or None
+    region = _innermost.get()
+    return (process.policy if region is None else region.policy) or None
 
 
 def is_enabled() -> bool:
@@ -91,15 +84,21 @@ def is_enabled() -> bool:
     return current_policy() is not None
 
 
+def _regions() -> Iterator[Region]:
+    """Yield the regions around the calling code, the innermost first."""
+    region = _innermost.get()
+    while region is not None:
+        yield region
+        region = region.outer
+
+
 def nearest_policy() -> Optional[Choice]:
     """Return the policy of the innermost region that has one, else the policy of `init`.
 
     `FLOAT32` if "auto" has chosen float32 there.
     """
-    for policy in reversed(_regions.get()):
-        if policy is not None:
-            return policy
-    return process.policy
+    policies = (region.policy for region in _regions() if region.policy is not None)
+    return next(policies, process.policy)
 
 
 def chose_float32() -> bool:
@@ -107,16 +106,47 @@ def chose_float32() -> bool:
     return nearest_policy() is FLOAT32
 
 
-def push_policy(policy: Optional[Choice]) -> None:
-    """Put `policy` in force for the calling thread or task; None turns casting off."""
-    _regions.set((*_regions.get(), policy))
+def current_mark() -> Optional[Mark]:
+    """Return the mark of graph nodes made now, None for no mark."""
+    region = _innermost.get()
+    return None if region is None else region.mark
 
 
-def pop_policy() -> Optional[Choice]:
-    """Undo the last `push_policy` of the calling thread or task; return its policy."""
-    *others, innermost = _regions.get()
-    _regions.set(tuple(others))
-    return innermost
+def push_policy(policy: Optional[Choice], mark: Optional[Mark] = None) -> None:
+    """Put `policy` in force for the calling thread or task; None turns casting off.
+
+    Without a `mark`, nodes get the one of the region around.
+    """
+    outer = _innermost.get()
+    if mark is None and outer is not None:
+        mark = outer.mark
+    _innermost.set(Region(policy, mark, outer))
+
+
+def push_autocast(policy: Optional[Choice], mark: Mark) -> None:
+    """Begin an `autocast` region; `autocast()` takes the mark of the region that it continues."""
+    if mark.text == ON:
+        for region in _regions():
+            if region.mark is None:
+                break
+            if not region.mark.is_off:
+                mark = region.mark
+                break
+    push_policy(policy, mark)
+
+
+def push_tracing() -> None:
+    """Begin a region in which nodes get no mark, under the policy in force."""
+    outer = _innermost.get()
+    policy = process.policy if outer is None else outer.policy
+    _innermost.set(Region(policy, None, outer))
+
+
+def pop_region() -> Region:
+    """End the region of the calling thread or task that began last; return it."""
+    region = next(_regions())
+    _innermost.set(region.outer)
+    return region
 
 
 class suspended:
@@ -131,7 +161,7 @@ class suspended:
         push_policy(None)
 
     def __exit__(self, *_error: Any) -> None:
-        pop_policy()
+        pop_region()
 
 
 def record_lowered(operator: str, dtype: str) -> None:

@@ -10,10 +10,8 @@ from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
 from ..errors import ArgumentError
 from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
-from .rules import UNLISTED, Rule
+from .rules import UNLISTED, Reason, Rule
 from .values import is_dilated, is_true, kernel_axes
-
-__all__ = ["CASTABLE", "Decision", "SPARSE_GRADIENT", "decide", "fixed_inputs"]
 
 #: The only dtypes that are cast: integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
@@ -80,7 +78,7 @@ def decide(
     dtypes: Sequence[str],
     policy: Policy,
     layer: Optional[str] = None,
-    kept: Optional[str] = None,
+    kept: Optional[Reason] = None,
 ) -> Decision:
     """Return the casts of `policy` for a call of `operator` with inputs of these `dtypes`.
 
@@ -94,7 +92,7 @@ def decide(
         The dtype's name of each input, or "sparse" for sparse storage.
     layer : str, optional
         The graph node's name, for the policy's `fp32_layers`.
-    kept : str, optional
+    kept : Reason, optional
         Why shapes or neighbors keep this call in float32, or leave it no kernel in the target
         dtype.
 
@@ -105,13 +103,13 @@ def decide(
     ('float16', None, 'float16')
     """
     rule = policy.rules.get(operator, UNLISTED)
-    missing = rule.missing
-    if rule.is_detour(kept):
-        missing, kept = kept, None
+    missing, why = rule.missing, kept.text if kept is not None else None
+    if kept is not None and kept.is_detour:
+        missing, why = why, None
     if operator == "Deconvolution" and missing and _needs_onednn(attributes):
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
-        kept = NO_FLOAT64
-    op_class, reason = _class_and_reason(rule, attributes, policy, layer, kept)
+        why = NO_FLOAT64
+    op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
         return Decision(untouched, reason)
@@ -128,9 +126,9 @@ def decide(
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy, rule.given)
     detour = _detour(rule, attributes, missing, dtypes, dtype, policy)
     if detour is not None:
-        computes, why = detour
+        computes, because = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
-        reason = f"{reason}; in {computes} on {dtype} values: {why}"
+        reason = f"{reason}; in {computes} on {dtype} values: {because}"
         guards = _inputs_to_copy(operator, attributes, dtype, reads)
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))

@@ -1,68 +1,97 @@
 """Operator lists: TOML files, read as one rule for each operator of MXNet's registry.
 
-mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`.
+mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`; the tests prove what only they
+could get wrong. docs/policy-files.md describes the format.
 """
 
+import json
 import logging
 import os
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Tuple, Union
 
-from ..errors import ArgumentError, prefix_errors
+from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ..framework.operators import Operator, registry, resolve
-from ..framework.wording import shortened, shown
-from .rules import LIMITED, UNLISTED, Condition, CustomClasses, MissingKernel, Rule, ShapeRule
-from .schema import check_data, table_label
-from .targets import check_device
+from ..framework.wording import one_of, shown
+from .rules import (
+    CLASSES,
+    LIMITED,
+    SHAPE_RULES,
+    SUBSTITUTIONS,
+    UNLISTED,
+    Condition,
+    CustomClasses,
+    Reason,
+    Rule,
+    ShapeRule,
+)
+from .targets import DEVICES, TARGETS
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["OperatorList", "list_from_data", "lists_folder", "parse_toml", "own_list", "read_list"]
-
 logger = logging.getLogger("mxamp")
 
 Table = Mapping[str, Any]
 
-OTHER_DEVICE = (
-    'the list is for the {own} only (device = "{own}"), not for the {given}: load it without a '
-    "device, or load a file for the {given}"
-)
-NO_KERNELS = (
-    "%s: MXNet has no %s kernel on a %s for %s, and no [[missing]] table says so: calls fail, or "
-    "give wrong results. Copy the [[missing]] tables of %s"
-)
+DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
 SINGLE_BRACKETS = ". Tables that can be repeated have two brackets: [[group]]"
-NOT_THE_SAME = (
-    "{where}: operator {name!r} {key} {here} here and {there} in {first}; write the same in both"
+NOTHING_LOWERED = (
+    "it has no [[group]] and no [[conditional]] table, so no operator would compute in {dtype}: "
+    'add a [[group]] table with class = "low"'
 )
-OTHER_DETOUR = (
-    "operator {name!r} computes in {here} here and in {there} in another [[missing]] table"
-)
+NOT_THE_SAME = "operator {name!r} has another 'otherwise' or 'override' in {first}: write the same"
 
 _ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
 
 #: An operator of the lists that CPU builds of MXNet lack.
 _GPU_ONLY = "CuDNNBatchNorm"
 
+#: Instructions of CPUs that kernels may need.
+_CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
 
-@dataclass(frozen=True, eq=False, repr=False)
-class OperatorList:
+#: The keys of a file and of its tables: a type, a list of one, or the allowed values. Keys in ? may
+#: be left out.
+_TOP: Mapping[str, Any] = {
+    "format": (1, 2), "dtype": TARGETS, "device?": DEVICES, "mxamp?": str, "lists?": str,
+    "fp32_layers?": [str], "lower_custom_operators?": bool, "change?": [dict],
+}  # fmt: skip
+_REPEATED: Mapping[str, Mapping[str, Any]] = {
+    "group": {"class": CLASSES, "operators": [str], "reason": str, "override?": bool},
+    "conditional": {
+        "operators": [str], "attribute": object, "values?": [str], "beyond_range?": bool,
+        "otherwise": CLASSES, "reason": str, "override?": bool,
+    },
+    "missing": {
+        "device": DEVICES, "operators": [str], "reason": str, "unless?": _CPU_FEATURES,
+        "computes?": ("float32", "float64"),
+    },
+    "by_shape": {
+        "rule": SHAPE_RULES, "operators": [str], "reason": str, "device?": DEVICES, "limit?": int,
+    },
+    "exempt": {"attributes": [str], "reason": str},
+}  # fmt: skip
+_NAMED = {
+    "keep_inputs": [str], "follow_inputs": [str], "keep_outputs": [int], "slower": str,
+    "substitutions": str,
+}  # fmt: skip
+
+
+class OperatorList(NamedTuple):
     """A list resolved against MXNet's registry, for one kind of device and set of CPU features."""
 
-    target_dtype: str
-    device: str
     rules: Mapping[str, Rule]  #: by canonical operator name
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
-    fp32_layers: Tuple[str, ...] = ()
+    fp32_layers: Tuple[str, ...]
     #: faster equivalents that graphs get before they run: name, and measured gain
-    substitutions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    substitutions: Mapping[str, str]
 
 
 # ---------------------------------------------------------------------- files
@@ -74,51 +103,13 @@ def lists_folder() -> Path:
     return next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
 
 
-def own_list(
-    dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses
-) -> OperatorList:
-    """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml)."""
-    path = lists_folder() / f"{dtype}.toml"
-    with prefix_errors(path):
-        return list_from_data(_parse_file(path), device, features, custom)
+@lru_cache(maxsize=None)
+def own_data(dtype: str) -> str:
+    """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml), as JSON."""
+    return json.dumps(read_toml(lists_folder() / f"{dtype}.toml"), sort_keys=True)
 
 
-def read_list(
-    path: Union[str, Path],
-    device: Optional[str],
-    features: FrozenSet[str],
-    custom: CustomClasses = (),
-) -> OperatorList:
-    """Return the operator list in a TOML file; every error names the file.
-
-    `custom` are the classes of registered custom operators. Logs a warning if the list lowers
-    operators that have no kernel.
-    """
-    data = _parse_file(path)
-    with prefix_errors(path):
-        found = list_from_data(data, device, features, custom)
-    _warn_of_missing_kernels(path, found, features)
-    return found
-
-
-def _warn_of_missing_kernels(
-    path: Union[str, Path], found: OperatorList, features: FrozenSet[str]
-) -> None:
-    """Log a warning if a file's operator list lowers operators that have no kernel."""
-    dtype, device = found.target_dtype, found.device
-    known = own_list(dtype, device, features, ()).rules
-    lacking = [
-        name
-        for name, rule in found.rules.items()
-        if rule.op_class == "low" and rule.missing is None
-        if name in known and known[name].missing is not None
-    ]
-    if lacking:
-        own = lists_folder() / f"{dtype}.toml"
-        logger.warning(NO_KERNELS, path, dtype, device.upper(), shortened(lacking), own)
-
-
-def _parse_file(path: Union[str, Path]) -> Table:
+def read_toml(path: Union[str, Path]) -> Dict[str, Any]:
     """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
@@ -127,46 +118,103 @@ def _parse_file(path: Union[str, Path]) -> Table:
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        return parse_toml(text)
+        data: Dict[str, Any] = tomllib.loads(text)
+        return data
     except FileNotFoundError:
         raise ArgumentError(f"there is no policy file {str(path)!r}") from None
-    except IsADirectoryError:
-        raise ArgumentError(f"{str(path)!r} is a folder; give the path of a TOML file") from None
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ArgumentError(f"{str(path)!r} is not valid TOML: it is not UTF-8 text") from None
-    except RecursionError:
-        raise ArgumentError(f"{str(path)!r} is not valid TOML: nested too deeply") from None
-    except ValueError as error:  # of TOML, with line and column, or of a path with a null byte
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
         hint = SINGLE_BRACKETS if _ONE_OF_SEVERAL.search(text) else ""
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
 
 
-def parse_toml(text: str) -> Table:
-    """Return the tables of TOML text; raise `ValueError` if it is not valid TOML."""
-    data: Table = tomllib.loads(text)
-    return data
+# ---------------------------------------------------------------------- checks
+
+
+def check_data(data: Table) -> None:
+    """Raise `ArgumentError` unless a policy file has valid keys with values of the right types."""
+    top = {name: value for name, value in data.items() if name not in (*_REPEATED, *_NAMED)}
+    _check_keys(top, _TOP, "", (*_REPEATED, *_NAMED))
+    for kind, keys in _REPEATED.items():
+        tables = data.get(kind, [])
+        if not _fits(tables, [dict]):
+            raise ArgumentError(f"{kind} must be written as [[{kind}]] tables")
+        for i, table in enumerate(tables):
+            _check_keys(table, keys, f"{_label(kind, i)}: ")
+    for kind, entry in _NAMED.items():
+        if not isinstance(data.get(kind, {}), dict):
+            raise ArgumentError(f"{kind} must be written as one table, [{kind}]")
+        for name, value in data.get(kind, {}).items():
+            _check_value(name, value, entry, f"[{kind}]: ")
+    if data["format"] == 1 and not (data.get("group") or data.get("conditional")):
+        raise ArgumentError(NOTHING_LOWERED.format(dtype=data["dtype"]))
+
+
+def _label(kind: str, number: int) -> str:
+    """Return the label of a repeated table for error messages, counted from 1."""
+    return f"[[{kind}]] table {number + 1}"
+
+
+def _check_keys(given: Table, keys: Table, prefix: str, others: Tuple[str, ...] = ()) -> None:
+    """Raise unless a table has the required `keys` with valid values; errors also list `others`."""
+    known = {name.rstrip("?"): kind for name, kind in keys.items()}
+    for name, value in given.items():
+        if name not in known:
+            raise UnknownNameError(f"{prefix}{unknown('key', name, (*known, *others))}")
+        _check_value(name, value, known[name], prefix)
+    for name, kind in keys.items():
+        if not name.endswith("?") and name not in given:
+            above = "" if prefix else ", above the first table"
+            needed = f"it must be {_words(kind)}{above}"
+            raise ArgumentError(f"{prefix}the key {name!r} is missing; {needed}")
+
+
+def _check_value(name: str, value: Any, kind: Any, prefix: str) -> None:
+    if not _fits(value, kind):
+        raise ArgumentError(f"{prefix}{name} must be {_words(kind)}, not {shown(value)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type, is a list of one, or is among the allowed values."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
+    if isinstance(kind, tuple):
+        return type(value) is type(kind[0]) and value in kind
+    if kind is int:
+        return type(value) is int and value >= 0  # a boolean is no count
+    return isinstance(value, kind)
+
+
+def _words(kind: Any) -> str:
+    """Return a type of values in words."""
+    if isinstance(kind, tuple):
+        return one_of(kind)
+    if isinstance(kind, list):
+        return f"a list of {'whole numbers from 0' if kind[0] is int else 'strings'}"
+    names = {str: "a string", bool: "true or false", int: "a whole number from 0"}
+    return names.get(kind, "a string or a list of strings")
 
 
 # ---------------------------------------------------------------------- rules
 
 
-def list_from_data(
-    data: Table, device: Optional[str], features: FrozenSet[str], custom: CustomClasses = ()
+@lru_cache(maxsize=8)
+def list_from_json(
+    text: str, device: str, features: FrozenSet[str], custom: CustomClasses
 ) -> OperatorList:
-    """Return the operator list that TOML tables describe; raise `ArgumentError` for any mistake."""
-    check_data(data)
-    dtype, own = data["dtype"], data.get("device")
-    found = check_device(dtype, device or own)
-    if own not in (None, found):
-        raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
+    """Return the operator list that checked tables describe, for a kind of device.
+
+    `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
+    """
+    data = json.loads(text)
+    substitutions = data.get("substitutions", {})
+    for name in sorted(substitutions.keys() - set(SUBSTITUTIONS)):
+        logger.warning(DROPPED, name)
     return OperatorList(
-        dtype,
-        found,
-        MappingProxyType(_RuleBuilder(data, found, features, custom).by_name),
+        MappingProxyType(_RuleBuilder(data, device, features, custom).by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
-        MappingProxyType(dict(data.get("substitutions", {}))),
+        MappingProxyType({k: v for k, v in substitutions.items() if k in SUBSTITUTIONS}),
     )
 
 
@@ -186,9 +234,9 @@ class _RuleBuilder:
             ("by_shape", self._add_by_shape),
         ):
             for i, table in enumerate(data.get(kind, ())):
-                with prefix_errors(table_label(kind, i)):
+                with prefix_errors(_label(kind, i)):
                     names = _operator_names(table["operators"])
-                add(table, names, table_label(kind, i))
+                    add(table, names, _label(kind, i))
         self._add_exceptions()
         if not data.get("lower_custom_operators", True):
             self._amend_rule("Custom", lowers_custom=False)
@@ -204,13 +252,20 @@ class _RuleBuilder:
 
     def _add_conditional(self, table: Table, names: List[str], where: str) -> None:
         """Add the rules of a [[conditional]] table, or its conditions to existing rules."""
-        with prefix_errors(where):
-            ranged, values = table.get("beyond_range", False), table.get("values")
-            if bool(values) if ranged else values is None:
-                raise ArgumentError("give either values or beyond_range = true")
-            added = {name: self._table_conditions(registry()[name], table) for name in names}
-        for name, conditions in added.items():
-            self._add_conditions(name, conditions, table, where)
+        ranged, values = table.get("beyond_range", False), table.get("values")
+        if bool(values) if ranged else values is None:
+            raise ArgumentError("give either values or beyond_range = true")
+        otherwise, given = table["otherwise"], table.get("override", False)
+        for name in names:
+            there = self.by_name.get(name, UNLISTED)
+            conditions = self._table_conditions(registry()[name], table)
+            if not there.conditions:
+                rule = Rule(name, otherwise, table["reason"], conditions, given=given)
+                self._add_rule(rule, where)
+                continue
+            if (otherwise, given) != (there.op_class, there.given):
+                raise ArgumentError(NOT_THE_SAME.format(name=name, first=self._given_by[name]))
+            self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
     def _table_conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
         """Return the conditions of a [[conditional]] table for one operator."""
@@ -228,61 +283,26 @@ class _RuleBuilder:
             for attribute in ([attributes] if isinstance(attributes, str) else attributes)
         )
 
-    def _add_conditions(
-        self, name: str, conditions: Tuple[Condition, ...], table: Table, where: str
-    ) -> None:
-        """Add one operator's rule with these conditions, or the conditions to its rule."""
-        there, given = self.by_name.get(name, UNLISTED), table.get("override", False)
-        otherwise = table["otherwise"]
-        if not there.conditions:
-            self._add_rule(Rule(name, otherwise, table["reason"], conditions, given=given), where)
+    def _add_missing(self, table: Table, names: List[str], _where: str) -> None:
+        """Record in the rules the kernels that a [[missing]] table says are missing here."""
+        if table["device"] != self._device or table.get("unless") in self._features:
             return
-        for key, here, before in (
-            ("is otherwise", repr(otherwise), repr(there.op_class)),
-            ("has override =", str(given).lower(), str(there.given).lower()),
-        ):
-            if here != before:
-                first = self._given_by[name]
-                raise ArgumentError(
-                    NOT_THE_SAME.format(
-                        where=where, name=name, key=key, here=here, there=before, first=first
-                    )
-                )
-        self._amend_rule(name, conditions=(*there.conditions, *conditions))
-
-    def _add_missing(self, table: Table, names: List[str], where: str) -> None:
-        """Record in the rules the missing kernels of a [[missing]] table."""
-        if table["device"] == "gpu" and "unless" in table:
-            raise ArgumentError(f"{where}: 'unless' names CPU instructions, but device is 'gpu'")
-        if table["device"] != self._device:
-            return
-        unless, computes = table.get("unless"), table.get("computes", "float32")
-        kernel = MissingKernel(table["reason"], unless, computes)
         for name in names:
-            there = self.by_name.get(name, UNLISTED)
-            self._amend_rule(name, missing_kernels=(*there.missing_kernels, kernel))
-            if unless in self._features:
-                continue
-            if there.missing is not None and there.computes != computes:
-                why = OTHER_DETOUR.format(name=name, here=computes, there=there.computes)
-                raise ArgumentError(f"{where}: {why}")
-            self._amend_rule(name, missing=kernel.reason, computes=computes)
+            computes = table.get("computes", "float32")
+            self._amend_rule(name, missing=table["reason"], computes=computes)
 
-    def _add_by_shape(self, table: Table, names: List[str], where: str) -> None:
+    def _add_by_shape(self, table: Table, names: List[str], _where: str) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
         limited, limit = table["rule"] in LIMITED, table.get("limit")
         if limited != (limit is not None):
             wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
-            raise ArgumentError(f"{where}: rule {table['rule']!r} {wrong}")
-        rule = ShapeRule(table["rule"], table["reason"], limit or 0)
+            raise ArgumentError(f"rule {table['rule']!r} {wrong}")
+        rule = ShapeRule(Reason(table["rule"], table["reason"]), limit or 0)
+        if table.get("device", self._device) != self._device:
+            return
         for name in names:
-            if name not in self.by_name:
-                raise ArgumentError(
-                    f"{where}: operator {name!r} has no class; name it in a [[group]] or "
-                    "[[conditional]] table too"
-                )
-            if table.get("device", self._device) == self._device:
-                self._amend_rule(name, by_shape=(*self.by_name[name].by_shape, rule))
+            before = self.by_name.get(name, UNLISTED).by_shape
+            self._amend_rule(name, by_shape=(*before, rule))
 
     def _add_exceptions(self) -> None:
         """Record inputs and outputs of [keep_inputs], [follow_inputs] and [keep_outputs]."""
@@ -294,20 +314,14 @@ class _RuleBuilder:
                     operator = _operator_called(name)
                     for one in kept if kind != "keep_outputs" else ():
                         operator.check_input(one)
-                    followed = self._data.get("follow_inputs", {}).get(name, ())
-                    both = sorted(set(kept) & set(followed)) if kind == "keep_inputs" else []
-                    if both:
-                        raise ArgumentError(f"input {both[0]!r} of {name} is in [follow_inputs]")
                 self._amend_rule(name, **{kind: tuple(kept)})
-        with prefix_errors("[slower]"):
-            _operator_names(self._data.get("slower", {}))
 
     def _add_rule(self, rule: Rule, where: str) -> None:
         """Add the rule of a new operator; raise if another table gave the operator a class."""
         first = self._given_by.setdefault(rule.operator, where)
         if rule.operator in self.by_name:
-            where = f"twice in {where}" if first == where else f"in {first} and in {where}"
-            raise ArgumentError(f"operator {rule.operator!r} is listed {where}; list it once")
+            there = "twice here" if first == where else f"in {first} too"
+            raise ArgumentError(f"operator {rule.operator!r} is listed {there}; list it once")
         self.by_name[rule.operator] = rule
 
     def _amend_rule(self, name: str, **changes: Any) -> None:

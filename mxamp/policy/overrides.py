@@ -1,7 +1,8 @@
 """Changes to a policy: checks of the given operators and layers, and the changed rules."""
 
 import fnmatch
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import SymbolBlock
@@ -11,22 +12,8 @@ from mxnet.gluon.nn import HybridSequential, Sequential
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
+from .lists import OperatorList
 from .rules import UNLISTED, Condition, Rule, ShapeRule
-
-__all__ = [
-    "Conditional",
-    "Layers",
-    "Names",
-    "checked_layers",
-    "checked_substitutions",
-    "exact_pattern",
-    "neutral_rules",
-    "in_float32",
-    "layer_patterns",
-    "unknown_layers",
-    "with_overrides",
-    "without_rules_for_speed",
-]
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
 Layers = Union[None, Block, Iterable[Union[str, Block]]]
@@ -110,45 +97,76 @@ CONDITIONAL = (
 )
 
 
-def with_overrides(
-    rules: Mapping[str, Rule],
-    operators: Mapping[str, Names],
-    conditional: Optional[Iterable[Conditional]],
-    replace_lists: bool,
-    dtype: str,
-) -> Dict[str, Rule]:
-    """Return `rules` with operators moved to other classes, as `Policy.override` describes.
+@dataclass(frozen=True)
+class Change:
+    """One step from a policy to another: the arguments of `Policy.override`, or a name for a step.
 
-    `operators` maps a class to operators by any of their names, or to None.
+    Operators are canonical names, sorted; None stands for a list that is not given.
     """
-    classes: Dict[str, str] = {}
-    for op_class, names in operators.items():
-        for name in _canonical_names(op_class, names):
-            if classes.setdefault(name, op_class) != op_class:
-                raise _two_lists_error(name, classes[name], op_class)
-    conditions = _conditions_by_operator(conditional, dtype)
-    for name in conditions:
-        if classes.get(name) in ("fp32", "widest"):
-            raise _two_lists_error(name, classes[name], "conditionally fp32")
-    result = dict(rules)
-    if replace_lists:
-        replaced = {op_class for op_class, names in operators.items() if names is not None}
-        result = _with_empty_classes(rules, replaced, keep_conditions=conditional is None)
-    _set_classes(result, classes, conditions)
-    return result
+
+    low: Optional[Tuple[str, ...]] = None
+    fp32: Optional[Tuple[str, ...]] = None
+    widest: Optional[Tuple[str, ...]] = None
+    conditional: Optional[Tuple[Tuple[str, str, Tuple[str, ...]], ...]] = None
+    replace_lists: bool = False
+    fp32_layers: Tuple[str, ...] = ()
+    substitutions: Optional[Tuple[str, ...]] = None
+    untuned: bool = False
+    in_float32: bool = False
+    neutral: Optional[str] = None  #: why no operator is cast
+    operator_list: Optional[str] = None  #: a whole list in place of the one before, as JSON
+
+    def given(self) -> Dict[str, Any]:
+        """Return the fields that say something, by name."""
+        kept = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
+        return {name: value for name, value, default in kept if value != default}
+
+    def apply(self, before: OperatorList, dtype: str) -> OperatorList:
+        """Return `before` with this change; raise for an operator in two lists."""
+        rules, layers, substitutions = before
+        if self.untuned:
+            return OperatorList(without_rules_for_speed(rules), layers, MappingProxyType({}))
+        if self.in_float32:
+            return OperatorList(in_float32(rules), layers, substitutions)
+        if self.neutral is not None:
+            return OperatorList(neutral_rules(rules, self.neutral), layers, substitutions)
+        if self.substitutions is not None:
+            kept = {name: substitutions[name] for name in self.substitutions}
+            substitutions = MappingProxyType(kept)
+        layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
+        return OperatorList(self._changed_rules(rules, dtype), layers, substitutions)
+
+    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> Mapping[str, Rule]:
+        """Return `rules` with operators moved to other classes, as `Policy.override` describes."""
+        operators = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
+        classes: Dict[str, str] = {}
+        for op_class, names in operators.items():
+            for name in names or ():
+                if classes.setdefault(name, op_class) != op_class:
+                    raise _two_lists_error(name, classes[name], op_class)
+        conditions = _conditions_by_operator(self.conditional or (), dtype)
+        for name in conditions:
+            if classes.get(name) in ("fp32", "widest"):
+                raise _two_lists_error(name, classes[name], "conditionally fp32")
+        result = dict(rules)
+        if self.replace_lists:
+            replaced = {op_class for op_class, names in operators.items() if names is not None}
+            result = _with_empty_classes(rules, replaced, self.conditional is None)
+        _set_classes(result, classes, conditions)
+        return MappingProxyType(result)
 
 
-def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
+def without_rules_for_speed(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
     """Return `rules` without the shape rules that only affect speed."""
     return {
-        name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.exact))
+        name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
         for name, rule in rules.items()
     }
 
 
 def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     """Return `rules` with all operators and custom operators of class low moved to class fp32."""
-    result = without_rules_for_speed(rules)
+    result = dict(without_rules_for_speed(rules))
     for name, rule in result.items():
         if rule.op_class == "low":
             result[name] = replace(
@@ -185,18 +203,22 @@ def neutral_rules(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
 
 def _detour_rules(rule: Rule) -> Tuple[ShapeRule, ...]:
     """Return an operator's shape rules that exist because a low-precision kernel is missing."""
-    return tuple(one for one in rule.by_shape if one.is_detour)
+    return tuple(one for one in rule.by_shape if one.reason.is_detour)
 
 
-def checked_substitutions(names: Iterable[str], known: Mapping[str, str]) -> List[str]:
-    """Return names of substitutions as a list; raise unless all are `known`."""
+def checked_substitutions(
+    names: Optional[Iterable[str]], known: Mapping[str, str]
+) -> Optional[Tuple[str, ...]]:
+    """Return names of substitutions, sorted; raise unless all are `known`."""
+    if names is None:
+        return None
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"substitutions must be a list of names, not {shown(names)}")
     names = list(names)
     for name in names:
         if name not in known:
             raise unknown("substitution", name, known)
-    return names
+    return tuple(sorted(set(names)))
 
 
 def checked_layers(layers: Layers) -> Tuple[str, ...]:
@@ -205,13 +227,13 @@ def checked_layers(layers: Layers) -> Tuple[str, ...]:
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
-def _canonical_names(op_class: str, names: Names) -> List[str]:
+def checked_operators(op_class: str, names: Names) -> Optional[Tuple[str, ...]]:
     """Return the canonical names of the operators given for a class; raise for unknown ones."""
     if names is None:
-        return []
+        return None
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"the {op_class} operators must be a list of names, not {shown(names)}")
-    return [resolve(name).name for name in names]
+    return tuple(sorted({resolve(name).name for name in names}))
 
 
 def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
@@ -221,14 +243,16 @@ def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
     )
 
 
-def _conditions_by_operator(
-    conditional: Optional[Iterable[Conditional]], dtype: str
-) -> Dict[str, Tuple[Condition, ...]]:
-    """Return `Policy.override`'s `conditional` as conditions by canonical operator name."""
-    conditions: Dict[str, Tuple[Condition, ...]] = {}
-    if not isinstance(conditional, (Iterable, type(None))):
+def checked_conditional(
+    conditional: Optional[Iterable[Conditional]],
+) -> Optional[Tuple[Tuple[str, str, Tuple[str, ...]], ...]]:
+    """Return `Policy.override`'s `conditional` with canonical names and values as text."""
+    if conditional is None:
+        return None
+    if not isinstance(conditional, Iterable):
         raise ArgumentError(CONDITIONAL.format(given=shown(conditional)))
-    for entry in conditional if conditional is not None else ():
+    checked = []
+    for entry in conditional:
         try:
             name, attribute, values = entry
         except (TypeError, ValueError):
@@ -236,13 +260,20 @@ def _conditions_by_operator(
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise ArgumentError(f"the values of {attribute!r} must be a list, not {shown(values)}")
         operator = resolve(name)
-        condition = Condition(
-            operator.check_attribute(attribute),
-            operator.check_values(attribute, values),
-            default=operator.defaults.get(attribute),
-            dtype=dtype,
-        )
-        conditions[operator.name] = (*conditions.get(operator.name, ()), condition)
+        attribute = operator.check_attribute(attribute)
+        checked.append((operator.name, attribute, operator.check_values(attribute, values)))
+    return tuple(checked)
+
+
+def _conditions_by_operator(
+    conditional: Iterable[Tuple[str, str, Tuple[str, ...]]], dtype: str
+) -> Dict[str, Tuple[Condition, ...]]:
+    """Return the conditions of each operator."""
+    conditions: Dict[str, Tuple[Condition, ...]] = {}
+    for name, attribute, values in conditional:
+        default = resolve(name).defaults.get(attribute)
+        condition = Condition(attribute, values, default=default, dtype=dtype)
+        conditions[name] = (*conditions.get(name, ()), condition)
     return conditions
 
 

@@ -1,49 +1,72 @@
 """A policy: which precision each operator computes in, as an immutable value."""
 
 import fnmatch
+import json
+import logging
 import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple, Union
+from typing import (
+    Any,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    Literal,
+    Mapping,
+    Optional,
+    Set,
+    Tuple,
+    Union,
+)
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, prefix_errors
 from ..framework import machine
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
 from ..framework.operators import resolve
-from ..framework.wording import counted, shown
+from ..framework.wording import counted, shortened, shown
 from . import overrides, targets
-from .lists import OperatorList, own_list, read_list
-from .overrides import Conditional, Layers, Names
-from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
-from .saving import policy_toml
-from .targets import DEFAULT_TARGET
+from .lists import DROPPED, OperatorList, check_data, list_from_json, own_data, read_toml
+from .overrides import Change, Conditional, Layers, Names
+from .rules import SHOWN_CLASSES, SUBSTITUTIONS, UNLISTED, CustomClasses, Rule
+from .saving import list_number, origin, toml_text
+from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
-__all__ = ["Policy", "custom_classes", "set_custom_class"]
+logger = logging.getLogger("mxamp")
 
 NO_POLICY = (
     "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
     "make one"
 )
-NOT_CALLED = (
-    "policies are made by Policy.default('bfloat16'), Policy.load(file) and policy.override(...), "
-    "not by Policy(...)"
-)
 TUNING = "; give the policy of the tuning: policy=tuning.policy"
 BESIDE_LISTS = (
     "a policy contains operator lists: give no lists beside it, or change it with policy.override"
 )
-#: The fields that have no default.
-_LEAST_FIELDS = 3
+OTHER_POLICY = (
+    "'auto' is {chosen} here, but the policy is for {own}: leave 'auto' out to use the policy as "
+    "it is, or give ctx to choose the kind of device"
+)
+OTHER_DEVICE = (
+    'the list is for the {own} only (device = "{own}"), not for the {given}: load it without a '
+    "device, or load a file for the {given}"
+)
+OTHER_LISTS = (
+    "%s changes the operator lists of mxamp %s, which have changed since: operators that it does "
+    "not name may be in other classes"
+)
+NO_KERNELS = (
+    "%s: MXNet has no %s kernel on a %s for %s, and no [[missing]] table says so: calls fail, or "
+    "give wrong results. Copy the [[missing]] tables of mxamp's own list"
+)
 
 
 class Caches:
     """Results that other modules derive from one policy, by module."""
 
-    __slots__ = ("eager", "fingerprint", "layers", "regions")
+    __slots__ = ("eager", "layers", "regions")
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
@@ -53,20 +76,48 @@ class Caches:
         self.layers: Optional[Set[str]] = set()
         #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
         self.regions: Dict[str, Policy] = {}
-        #: `policy.regions`: a hash of the policy's file.
-        self.fingerprint: Optional[str] = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Policy(OperatorList):
+#: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
+#: custom operators.
+_custom_classes: Dict[str, str] = {}
+
+
+def set_custom_class(op_type: str, op_class: str) -> None:
+    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
+    _custom_classes[op_type] = op_class
+
+
+def custom_classes() -> CustomClasses:
+    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
+    return tuple(sorted(_custom_classes.items()))
+
+
+#: The parts of rules that a machine and a process decide: instructions, and custom operators.
+Here = Tuple[FrozenSet[str], CustomClasses]
+
+
+def here() -> Here:
+    """Return what policies made now depend on beside their fields."""
+    return machine.onednn_features(), custom_classes()
+
+
+#: One policy object for each value in use: code that makes an equal policy in each step finds the
+#: cached graphs and casts.
+_policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
     """Which precision every operator computes in, on one kind of device.
 
     >>> policy = Policy.default("float16", device="cpu")
     >>> policy.rule("Convolution").op_class
     'low'
 
-    `default`, `load` and `override` make policies, and `tune` finds one. Policies are immutable
-    and compare by value.
+    A policy is mxamp's own operator list for a dtype and a device, and changes to it. `default`,
+    `load` and `override` make policies, and `tune` finds one. Policies are immutable and compare by
+    value.
 
     Parameters
     ----------
@@ -74,19 +125,40 @@ class Policy(OperatorList):
         "float16" or "bfloat16".
     device : str
         The kind of device, "cpu" or "gpu".
-    rules : dict of str to Rule
-        The class of each operator, and its exceptions.
-    fp32_layers : tuple of str
-        The layers that stay in float32: names of nodes, where * and ? stand for any characters.
-    substitutions : dict of str to str
-        The faster equivalents of operators that graphs may use, each with its measured gain.
+    changes : tuple of Change
+        The steps from mxamp's own list to this policy.
     """
 
-    def __new__(cls, *args: Any, **fields: Any) -> "Policy":
-        """Raise where fields are missing: `default`, `load` and `override` make policies."""
-        if len(args) + len(fields) < _LEAST_FIELDS:
-            raise ArgumentError(NOT_CALLED)
-        return super().__new__(cls)
+    target_dtype: str
+    device: str
+    changes: Tuple[Change, ...] = ()
+    _here: Here = field(default_factory=here)
+
+    @cached_property
+    def _list(self) -> OperatorList:
+        """The rules, layers and substitutions after all changes."""
+        features, custom = self._here
+        *before, last = self.changes or (None,)
+        if last is None or last.operator_list is not None:
+            text = own_data(self.target_dtype) if last is None else last.operator_list
+            return list_from_json(text, self.device, features, custom)
+        outer = _interned(replace(self, changes=tuple(before)))
+        return last.apply(outer._list, self.target_dtype)
+
+    @cached_property
+    def rules(self) -> Mapping[str, Rule]:
+        """The class of each operator, and its exceptions, by canonical name."""
+        return self._list.rules
+
+    @cached_property
+    def fp32_layers(self) -> Tuple[str, ...]:
+        """The layers that stay in float32: names of nodes, * and ? stand for any characters."""
+        return self._list.fp32_layers
+
+    @cached_property
+    def substitutions(self) -> Mapping[str, str]:
+        """The faster equivalents of operators that graphs may use, each with its measured gain."""
+        return self._list.substitutions
 
     def rule(self, operator: str) -> Rule:
         """Return the rule of an operator, by any of its names.
@@ -134,32 +206,15 @@ class Policy(OperatorList):
         parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
         return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        # Fast: most policies share the `Rule` objects, which compare by identity first.
-        return isinstance(other, Policy) and (
-            self._identity == other._identity and dict(self.rules) == dict(other.rules)
-        )
-
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
-    def _identity(self) -> Tuple[Any, ...]:
-        """The fields that equal policies share, without rules."""
-        names = frozenset(self.substitutions)
-        return self.target_dtype, self.device, self.fp32_layers, names
-
-    @cached_property
     def _hash(self) -> int:
-        return hash(self._identity)
+        return hash((self.target_dtype, self.device, self.changes, self._here))
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        rules, substitutions = dict(self.rules), dict(self.substitutions)
-        return _unpickled, (
-            self.target_dtype, self.device, rules, self.fp32_layers, substitutions,
-        )  # fmt: skip
+        return _policy, (self.target_dtype, self.device, self.changes)
 
     @cached_property
     def caches(self) -> Caches:
@@ -184,7 +239,7 @@ class Policy(OperatorList):
         """
         dtype = targets.check_target(target_dtype)
         kind = targets.check_device(dtype, targets.device_type(device, "device"))
-        return _own_policy(dtype, kind, machine.onednn_features(), custom_classes())
+        return _own_policy(dtype, kind, here())
 
     @classmethod
     @checked_call(ctx="write device='gpu'")
@@ -210,9 +265,11 @@ class Policy(OperatorList):
             There is no such file, or it has a mistake: the message names the file and the table.
         """
         kind = targets.device_type(device, "device")
-        return _interned(
-            Policy(**vars(read_list(path, kind, machine.onednn_features(), custom_classes())))
-        )
+        data = read_toml(path)
+        with prefix_errors(path):
+            policy = policy_from_data(data, kind)
+        policy._warn_of_file(path, data)
+        return policy
 
     @checked_call()
     def save(self, path: Union[str, Path]) -> None:
@@ -229,7 +286,41 @@ class Policy(OperatorList):
 
         Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
         """
-        write_file(path, policy_toml(self).encode())
+        write_file(path, self.to_toml().encode())
+
+    def to_toml(self) -> str:
+        """Return the text of the policy's file."""
+        return toml_text({**self._data, **origin(self.target_dtype)})
+
+    @cached_property
+    def text(self) -> str:
+        """The policy as one line, from which `policy_from_data` makes it again."""
+        return json.dumps(self._data)
+
+    @property
+    def _data(self) -> Dict[str, Any]:
+        """The tables of the policy's file."""
+        changes = [one.given() for one in self.changes]
+        data: Dict[str, Any] = {"format": 2, "dtype": self.target_dtype, "device": self.device}
+        if changes and "operator_list" in changes[0]:
+            data = {**json.loads(changes.pop(0)["operator_list"]), **data}
+        return {**data, "change": changes} if changes else data
+
+    def _warn_of_file(self, path: Union[str, Path], data: Mapping[str, Any]) -> None:
+        """Log lists that have changed since the file was written, and kernels that it lacks."""
+        whole = bool(self.changes) and self.changes[0].operator_list is not None
+        if not whole and data.get("lists") not in (None, list_number(self.target_dtype)):
+            logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
+        own = Policy.default(self.target_dtype, self.device).rules if whole else {}
+        lacking = [
+            name
+            for name, rule in self.rules.items()
+            if rule.op_class == "low" and rule.missing is None
+            if name in own and own[name].missing is not None
+        ]
+        if lacking:
+            device = self.device.upper()
+            logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
 
     @classmethod
     def from_lists(
@@ -301,16 +392,16 @@ class Policy(OperatorList):
         Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
         two lists.
         """
-        given = {"low": low, "fp32": fp32, "widest": widest}
-        rules = overrides.with_overrides(
-            self.rules, given, conditional, replace_lists, self.target_dtype
+        change = Change(
+            overrides.checked_operators("low", low),
+            overrides.checked_operators("fp32", fp32),
+            overrides.checked_operators("widest", widest),
+            overrides.checked_conditional(conditional),
+            bool(replace_lists),
+            overrides.checked_layers(fp32_layers),
+            overrides.checked_substitutions(substitutions, self.substitutions),
         )
-        kept = self.substitutions
-        if substitutions is not None:
-            names = overrides.checked_substitutions(substitutions, kept)
-            kept = MappingProxyType({name: kept[name] for name in names})
-        layers = tuple(dict.fromkeys((*self.fp32_layers, *overrides.checked_layers(fp32_layers))))
-        return self._replace(rules=MappingProxyType(rules), fp32_layers=layers, substitutions=kept)
+        return self.changed(change)
 
     def untuned(self) -> "Policy":
         """Return the policy without substitutions and without rules by shape for speed.
@@ -320,8 +411,7 @@ class Policy(OperatorList):
 
         Under it, eager calls, graphs and converted models agree bit for bit in bfloat16 too.
         """
-        rules = MappingProxyType(overrides.without_rules_for_speed(self.rules))
-        return self._replace(rules=rules, substitutions=MappingProxyType({}))
+        return self.changed(Change(untuned=True))
 
     def in_float32(self) -> "Policy":
         """Return the policy with nothing lowered: every operator of class low is in class fp32.
@@ -332,11 +422,12 @@ class Policy(OperatorList):
         Under it, float32 models compute in float32 throughout. Substitutions stay, so graphs may
         use faster equivalents of their operators; without them graphs are as in plain MXNet.
         """
-        return self._replace(rules=MappingProxyType(overrides.in_float32(self.rules)))
+        return self.changed(Change(in_float32=True))
 
-    def _replace(self, **fields: Any) -> "Policy":
-        """Return a policy with some fields replaced."""
-        return _interned(replace(self, **fields))
+    def changed(self, change: Change) -> "Policy":
+        """Return the policy after one more change; itself where that changes nothing."""
+        policy = _policy(self.target_dtype, self.device, (*self.changes, change), self._here)
+        return self if policy._list == self._list else policy
 
 
 def _wrong_type_error(given: Any) -> ArgumentError:
@@ -345,52 +436,130 @@ def _wrong_type_error(given: Any) -> ArgumentError:
     return ArgumentError(NO_POLICY.format(given=shown(given)) + hint)
 
 
+def _policy(dtype: str, device: str, changes: Tuple[Change, ...] = (), *now: Here) -> Policy:
+    """Return the policy with these fields."""
+    return _interned(Policy(dtype, device, changes, *now))
+
+
 @lru_cache(maxsize=None)
-def _own_policy(dtype: str, device: str, features: FrozenSet[str], custom: CustomClasses) -> Policy:
-    """Return the policy of mxamp's own operator list."""
-    # Cached: the caches of graphs and casts belong to a policy object.
-    return _interned(Policy(**vars(own_list(dtype, device, features, custom))))
-
-
-class _PolicyRegistry:
-    """The policies of the process, and the classes of custom operators for new policies."""
-
-    def __init__(self) -> None:
-        #: One policy object for each value in use: code that makes an equal policy in each step
-        #: finds the cached graphs and casts.
-        self.by_value: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
-        #: Policies of `autocast` regions. Graphs hold only the fingerprint, so keep them alive.
-        self.by_fingerprint: Dict[str, Policy] = {}
-        #: The class of each custom operator, by `op_type`.
-        self.custom_classes: Dict[str, str] = {}
-
-
-#: A global: graphs name policies by fingerprint, and MXNet's custom operators belong to a process.
-_policy_registry = _PolicyRegistry()
+def _own_policy(dtype: str, device: str, now: Here) -> Policy:
+    """Return mxamp's own policy; cached, since the caches of casts belong to a policy object."""
+    return _policy(dtype, device, (), now)
 
 
 def _interned(policy: Policy) -> Policy:
     """Return the existing policy equal to `policy`; else register `policy` and return it."""
-    return _policy_registry.by_value.setdefault(policy, policy)
+    return _policies.setdefault(policy, policy)
 
 
-def set_custom_class(op_type: str, op_class: str) -> None:
-    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
-    _policy_registry.custom_classes[op_type] = op_class
+def policy_from_data(data: Mapping[str, Any], device: Optional[str] = None) -> Policy:
+    """Return the policy of a file's tables, or of `Policy.text`; raise for any mistake.
+
+    `device` is the kind of device that is asked for. Files of mxamp 1 are whole operator lists.
+    """
+    check_data(data)
+    dtype, own = data["dtype"], data.get("device")
+    found = targets.check_device(dtype, device or own)
+    if own not in (None, found):
+        raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
+    policy = _policy(dtype, found)
+    listed = {
+        k: v for k, v in data.items() if k not in ("format", "device", "change", *origin(dtype))
+    }
+    if listed.keys() - {"dtype", "fp32_layers"}:
+        whole = Change(operator_list=json.dumps(listed, sort_keys=True))
+        policy = _policy(dtype, found, (whole,))
+        policy._list  # noqa: B018  # raises for a mistake in the tables
+    elif "fp32_layers" in listed:
+        policy = policy.override(fp32_layers=listed["fp32_layers"])
+    for table in data.get("change", ()):
+        policy = _changed_by_table(policy, dict(table))
+    return policy
 
 
-def custom_classes() -> CustomClasses:
-    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
-    return tuple(sorted(_policy_registry.custom_classes.items()))
+def _changed_by_table(policy: Policy, table: Dict[str, Any]) -> Policy:
+    """Return a policy with the change of a [[change]] table."""
+    if table == {"untuned": True}:
+        return policy.untuned()
+    if table == {"in_float32": True}:
+        return policy.in_float32()
+    wanted = table.get("substitutions")
+    if isinstance(wanted, list):
+        for name in set(wanted) - set(SUBSTITUTIONS):
+            logger.warning(DROPPED, name)
+        table["substitutions"] = [name for name in wanted if name in policy.substitutions]
+    with prefix_errors("[[change]]"):
+        return policy.override(**table)
 
 
-def _unpickled(
-    dtype: str,
-    device: str,
-    rules: Dict[str, Rule],
-    layers: Tuple[str, ...],
-    substitutions: Dict[str, str],
-) -> Policy:
-    """Return the policy of pickled fields."""
-    frozen = MappingProxyType(rules), layers, MappingProxyType(substitutions)
-    return _interned(Policy(dtype, device, *frozen))
+# ---------------------------------------------------------------------- the policy of a call
+
+
+class _Float32:
+    """The type of `FLOAT32`: the choice of "auto" where no half precision is fast."""
+
+    target_dtype = "float32"
+
+    def __bool__(self) -> Literal[False]:
+        # No policy is in force under it.
+        return False
+
+    def __repr__(self) -> str:
+        return "<float32, mixed precision off>"
+
+
+FLOAT32 = _Float32()
+
+#: A policy, or float32 chosen by "auto".
+Choice = Union[Policy, _Float32]
+
+
+def chosen_policy(
+    target_dtype: Any,
+    low: Names = None,
+    fp32: Names = None,
+    widest: Names = None,
+    conditional: Optional[Iterable[Conditional]] = None,
+    *,
+    policy: Optional[Policy] = None,
+    ctx: Any = None,
+) -> Choice:
+    """Return the policy that the arguments of `init` describe, or `FLOAT32`.
+
+    Like `Policy.from_lists`, but `target_dtype` may be "auto". Arguments are checked even where
+    "auto" means float32 and ignores them.
+    """
+    if policy is None or target_dtype is not DEFAULT_TARGET:
+        target_dtype = targets.check_target(target_dtype, TARGETS_OR_AUTO)
+    lists = (low, fp32, widest, conditional)
+    if not is_auto(target_dtype):
+        return Policy.from_lists(target_dtype, *lists, policy=policy, ctx=ctx)
+    device = targets.device_type(ctx) or machine.default_device()
+    dtype = machine.fast_dtype(device)
+    own = machine.default_dtype(device) if policy is None else DEFAULT_TARGET
+    where = device if policy is None else ctx
+    wanted = Policy.from_lists(own, *lists, policy=policy, ctx=where)
+    if dtype == "float32":
+        return FLOAT32
+    if (wanted.target_dtype, wanted.device) != (dtype, device):
+        own = f"{wanted.target_dtype} on the {wanted.device.upper()}"
+        chosen = f"{dtype} on the {device.upper()}"
+        raise ArgumentError(OTHER_POLICY.format(chosen=chosen, own=own))
+    return wanted
+
+
+def describe_difference(old: Choice, new: Choice) -> str:
+    """Return how two policies differ, in words: "target_dtype: bfloat16 instead of float16"."""
+    for name in ("target_dtype", "device"):
+        one, other = getattr(old, name, None), getattr(new, name, None)
+        if one != other:
+            return f"{name}: {one} instead of {other}"
+    steps = (_changes_in_words(one) for one in (old, new))
+    return "changes: {} instead of {}".format(*steps)
+
+
+def _changes_in_words(policy: Choice) -> str:
+    """Return the changes of a policy as arguments of `override`."""
+    changes = policy.changes if isinstance(policy, Policy) else ()
+    given = [f"{name}={shown(value)}" for one in changes for name, value in one.given().items()]
+    return shortened(given) or "none"

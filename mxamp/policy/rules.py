@@ -5,21 +5,8 @@ from typing import Mapping, NamedTuple, Optional, Tuple
 
 from .values import out_of_range, same_value
 
-__all__ = [
-    "CLASSES",
-    "LIMITED",
-    "SHAPE_RULES",
-    "SHOWN_CLASSES",
-    "SUBSTITUTIONS",
-    "UNLISTED",
-    "Condition",
-    "CustomClasses",
-    "MissingKernel",
-    "Rule",
-    "ShapeRule",
-    "long_sum_reason",
-    "has_long_sums",
-]
+#: (registered name, class) of each custom operator.
+CustomClasses = Tuple[Tuple[str, str], ...]
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
@@ -77,30 +64,33 @@ class Condition:
         return any(same_value(str(value), one) for one in self.values)
 
 
-class ShapeRule(NamedTuple):
-    """A rule that, depending on shapes and neighbors, keeps one operator in float32."""
+class Reason(NamedTuple):
+    """Why shapes or neighbors keep one call of an operator in float32."""
 
-    name: str  #: one of `SHAPE_RULES`
-    reason: str
-    limit: int = 0  #: the longest sum that long_sums leaves in the target dtype
+    kind: str  #: one of `SHAPE_RULES`, "substitution" or "small_call"
+    text: str  #: for reports; never compared
 
     @property
     def exact(self) -> bool:
-        """Whether the rule affects results, not only speed."""
-        return self.name in _EXACT
+        """Whether the reason affects results, not only speed."""
+        return self.kind in _EXACT
 
     @property
     def is_detour(self) -> bool:
-        """Whether the rule stands for a missing kernel, whatever the operator's class is."""
-        return self.name in _DETOURS
+        """Whether the reason is a missing kernel, whatever the operator's class is."""
+        return self.kind in _DETOURS
 
 
-class MissingKernel(NamedTuple):
-    """A kernel in the target dtype that a kind of device does not have."""
+class ShapeRule(NamedTuple):
+    """A rule that, depending on shapes and neighbors, keeps one operator in float32."""
 
-    reason: str
-    unless: Optional[str] = None  #: the CPU feature with which the kernel exists
-    computes: str = "float32"  #: the dtype to compute in without the kernel
+    reason: Reason
+    limit: int = 0  #: the longest sum that long_sums leaves in the target dtype
+
+    @property
+    def name(self) -> str:
+        """The rule's name, one of `SHAPE_RULES`."""
+        return self.reason.kind
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,6 @@ class Rule:
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why the kernel in the target dtype is missing; None: it exists
     computes: str = "float32"  #: the dtype to compute in where the kernel is missing
-    missing_kernels: Tuple[MissingKernel, ...] = ()  #: `missing` and `computes` for every CPU
     by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of registered custom operators
     lowers_custom: bool = True  #: False: custom operators registered as low are in class fp32
     by_shape: Tuple[ShapeRule, ...] = ()
@@ -141,14 +130,6 @@ class Rule:
     def has_shape_rule(self, shape_rule: str) -> bool:
         """Return whether the operator has the shape rule of this name, one of `SHAPE_RULES`."""
         return any(one.name == shape_rule for one in self.by_shape)
-
-    def is_detour(self, reason: Optional[str]) -> bool:
-        """Return whether `reason` belongs to a shape rule that stands for a missing kernel."""
-        return any(one.is_detour and one.reason == reason for one in self.by_shape)
-
-    def is_exact(self, reason: Optional[str]) -> bool:
-        """Return whether `reason` belongs to a shape rule that affects results."""
-        return any(one.exact and one.reason == reason for one in self.by_shape)
 
 
 UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
@@ -175,7 +156,7 @@ def _sum_length(
 
 def long_sum_reason(
     rule: Rule, attributes: Mapping[str, str], first_shape: Optional[Shape]
-) -> Optional[str]:
+) -> Optional[Reason]:
     """Return why the rule long_sums keeps a matrix product in float32; None if it does not.
 
     `first_shape` is the shape of the first input. Some kernels sum in half precision, which loses
@@ -195,9 +176,3 @@ def has_long_sums(
     """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes."""
     count = _sum_length(operator, attributes, first_shape)
     return count is None or count > limit
-
-
-# ---------------------------------------------------------------------- custom operators
-
-#: (registered name, class) of each custom operator.
-CustomClasses = Tuple[Tuple[str, str], ...]

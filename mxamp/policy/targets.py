@@ -9,23 +9,6 @@ from ..framework.machine import default_device, dtype_name, fast_dtype
 from ..framework.wording import one_of, shown
 from .rules import SHOWN_CLASSES
 
-__all__ = [
-    "AUTO",
-    "DEFAULT_TARGET",
-    "DEVICES",
-    "TARGETS",
-    "TARGETS_OR_AUTO",
-    "check_same_target",
-    "check_class",
-    "check_device",
-    "check_target",
-    "check_bool",
-    "device_type",
-    "is_auto",
-    "names_device",
-    "auto_error",
-]
-
 OTHER_POLICY = (
     "the policy is for {own}, but {given} is given beside it: give a policy for {given}, or leave "
     "{given} out"

@@ -6,18 +6,6 @@ import re
 import struct
 from typing import Any, List, Mapping, NamedTuple
 
-__all__ = [
-    "INFINITE_FROM",
-    "RANGES",
-    "flattens_data",
-    "parse_integers",
-    "is_dilated",
-    "is_true",
-    "kernel_axes",
-    "out_of_range",
-    "same_value",
-]
-
 
 class _Range(NamedTuple):
     """The magnitudes between which a dtype holds numbers with all digits."""

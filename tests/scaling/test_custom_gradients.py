@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import check_python, pairwise
 from mxamp.frontends import automatic
-from mxamp.policy.policy import _policy_registry
+from mxamp.policy.policy import _custom_classes
 
 SCALE = 2.0**8
 X = nd.array([[1, 2, 3], [4, 5, 6]])
@@ -226,13 +226,13 @@ def test_auxiliary_states_are_updated(way, dtype, op_type, hybrid):
 @pytest.mark.parametrize("kind", ["ignores", "reads", "unpacks"])
 @pytest.mark.parametrize("way", WAYS)
 def test_operators_registered_in_half_precision(monkeypatch, way, kind, hybrid):
-    monkeypatch.setitem(_policy_registry.custom_classes, "test_gradients", "low")
+    monkeypatch.setitem(_custom_classes, "test_gradients", "low")
     compared(way, "float16", kind, "test_gradients", hybrid=hybrid)
 
 
 @pytest.mark.parametrize("op_type", ["test_state", "test_state_no_top_gradient"])
 def test_auxiliary_states_are_never_cast(monkeypatch, op_type):
-    monkeypatch.setitem(_policy_registry.custom_classes, op_type, "low")
+    monkeypatch.setitem(_custom_classes, op_type, "low")
     compared("decorate", "float16", "ignores", op_type, hybrid=False)
 
 

@@ -211,7 +211,8 @@ class _Rewriter:
             reads = [self._restore(value) for value in inputs]
         else:
             reads = [self._cast_input(entry, decision, k) for k, entry in enumerate(entries)]
-        if rule.is_detour(kept) and decision.through is None and not self.usage.converting:
+        detour = kept is not None and kept.is_detour
+        if detour and decision.through is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.add_plain_layout(reads[0])
         read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
@@ -220,7 +221,7 @@ class _Rewriter:
         self.result.decisions[added] = decision
         if bodies:
             self.result.bodies[added] = list(bodies)
-        by_choice = (kept is not None and not rule.is_exact(kept)) or (
+        by_choice = (kept is not None and not kept.exact) or (
             op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
         inferred = self.inferred.get(key)

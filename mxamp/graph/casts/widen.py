@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import AbstractSet, Dict, FrozenSet, Mapping, NamedTuple, Sequence, Tuple
 
 from ...framework.machine import DTYPE_CODES
+from ...policy.active import OFF
 from ...policy.decision import CASTABLE
-from ...policy.regions import OFF, REGION
+from ...policy.regions import REGION
 from ..edit import Edit, View
 from ..ir import CASTS, Graph, Node, Output, body_inputs, infer_outputs
 from .builder import HALVES, is_inserted_cast

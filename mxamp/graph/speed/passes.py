@@ -10,6 +10,7 @@ from typing import Any, Callable, FrozenSet, Mapping, NamedTuple, Optional, Sequ
 
 from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
+from ...policy.rules import Reason
 from ..edit import Edit
 from ..ir import Node, Output
 
@@ -97,15 +98,16 @@ class Parts:
         **attrs: str,
     ) -> Sequence[Any]:
         """Add an operator with `count` outputs; return them."""
-        node, keep = self._node, self._pass.float32 or keep
+        node, why = self._node, self._pass.float32 or keep
+        kept = Reason("substitution", why) if why is not None else None
         attrs = {**node.hidden_attrs, **attrs}
         if not suffix:
-            fields = {"op": op, "attrs": attrs, "kept": keep or node.kept, "stands_for": node}
+            fields = {"op": op, "attrs": attrs, "kept": kept or node.kept, "stands_for": node}
             self._edit.change(self._i, inputs=list(inputs), **fields)
             return [(self._i, k) for k in range(node.num_outputs)]
         name = self._edit.unique_name(f"{node.name}_{suffix}")
         made, _ = self._edit.add_node(
-            Node(op, name, attrs, list(inputs), [], count, kept=keep, stands_for=node)
+            Node(op, name, attrs, list(inputs), [], count, kept=kept, stands_for=node)
         )
         return [(made, k) for k in range(count)]
 

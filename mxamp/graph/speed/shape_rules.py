@@ -12,7 +12,7 @@ from typing import AbstractSet, Callable, Dict, List, Mapping, Optional, Set, Tu
 
 from ...policy.policy import Policy
 from ...policy.regions import node_policies, policy_for_node
-from ...policy.rules import Rule, has_long_sums
+from ...policy.rules import Reason, Rule, has_long_sums
 from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
 from . import recurrent
@@ -107,9 +107,9 @@ def _kept_reasons(
     usage: Usage,
     known: Mapping[int, Shapes],
     substituted: Mapping[int, Match],
-) -> Dict[int, str]:
+) -> Dict[int, Reason]:
     """Return why operators stay in float32, by index of the operators that do."""
-    kept: Dict[int, str] = {}
+    kept: Dict[int, Reason] = {}
     blocked: Dict[Output, bool] = {}
     running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     norms, readers = nodes_before_norms(running), _reader_counts(graph, usage.stored)
@@ -141,7 +141,7 @@ def _kept_reasons(
     return kept
 
 
-def _reason_to_keep(site: Site, rule: Rule) -> Optional[str]:
+def _reason_to_keep(site: Site, rule: Rule) -> Optional[Reason]:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
     for one in reversed(rule.by_shape):
         if RULES[one.name](site, one.limit):
@@ -257,13 +257,13 @@ SMALL_CALL = "a small eager call: casting its inputs takes longer than bfloat16 
 
 def reason_to_keep_call(
     rule: Rule, attrs: Dict[str, str], shapes: Shapes, training: bool
-) -> Optional[str]:
+) -> Optional[Reason]:
     """Return why an eager call of a product with a float32 weight stays in float32, or None.
 
     Only a policy with rules about speed for the operator keeps calls by their size.
     """
     data, weight = (*shapes, None, None)[:2]
-    if data is None or weight is None or all(one.exact for one in rule.by_shape):
+    if data is None or weight is None or all(one.reason.exact for one in rule.by_shape):
         return None
     node = Node(rule.operator, "", attrs)
     site = Site(node, shapes, training, False, False, 1, False, False)
@@ -273,4 +273,4 @@ def reason_to_keep_call(
     # Of a convolution, an upper bound, exact for strides of 1.
     groups = int(attrs.get("num_group", "1"))
     outputs = math.prod(data) // max(1, weight[1] * groups)
-    return SMALL_CALL if outputs * math.prod(weight) <= _LEAST_EAGER else None
+    return Reason("small_call", SMALL_CALL) if outputs * math.prod(weight) <= _LEAST_EAGER else None

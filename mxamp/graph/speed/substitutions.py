@@ -8,6 +8,7 @@ substitutions, with their measured gains.
 
 from typing import Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from ...policy.rules import Reason
 from ..edit import Edit
 from ..ir import Graph
 from . import batched_products, convolutions, equivalents, recurrent, reductions
@@ -33,7 +34,7 @@ class Choices(NamedTuple):
     Graphs with equal choices share a compiled graph.
     """
 
-    kept: FrozenSet[Tuple[int, str]] = frozenset()
+    kept: FrozenSet[Tuple[int, Reason]] = frozenset()
     substituted: FrozenSet[Tuple[int, Match]] = frozenset()
     bodies: FrozenSet[Tuple[Tuple[int, int], "Choices"]] = frozenset()
 

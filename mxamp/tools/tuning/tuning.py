@@ -13,7 +13,6 @@ from ...framework.files import write_file
 from ...framework.tables import text_table
 from ...framework.wording import counted
 from ...policy.policy import Policy
-from ...policy.saving import policy_toml
 from ..debugging.explain import NodePlan, Plan
 
 __all__ = ["LayerCost", "Trial", "Tuning", "none_if_nan", "machine_of"]
@@ -233,7 +232,7 @@ class Tuning:
         report = "\n".join(f"# {_printable(line)}" for line in (*lines, *self.notes))
         date = datetime.now().astimezone().isoformat(" ", "minutes")
         write_file(
-            path, (_HEADER.format(date=date, report=report) + policy_toml(self.policy)).encode()
+            path, (_HEADER.format(date=date, report=report) + self.policy.to_toml()).encode()
         )
 
     def __str__(self) -> str:

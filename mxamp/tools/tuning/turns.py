@@ -14,7 +14,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Block, Trainer
 
-from ...policy.active import pop_policy, push_policy
+from ...policy.active import pop_region, push_policy
 from ...policy.policy import Policy
 from ...scaling.trainer import scale_loss
 from ..debugging.isolated import arrays_in
@@ -115,6 +115,6 @@ def step_function(
                     trainer.step(1, ignore_stale_grad=True)
             mx.nd.waitall()
         finally:
-            pop_policy()
+            pop_region()
 
     return run_step
