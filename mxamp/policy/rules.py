@@ -31,6 +31,7 @@ LIMITED = frozenset({"long_sums"})
 
 #: Names of substitutions in operator lists and policies: first those of `graph.speed` for graphs,
 #: then those for fused models only, then "sgd", the faster optimizer step of `patches.optimizers`.
+#: Files of 1.0 may name "global_pool", which no longer exists.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",
     "batch_dot", "global_pool", "pool_in_parts", "image_convolution", "split",

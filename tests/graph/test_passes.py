@@ -131,9 +131,6 @@ SUBSTITUTED = {
     ),
     "mean": Pattern(lambda x, p: S.mean(x, axis=(2, 3)), IMAGES, keeps_shape=False),
     "sum": Pattern(lambda x, p: S.sum(x, axis=1, keepdims=True), IMAGES, keeps_shape=False),
-    "global_pool": Pattern(
-        lambda x, p: S.contrib.AdaptiveAvgPooling2D(x, output_size=1), IMAGES, keeps_shape=False
-    ),
     "pool_in_parts": Pattern(
         lambda x, p: S.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg"), IMAGES,
         modes=("training",), keeps_shape=False,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Mapping, Optional, Tuple
 
 from ...policy.values import is_true, parse_integers
-from .passes import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Parts, has_elements
+from .passes import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Parts
 
 # The least elements of the summed array: with fewer, starting the additional operators takes
 # longer than the sum.
@@ -111,56 +111,41 @@ def _add_result(
 _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 
-def match_adaptive_pool(call: Call) -> Optional[Detail]:
-    """Return `_parts_of_map` for an AdaptiveAvgPooling2D that averages whole maps; else None."""
-    size = parse_integers(call.attrs.get("output_size", "()"))
-    return _parts_of_map(call) if size in ([], [1], [1, 1]) and has_elements(call) else None
-
-
 def match_pool(call: Call) -> Optional[Detail]:
-    """Return `_parts_of_map` for a global average Pooling with a slow gradient; else None."""
-    attrs = call.attrs
+    """Return (height, width) of the parts of a map to average first; None for other calls.
+
+    The call is a global average Pooling with a slow gradient. Where parts don't help, return the
+    shape without the batch: `pool_in_parts` then uses a product.
+    """
+    attrs, shape = call.attrs, call.shape
     if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
         return None
-    planar = call.shape is not None and len(call.shape) == PLANAR_AXES and has_elements(call)
-    fits = planar and attrs.get("layout", "None") in ("None", "NCHW")
-    return (_parts_of_map(call) or None) if fits else None
+    if shape is None or len(shape) != PLANAR_AXES or not all(shape):
+        return None
+    _, channels, *sides = shape
+    blocks = channels // BLOCK
+    plain = attrs.get("layout", "None") in ("None", "NCHW")
+    if not plain or channels % BLOCK or max(sides) <= blocks:
+        return None
+    fewest = [_least_divisor(side) for side in sides]
+    if max(fewest) > blocks:
+        return shape[1:]
+    return tuple([side // count for side, count in zip(sides, fewest)])
 
 
-def global_pool(parts: Parts, detail: Detail) -> None:
+def pool_in_parts(parts: Parts, detail: Detail) -> None:
     """Before: a global average. After: averages of parts and their average, or a product.
 
-    `detail` comes from `_parts_of_map`. oneDNN's Pooling has a bfloat16 kernel for blocked layouts.
+    Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
     """
-    if not detail:
-        parts.add("Pooling", "", *parts.inputs, **_GLOBAL)
-        return
     if len(detail) == PLANAR_AXES - 1:
-        _add_mean(
-            parts, {"axis": "(2, 3)", "keepdims": "True"}, (2, 4, 0, *detail), keep=parts.float32
-        )
+        attrs = {"axis": "(2, 3)", "keepdims": "True"}
+        _add_mean(parts, attrs, (2, 4, 0, *detail), keep=parts.float32)
         return
     size = f"({detail[0]}, {detail[1]})"
     small = {"kernel": size, "stride": size, "pool_type": "avg"}
     averages = parts.add("Pooling", "parts", *parts.inputs, **small)
     parts.add("Pooling", "", averages, **_GLOBAL)
-
-
-def _parts_of_map(call: Call) -> Detail:
-    """Return (height, width) of the parts of a map to average first, or () for a single step.
-
-    Where parts don't help, return the shape without the batch: `global_pool` then uses a product.
-    """
-    if not call.training or call.shape is None:
-        return ()
-    _, channels, *sides = call.shape
-    blocks = channels // BLOCK
-    if channels % BLOCK or max(sides) <= blocks:
-        return ()
-    fewest = [_least_divisor(side) for side in sides]
-    if max(fewest) > blocks:
-        return call.shape[1:]
-    return tuple([side // count for side, count in zip(sides, fewest)])
 
 
 def _least_divisor(side: int) -> int:
