@@ -125,11 +125,13 @@ class Change:
         """Return `before` with this change; raise for an operator in two lists."""
         rules, layers, substitutions = before
         if self.untuned:
-            return OperatorList(without_rules_for_speed(rules), layers, MappingProxyType({}))
+            untuned = MappingProxyType(without_rules_for_speed(rules))
+            return OperatorList(untuned, layers, MappingProxyType({}))
         if self.in_float32:
-            return OperatorList(in_float32(rules), layers, substitutions)
+            return OperatorList(MappingProxyType(in_float32(rules)), layers, substitutions)
         if self.neutral is not None:
-            return OperatorList(neutral_rules(rules, self.neutral), layers, substitutions)
+            neutral = MappingProxyType(neutral_rules(rules, self.neutral))
+            return OperatorList(neutral, layers, substitutions)
         if self.substitutions is not None:
             kept = {name: substitutions[name] for name in self.substitutions}
             substitutions = MappingProxyType(kept)
@@ -156,7 +158,7 @@ class Change:
         return MappingProxyType(result)
 
 
-def without_rules_for_speed(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
+def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     """Return `rules` without the shape rules that only affect speed."""
     return {
         name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
@@ -166,7 +168,7 @@ def without_rules_for_speed(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
 
 def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     """Return `rules` with all operators and custom operators of class low moved to class fp32."""
-    result = dict(without_rules_for_speed(rules))
+    result = without_rules_for_speed(rules)
     for name, rule in result.items():
         if rule.op_class == "low":
             result[name] = replace(

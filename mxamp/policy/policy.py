@@ -222,7 +222,7 @@ class Policy:
         return Caches()
 
     @classmethod
-    @checked_call(dtype="write target_dtype='bfloat16'", ctx="write device='gpu'")
+    @checked_call()
     def default(cls, target_dtype: Any = "float16", device: Any = None) -> "Policy":
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
@@ -242,7 +242,7 @@ class Policy:
         return _own_policy(dtype, kind, here())
 
     @classmethod
-    @checked_call(ctx="write device='gpu'")
+    @checked_call()
     def load(cls, path: Union[str, Path], device: Any = None) -> "Policy":
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
@@ -355,14 +355,7 @@ class Policy:
             return base
         return base.override(low, fp32, widest, conditional, replace_lists=True)
 
-    @checked_call(
-        fp32_ops="write fp32=[...]",
-        target_dtype_ops="write low=[...]",
-        target_precision_ops="write low=[...]",
-        widest_ops="write widest=[...]",
-        conditional_fp32_ops="write conditional=[...]",
-        excluded_sym_names="write fp32_layers=[...]",
-    )
+    @checked_call()
     def override(
         self,
         low: Names = None,

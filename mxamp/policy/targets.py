@@ -26,7 +26,6 @@ IN_FLOAT32 = (
     "init, give init_trainer a NoScaler(), and write autocast(enabled=False)"
 )
 NOT_POLICY = "; give a policy by its keyword, policy="
-NO_DEVICE = "; leave the device out, as in autocast('float16')"
 
 ONE_DTYPE = (
     "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. A "
@@ -67,15 +66,10 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
         said = NO_TARGET.format(allowed=one_of(allowed), given=shown(dtype))
-        hint = IN_FLOAT32 if name == "float32" else NO_DEVICE if names_device(dtype) else ""
+        hint = IN_FLOAT32 if name == "float32" else ""
         hint = NOT_POLICY if hasattr(dtype, "target_dtype") else hint
         raise ArgumentError(said + hint)
     return name
-
-
-def names_device(value: Any) -> bool:
-    """Return whether a value is a device name: the first argument of PyTorch's `autocast`."""
-    return isinstance(value, str) and value.partition(":")[0] in ("cuda", *DEVICES)
 
 
 def check_bool(name: str, value: Any) -> bool:
