@@ -1,10 +1,9 @@
-"""Run a graph node by node, and count its operators and casts: for tools."""
+"""Tensors, operators and casts of a graph, and calls of single nodes: for tools."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -14,7 +13,7 @@ from mxnet.symbol import Symbol
 from mxnet.symbol.numpy import _Symbol
 from mxnet.util import is_np_shape
 
-from ..framework.arrays import as_list, dtypes_of, invoke
+from ..framework.arrays import as_list, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from .casts.insert import PRECISION
@@ -154,32 +153,6 @@ def _known_shape(shape: Optional[Shape]) -> Optional[Shape]:
     return tuple(shape) if known else None
 
 
-#: A dimension for MXNet to infer.
-_UNKNOWN = re.compile(r"(?<!\d)(0|-1)(?!\d)")
-
-#: A function that runs a node on its inputs and returns its outputs.
-Runner = Callable[[Node, Sequence[NDArray]], Sequence[NDArray]]
-
-
-def interpret(graph: Graph, inputs: Mapping[str, NDArray], run: Runner) -> List[NDArray]:
-    """Return the outputs of a graph for inputs by name, running each node by `run`.
-
-    Autograd records the nodes instead of the graph. The results equal those of the graph, since
-    the same kernels run on the same values. Each loop runs as one node.
-    """
-    values: Dict[Output, NDArray] = {}
-    shapes = _inferred_shapes(graph, inputs)
-    for i, node in enumerate(graph.nodes):
-        if node.is_variable:
-            values[i, 0] = inputs[node.name]
-            continue
-        if i in shapes:
-            node = replace(node, attrs={**node.attrs, "shape": str(shapes[i])})  # noqa: PLW2901
-        outputs = run(node, [values[entry] for entry in node.inputs])
-        values.update({(i, k): array for k, array in enumerate(outputs)})
-    return [values[head] for head in graph.heads]
-
-
 def run_node(
     node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
 ) -> Sequence[NDArray]:
@@ -197,21 +170,6 @@ def run_node(
         operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
     )
     return as_list(outputs)
-
-
-def _inferred_shapes(graph: Graph, inputs: Mapping[str, NDArray]) -> Dict[int, Shape]:
-    """Return the inferred shapes of array-making nodes with an incomplete `shape`, by index."""
-    unshaped = [
-        i
-        for i, node in enumerate(graph.nodes)
-        if not node.inputs and _UNKNOWN.search(node.attrs.get("shape", ""))
-    ]
-    if not unshaped:
-        return {}
-    dtypes = dict(zip(inputs, dtypes_of(list(inputs.values()))))
-    found = tensors_of(graph, dtypes, {name: array.shape for name, array in inputs.items()})
-    shapes = {i: found[i, 0].shape for i in unshaped}
-    return {i: shape for i, shape in shapes.items() if shape is not None}
 
 
 def _cached_op(node: Node, input_count: int, is_np: bool) -> CachedOp:
