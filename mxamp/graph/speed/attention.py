@@ -64,9 +64,9 @@ class _Scores(NamedTuple):
 
 
 def fuse_attention(view: FusionView, edit: Edit) -> None:
-    """Replace the products of self-attention with oneDNN's, in bfloat16.
+    """Before: the products of self-attention. After: oneDNN's, in bfloat16.
 
-    Queries, keys and values have to come from dense layers that read the same data, or from one
+    Conditions: queries, keys and values come from dense layers that read the same data, or from one
     layer. They are merged to one, in float32, with the scale of the scores in its weight. An
     attention stays where its dense layers or heads have another consumer, where its operators are
     not the usual ones, and where the policy keeps one of its products in float32 or gives

@@ -35,11 +35,11 @@ _DENSE_ONLY = frozenset({"num_hidden", "flatten"})
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
-    """Replace dense layers with large weights by convolutions, in bfloat16.
+    """Before: dense layers with large weights. After: convolutions, in bfloat16.
 
-    A layer stays dense where the policy keeps it in float32, where `flatten` is off, and where its
-    weight has another consumer. Activations between two convolutions read the image. Float32 models
-    stay unchanged, because oneDNN's float32 convolution with a sigmoid turns NaN into 0.
+    Conditions: the policy does not keep the layer in float32, it flattens its data, and its weight
+    has no other consumer. Activations between two convolutions read the image. Float32 models stay
+    unchanged, because oneDNN's float32 convolution with a sigmoid turns NaN into 0.
     """
     is_set_by_user = any(view.policy.rule(op).given for op in ("Convolution", "FullyConnected"))
     if is_set_by_user or not view.policy.lowers:

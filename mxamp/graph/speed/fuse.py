@@ -122,7 +122,9 @@ def _without_shared_weights(graph: Graph) -> Graph:
 
 
 def _drop_no_ops(view: FusionView, edit: Edit) -> None:
-    """Drop copies and Dropouts, which are no-ops in inference.
+    """Before: copies and Dropouts, no-ops in inference. After: none.
+
+    Conditions: one output is read, and no graph output would become an input itself.
 
     MXNet's pass drops them too, but only after it has looked at the consumers of a product. It also
     renames the input of a net that begins with two of them.
@@ -140,7 +142,9 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
 
 
 def _arrange_parameters(view: FusionView, edit: Edit) -> None:
-    """Replace each array that is only arranged from parameters with a parameter of its own.
+    """Before: an array that is only arranged from parameters. After: a parameter of its own.
+
+    Conditions: the array is no graph output.
 
     GluonNLP's BERT joins the weights of queries, keys and values at each call, and a fused dense
     layer would pack the joined weight each time. Recurrent layers read the matrices, not the
@@ -164,7 +168,10 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
 
 
 def _rename_activations(view: FusionView, edit: Edit) -> None:
-    """Replace relu, sigmoid and tanh with `Activation`, which oneDNN fuses."""
+    """Before: relu, sigmoid or tanh. After: `Activation`, which oneDNN fuses.
+
+    Conditions: an operator of `mx.nd`, whose arrays are never empty.
+    """
     for i, node in enumerate(view.graph.nodes):
         if node.operator in ACTIVATIONS:
             edit.change(i, op="Activation", attrs={**node.attrs, "act_type": node.operator})
@@ -174,11 +181,13 @@ def _rename_activations(view: FusionView, edit: Edit) -> None:
 
 
 def fold_into_producers(view: FusionView, edit: Edit) -> None:
-    """Fold each BatchNorm into the weight and the bias of the product before it.
+    """Before: a product and a BatchNorm. After: the product with other weight and bias.
+
+    Conditions: the product and the parameters have no other consumer, and the policy does not keep
+    the BatchNorm in float32 by name.
 
     The values are folded in float32 and cast later: MXNet's own fusion folds in the dtype of the
-    weight, and bfloat16 rounds toward zero. A BatchNorm stays where the product or a parameter has
-    another consumer, and where the policy keeps it in float32 by name.
+    weight, and bfloat16 rounds toward zero.
     """
     for i, norm in enumerate(view.graph.nodes):
         if (
@@ -236,7 +245,9 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
 
 
 def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
-    """Add a fourth channel of zeros to color images and the weights of their convolutions.
+    """Before: convolutions of color images. After: of images with a fourth channel of zeros.
+
+    Conditions: those of the substitution of the same name, and a weight without other consumers.
 
     A 1x1 convolution in float32 adds the channel: it is one kernel, three times as fast as
     oneDNN's concatenation.
@@ -262,7 +273,9 @@ def _add_channel_by_convolution(edit: Edit, name: str, data: Output) -> Output:
 
 
 def _merge_groups(view: FusionView, edit: Edit) -> None:
-    """Merge narrow groups of convolutions to groups of 16 channels, with zeros between them.
+    """Before: narrow groups of convolutions. After: groups of 16 channels, with zeros between.
+
+    Conditions: those of the substitution of the same name, and a weight without other consumers.
 
     The substitution of the same name does this in graphs that run, but not in fused operators.
     """
