@@ -44,7 +44,7 @@ def conditions(rule):
 def test_a_file_means_what_it_meant(monkeypatch, name, features):
     usable = frozenset() if features == "none" else frozenset({"avx512", features})
     monkeypatch.setattr(machine, "onednn_features", lambda: usable)
-    policy, meant = Policy.load(FOLDER / f"{name}.toml"), MEANT["files"][name]
+    policy, meant = Policy.load(FOLDER / f"{name}.txt"), MEANT["files"][name]
     assert "".join(LETTERS[policy.rule(one).shown_class] for one in OPERATORS) == meant["classes"]
     assert decided(policy, "float32") == meant[f"wide, {features}"]
     assert decided(policy, policy.target_dtype) == meant[f"half, {features}"]
