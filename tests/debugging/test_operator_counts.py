@@ -249,6 +249,7 @@ def test_what_it_shows():
 def test_updates_count_by_their_own_names(optimizer, momentum, monkeypatch):
     # SGD's steps in bfloat16 are NumPy's, and parse their numbers by calls of MXNet's.
     monkeypatch.setattr(optimizers.machine, "threads", lambda: 1)
+    monkeypatch.setattr(optimizers, "_LEAST", 1)
     optimizers._parse_by_mxnet.cache_clear()
     net = nn.Dense(256, in_units=256, use_bias=False)
     net.initialize()

@@ -12,7 +12,6 @@ from planted import chain
 import mxamp as amp
 from helpers import operators_of, randn, same, values
 from models import model
-from mxamp.tools.debugging import isolated
 from nets import (
     NETS,
     Control,
@@ -150,7 +149,6 @@ def test_a_net_is_left_bitwise_as_it_was(make, fails):
     loss.backward()
     first = next(iter(net.collect_params().values()))
     first.grad_req = "add"
-    mx.random.seed(7)
     before = state(net)
 
     def fail(output, _label):
@@ -162,9 +160,6 @@ def test_a_net_is_left_bitwise_as_it_was(make, fails):
     else:
         compare(net, [(*data, None)] * 2, square, dtype="float16")
     assert state(net) == before
-    drawn = nd.random.uniform(shape=(4,))
-    mx.random.seed(7)
-    assert same(drawn, nd.random.uniform(shape=(4,)))
     first.grad_req = "write"
     with autograd.record():
         loss = square(net(*data), None)
@@ -182,10 +177,7 @@ def test_children_of_blocks_that_cannot_be_traced(hybrid, dtype):
         net.hybridize()
     result = compare(net, (randn(5, 4), None), square, dtype=dtype)
     kinds = [error.operator for error in result.outputs]
-    if hybrid:
-        assert kinds == ["FullyConnected", "BatchNorm", "_copy", "FullyConnected"]
-    else:
-        assert kinds == ["Dense", "BatchNorm", "Dropout", "Dense"]
+    assert kinds == ["FullyConnected", "BatchNorm", "_copy", "FullyConnected"]
     assert result.outputs[0].block == net.first.name
     assert [error.name for error in result.gradients] == [
         p.name for p in net.collect_params().values() if p.grad_req != "null"
@@ -280,7 +272,7 @@ def test_nets_that_were_not_run_or_not_initialized(make):
     net.initialize()
     result = compare(net, (randn(6, 3), None), square, dtype="float16")
     assert result.outputs[-1].relative < 0.01
-    assert not values(net[1].running_mean.data()).any()
+    assert net[1].running_mean._data is None
 
 
 @pytest.mark.parametrize("name", ["while_loop", "cond"])
@@ -382,7 +374,20 @@ def test_converted_and_cast_nets_are_refused():
             compare(other, batch, dtype="bfloat16")
 
 
-def test_masks_of_dropout_keep_the_mean():
-    mask = isolated._dropout_mask("drop", {"p": "0.25"}, (100, 100))
-    assert set(np.unique(mask)) == {0, np.float32(1 / 0.75)}
-    assert abs(mask.mean() - 1) < 0.05
+class Rows(gluon.Block):
+    """Computes with NumPy's shapes itself: none of it can be traced."""
+
+    def forward(self, x):
+        return nd.dot(x * float(x.shape[0]) * 1e4, nd.ones((8, 8))) * 1e-7
+
+
+def test_blocks_that_compute_eagerly(dtype):
+    net = nn.Sequential()
+    net.add(nn.Dense(8, in_units=4, activation="sigmoid"), Rows(), nn.Dense(3, in_units=8))
+    net.initialize()
+    result = compare(net, (randn(500, 4), None), square, dtype=dtype)
+    kinds = [error.operator for error in result.outputs]
+    assert kinds == ["FullyConnected", "Activation", "Rows", "FullyConnected"]
+    overflows = dtype == "float16"
+    assert (result.first_jump is not None) == overflows
+    assert not overflows or result.first_jump.operator == "Rows"

@@ -14,7 +14,7 @@ from ...errors import ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.wording import shown
 from ...policy.targets import TARGETS
-from .isolated import arrays_in
+from .measured import arrays_in
 
 __all__ = ["Batch", "batches_of", "block_of", "check_loss"]
 

@@ -22,37 +22,38 @@ from typing import (
 import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock
+from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.outputs import Distance, Model
 from ...errors import ArgumentError
-from ...framework.arrays import dtypes_of
+from ...framework.arrays import as_list, dtype_of
 from ...framework.keywords import checked_call
+from ...framework.machine import dtype_name
+from ...framework.patching import Patch
 from ...framework.wording import counted
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
-from ...graph.inspect import FLOATS, precision_of_node
+from ...graph.inspect import FLOATS, Tensor, precision_of_node
 from ...graph.ir import CASTS, Graph, Output
 from ...patches.autocast import autocast, policy_for
+from ...patches.cached_op import PolicyCachedOp
 from ...policy.policy import Policy
 from ...scaling.finite import all_finite
 from ...scaling.scaler import LossScaler, positive_number
 from .batches import Batch, batches_of, block_of, check_loss
 from .blocks import BlockNames, blocks_in
-from .isolated import (
-    BoundGraph,
-    IsolatedNet,
-    IsolatedRun,
-    Recorded,
-    Seeds,
+from .measured import (
+    alike_numbers,
     arrays_in,
+    copied,
     dense_values,
+    explained_errors,
+    gradients_of,
     loss_of,
-    trained_arrays,
 )
+from .observing import Observer, Original, patch_over
 from .results import Result, Table
-
-__all__ = ["Comparison", "TensorError", "compare"]
 
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
 JUMP = 8.0
@@ -61,7 +62,7 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
 NOT_FLOAT32 = (
-    "layer {name!r} computes in {precision} with mixed precision off: compare takes a float32 net, "
+    "{name!r} is in {precision} with mixed precision off: compare takes a float32 net, "
     "not one that was converted or cast"
 )
 
@@ -210,9 +211,8 @@ def compare(
     Parameters
     ----------
     net : Block, or (symbol, arg_params, aux_params)
-        Not changed: parameters, gradients, statistics, graphs and random number generators stay. If
-        the net draws random numbers other than for `Dropout`, the state of MXNet's generator, which
-        can't be read, changes.
+        Not changed: a deep copy runs, hybridized where it can be traced. MXNet's random number
+        generator continues from a number drawn before.
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a list or DataLoader of batches. With a loss, a batch is a tuple of the net's
         inputs and the label; for a saved model, a dict of inputs by name.
@@ -252,7 +252,7 @@ class _Layer(NamedTuple):
     """One output of a layer in one run, and the keys of the outputs that it was computed from."""
 
     block: str
-    operator: str
+    operator: str  #: "" for an input of the net
     precision: str
     values: Any  #: a float32 NumPy array
     sources: FrozenSet[Key]
@@ -282,43 +282,44 @@ class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
 
 
 class _Comparer:
-    """Runs a net in float32 and in mixed precision, and collects the errors of all batches."""
+    """Runs a copy of a net in both precisions, and collects the errors of all batches."""
 
-    def __init__(
-        self,
-        net: Block,
-        loss: Optional[Callable[[Any, Any], Any]],
-        policy: Policy,
-        loss_scale: Optional[float],
-    ) -> None:
-        self.loss, self.policy = loss, policy
-        self.isolated = IsolatedNet(net, loss)
+    def __init__(self, net: Block, loss: Any, policy: Policy, loss_scale: Optional[float]) -> None:
+        self.net, self.loss, self.policy = net, loss, policy
         #: The scale is lowered as in training, unless it was given.
         self.searches_scale = loss_scale is None and policy.target_dtype == "float16"
         self.scale = loss_scale or (LossScaler().loss_scale if self.searches_scale else 1.0)
-        self.seeds = Seeds()
         self.outputs, self.gradients = _Errors(), _Errors()
         self.sources: Dict[Key, FrozenSet[Key]] = {}
 
     def run(self, batches: Iterator[Batch]) -> Comparison:
         """Run all batches in both precisions; return the comparison."""
-        with self.seeds.restored():
+        net = None
+        for param in self.net.collect_params().values():
+            if dtype_name(param.dtype) in HALVES:
+                raise ArgumentError(
+                    NOT_FLOAT32.format(name=param.name, precision=dtype_name(param.dtype))
+                )
+        with alike_numbers() as seed:
             for batch in batches:
-                self._add_batch(batch)
+                with explained_errors(self.net, batch.inputs, labeled=self.loss is not None):
+                    net = net or copied(self.net, batch.inputs)
+                    self._add_batch(net, batch, seed)
+        errors = [self.outputs.error_of(key) for key in self.outputs]
         return Comparison(
             self.policy.target_dtype,
             self.scale,
-            tuple(map(self.outputs.error_of, self.outputs)),
+            tuple(error for error in errors if error.operator),
             tuple(map(self.gradients.error_of, self.gradients)),
             self._first_jump(),
         )
 
-    def _add_batch(self, batch: Batch) -> None:
+    def _add_batch(self, net: Block, batch: Batch, seed: Callable[[], None]) -> None:
         """Run a batch in both precisions, and add the errors of its outputs and gradients."""
-        with self.isolated.block(batch.inputs) as block:
-            plain, gradients = self._run_batch(block, batch, None)
-        with self.isolated.block(batch.inputs) as block:
-            mixed, scaled = self._run_batch(block, batch, self.policy)
+        # Dropout draws the same elements in one dtype alone.
+        policy = self.policy.override(fp32=["Dropout"])
+        plain, gradients = self._run_batch(net, batch, seed, None)
+        mixed, scaled = self._run_batch(net, batch, seed, policy)
         for key, layer in plain.layers.items():
             self.sources.setdefault(key, layer.sources)
             other = mixed.layers.get(key)
@@ -332,33 +333,26 @@ class _Comparer:
             self.gradients.add(name, name, *layers, (values, scaled[name]))
 
     def _run_batch(
-        self, block: Block, batch: Batch, policy: Optional[Policy]
+        self, net: Block, batch: Batch, seed: Callable[[], None], policy: Optional[Policy]
     ) -> Tuple["_LayerRun", Dict[str, Any]]:
         """Run a batch under a policy, or in float32; return its layers and unscaled gradients."""
-        run = _LayerRun(self.isolated.net, self.seeds, plain=policy is None)
         training = self.loss is not None
-        recording = autograd.record() if training else autograd.pause(train_mode=False)
-        with autocast(enabled=policy is not None, policy=policy), run.opened():
-            explained = self.isolated.explained_errors(batch.inputs)
-            with recording, run.recording(block, batch.inputs), explained:
-                first = [block(*batch.inputs)]
-            if self.loss is None:
-                return run, {}
-            loss = self.loss
-
-            def record_loss() -> Any:
-                with autograd.record():
-                    found = first.pop() if first else block(*batch.inputs)
-                    return loss_of(loss, found, batch.label)
-
-            recorded = Recorded(block, record_loss)
-            params = trained_arrays(block)
-            arrays, scale = list(params.values()), 1.0 if policy is None else self.scale
-            gradients = recorded.gradients(arrays, scale)
-            while policy and self.searches_scale and scale > 1 and not all_finite(gradients):
-                self.scale = scale = scale / 2
-                gradients = recorded.gradients(arrays, scale)
-        return run, {n: dense_values(g) / np.float32(scale) for n, g in zip(params, gradients)}
+        scale = 1.0 if policy is None else self.scale
+        while True:
+            run = _LayerRun(net, plain=policy is None)
+            seed()
+            with autocast(enabled=policy is not None, policy=policy), run.opened():
+                with autograd.record() if training else autograd.pause(train_mode=False):
+                    with run.recording(batch.inputs):
+                        output = net(*batch.inputs)
+                    found = loss_of(self.loss, output, batch.label) if training else None
+                if not training:
+                    return run, {}
+                gradients = gradients_of(found, net, scale)
+            searches = policy is not None and self.searches_scale and scale > 1
+            if not searches or all_finite(list(gradients.values())):
+                return run, {n: dense_values(g) / np.float32(scale) for n, g in gradients.items()}
+            self.scale = scale = scale / 2
 
     def _first_jump(self) -> Optional[TensorError]:
         """Return the first layer whose error is larger than rounding explains, or None."""
@@ -373,7 +367,8 @@ class _Comparer:
             errors[key] = error, lost
             if key in self.outputs:
                 found = self.outputs.error_of(key)
-                if found.relative > JUMP * max(error, roundoff) or (found.lost and not lost):
+                jumps = found.relative > JUMP * max(error, roundoff) or (found.lost and not lost)
+                if jumps and found.operator:
                     return found
                 errors[key] = found.relative, found.lost
         return None
@@ -382,78 +377,85 @@ class _Comparer:
 # ---------------------------------------------------------------------- one run, layer by layer
 
 
-class _LayerRun(IsolatedRun):
+class _LayerRun(Observer):
     """Records the outputs of a net's layers, within `recording`.
 
     In a `plain` run, a layer that computes in half precision raises `ArgumentError`.
     """
 
-    def __init__(self, net: Block, seeds: Seeds, plain: bool) -> None:
-        super().__init__(seeds)
-        self._plain = plain
-        self._records_layers = False
+    def __init__(self, net: Block, plain: bool) -> None:
+        super().__init__()
+        self._net, self._plain, self._is_recording = net, plain, False
+        self._params = frozenset(net.collect_params())
+        self._block_names = BlockNames(net)
         self._calls: "Counter[str]" = Counter()
-        #: By `id`, each array and the keys that it was computed from.
-        self._producers: Dict[int, Tuple[NDArray, FrozenSet[Key]]] = {}
+        #: The arrays that layers have returned, by id.
+        self._made: Dict[int, NDArray] = {}
         #: The layers, in the order of execution.
         self.layers: Dict[Key, _Layer] = {}
         #: The first layer that reads a parameter, by the parameter's name.
         self.readers: Dict[str, Key] = {}
-        self._block_names = BlockNames(net)
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches of graphs."""
+        return [
+            *self.graph_patches(),
+            patch_over(PolicyCachedOp, "__call__", self._call_graph),
+        ]
 
     @contextlib.contextmanager
-    def recording(self, block: Block, inputs: Sequence[Any]) -> Iterator[None]:
-        """Context in which the layers of a block are recorded; it is called on `inputs`."""
-        for array in arrays_in(inputs):
-            self._producers[id(array)] = array, frozenset()
+    def recording(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Context in which the layers of the net are recorded; it is called on `inputs`."""
+        self._made.update((id(array), array) for array in arrays_in(inputs))
         hooks = [
-            one.register_forward_hook(self._record_block)
-            for one in blocks_in(block)
-            if not (isinstance(one, HybridBlock) and one._active)
+            block.register_forward_hook(self._record_block)
+            for block in blocks_in(self._net)
+            if not (isinstance(block, HybridBlock) and block._active)
         ]
-        self._records_layers = True
+        self._is_recording = True
         try:
             yield
         finally:
-            self._records_layers = False
+            self._is_recording = False
             for hook in hooks:
                 hook.detach()
 
-    def run_graph(self, bound: BoundGraph) -> List[NDArray]:
+    def _call_graph(
+        self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
+    ) -> Any:
         """Run a graph, and record the outputs of its nodes that are read."""
-        if not self._records_layers:
-            return super().run_graph(bound)
-        heads = bound.graph.heads
-        bound = bound.with_heads([*heads, *_inner_outputs(bound.graph)])
-        # Before the run: CPUs lack kernels for much of a graph in half precision.
-        for i, node in enumerate(bound.graph.nodes):
-            if not node.is_variable:
-                self._require_float32(node.name, precision_of_node(bound.graph, i, bound.tensors))
-        outputs = super().run_graph(bound)
-        keys = self._record_nodes(bound, dict(zip(bound.graph.heads, outputs)))
-        for head, array in zip(heads, outputs):
-            self._producers[id(array)] = array, keys.get(head, frozenset())
-        return outputs[: len(heads)]
+        if not self._is_recording:
+            return original(op, *args, **options)
+        symbol, inputs = op.graph_of(args)
+        values = dict(zip(symbol.list_inputs(), inputs))
+        graph = Graph.from_symbol(symbol)
+        entries = [*graph.heads, *_inner_outputs(graph)]
+        inner = replace(graph, heads=entries).to_symbol(type(symbol))
+        outputs = as_list(CachedOp(inner)(*(values[name] for name in inner.list_inputs())))
+        self._record_nodes(graph, values, dict(zip(entries, outputs)))
+        made = list(outputs[: len(graph.heads)])
+        self._made.update((id(array), array) for array in made)
+        return made
 
     def _record_nodes(
-        self, bound: BoundGraph, arrays: Mapping[Output, NDArray]
-    ) -> Dict[Output, FrozenSet[Key]]:
-        """Record the outputs `arrays` of a graph's nodes.
-
-        Returns for each output its key, or for an output that is not recorded its sources' keys.
-        """
-        graph, tensors = bound.graph, bound.tensors
+        self, graph: Graph, inputs: Mapping[str, NDArray], arrays: Mapping[Output, NDArray]
+    ) -> None:
+        """Record the outputs `arrays` of a graph's nodes."""
         rounded = _rounding_casts(graph)
+        tensors = {entry: Tensor(dtype_of(array), None) for entry, array in arrays.items()}
         keys: Dict[Output, FrozenSet[Key]] = {}
         for i, node in enumerate(graph.nodes):
+            sources = frozenset().union(*(keys[entry] for entry in node.inputs))
             if node.is_variable:
-                keys[i, 0] = self._sources_of([bound.values.get(node.name)])
+                tensors[i, 0] = Tensor(dtype_of(inputs[node.name]), None)
+                is_data = node.name not in self._params
+                keys[i, 0] = self._record_inputs([inputs[node.name]]) if is_data else sources
                 continue
-            sources = frozenset().union(*(keys.get(entry, frozenset()) for entry in node.inputs))
             block = self._block_names.of_node(node.name)
-            inputs = [graph.nodes[source] for source, _ in node.inputs]
-            read = [one.name for one in inputs if one.is_variable]
+            read = [graph.nodes[j].name for j, _ in node.inputs if graph.nodes[j].is_variable]
+            tensors.setdefault((i, 0), Tensor("float32", None))
             precision = precision_of_node(graph, i, tensors)
+            self._require_float32(node.name, precision)
             for k in range(node.num_outputs):
                 keys[i, k] = sources
                 if (i, k) in arrays and tensors[i, k].dtype in FLOATS:
@@ -461,27 +463,34 @@ class _LayerRun(IsolatedRun):
                     layer = _Layer(block, node.operator, precision, found, sources)
                     keys[i, k] = frozenset({self._record(node.name, k, layer, read)})
             self._calls[node.name] += 1
-        return keys
+
+    def _record_inputs(self, arrays: Sequence[NDArray]) -> FrozenSet[Key]:
+        """Record the inputs of a graph or of a block, whose errors are not its own."""
+        keys = set()
+        for array in arrays:
+            dtype = dtype_of(array)
+            if dtype in FLOATS:
+                layer = _Layer("", "", dtype, dense_values(array), frozenset())
+                keys.add(self._record("", 0, layer, ()))
+                self._calls[""] += 1
+        return frozenset(keys)
 
     def _record_block(self, block: Block, inputs: Sequence[Any], outputs: Any) -> None:
         """Record those outputs of a block that none of its children has returned."""
-        if not self._records_layers:
+        made = [array for array in arrays_in(outputs) if id(array) not in self._made]
+        if not made or not self._is_recording:
             return
-        read_arrays = arrays_in(inputs)
-        sources = self._sources_of(read_arrays)
-        if self.layers and any(id(array) not in self._producers for array in read_arrays):
-            # Eager code between blocks has computed an input: take the last layer for its source.
-            sources |= {next(reversed(list(self.layers)))}
-        made = [array for array in arrays_in(outputs) if id(array) not in self._producers]
+        sources = self._record_inputs(arrays_in(inputs))
         for k, array in enumerate(made):
-            dtype, keys = dtypes_of([array])[0], sources
+            self._made[id(array)] = array
+            dtype = dtype_of(array)
             if dtype in FLOATS:
                 self._require_float32(block.name, dtype)
-                kind, read = type(block).__name__, [p.name for p in block._reg_params.values()]
-                layer = _Layer(block.name, kind, dtype, dense_values(array), sources)
-                keys = frozenset({self._record(block.name, k, layer, read)})
-            self._producers[id(array)] = array, keys
-        self._calls[block.name] += bool(made)
+                read = [param.name for param in block._reg_params.values()]
+                values = dense_values(array)
+                layer = _Layer(block.name, type(block).__name__, dtype, values, sources)
+                self._record(block.name, k, layer, read)
+        self._calls[block.name] += 1
 
     def _record(self, name: str, output: int, layer: _Layer, params: Sequence[str]) -> Key:
         """Record an output of a layer that reads these parameters; return the output's key."""
@@ -490,11 +499,6 @@ class _LayerRun(IsolatedRun):
         for param in params:
             self.readers.setdefault(param, key)
         return key
-
-    def _sources_of(self, arrays: Sequence[Optional[NDArray]]) -> FrozenSet[Key]:
-        """Return the keys of the layers' outputs that arrays were computed from."""
-        known = [self._producers[id(array)][1] for array in arrays if id(array) in self._producers]
-        return frozenset().union(*known)
 
     def _require_float32(self, name: str, precision: str) -> None:
         """Raise `ArgumentError` if a layer of a plain run computes in half precision."""
