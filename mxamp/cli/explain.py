@@ -1,9 +1,11 @@
 """`mxamp explain` and `mxamp operators`: the precision of a model's operators, or of all."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import re
-from typing import Dict, Optional, Sequence
+from typing import Sequence
 
 import click
 
@@ -28,11 +30,6 @@ from .options import (
 )
 from .output import examples, help_paragraph, in_options, usage_error
 from .screen import print_table
-
-__all__ = [
-    "explain",
-    "operators",
-]
 
 CONVERTED = "This model was converted before. The table is the plan of converting it again."
 _EXAMPLES = examples(
@@ -60,14 +57,14 @@ _EXAMPLES = examples(
 def explain(
     prefix: str,
     epoch: int,
-    device: Optional[str],
+    device: str | None,
     keep_fp32: Sequence[str],
-    policy: Optional[str],
-    dtype: Optional[str],
+    policy: str | None,
+    dtype: str | None,
     as_json: bool,
-    mode: Optional[str],
+    mode: str | None,
     inputs: Sequence[str],
-    **wanted: Optional[str],
+    **wanted: str | None,
 ) -> None:
     """Show the precision of each operator of a saved model, and why.
 
@@ -103,7 +100,7 @@ def explain(
     click.echo(in_options(plan.summary()))
 
 
-def _filtered(plan: Plan, name: Optional[str], precision: Optional[str]) -> Plan:
+def _filtered(plan: Plan, name: str | None, precision: str | None) -> Plan:
     """Return the part of a plan with operators of this name and precision; raise if empty."""
     named = plan.filter(name=name) if name is not None else plan
     if name is not None and not len(named):
@@ -140,10 +137,10 @@ _CLASSES = (
 @click.option("--class", "op_class", type=click.Choice(SHOWN_CLASSES), help="Only this class.")
 def operators(
     names: Sequence[str],
-    dtype: Optional[str],
-    device: Optional[str],
-    policy: Optional[str],
-    op_class: Optional[str],
+    dtype: str | None,
+    device: str | None,
+    policy: str | None,
+    op_class: str | None,
 ) -> None:
     """Show the precision class of MXNet's operators, and why.
 
@@ -166,7 +163,7 @@ def operators(
 
 def _operator_names(names: Sequence[str]) -> Sequence[str]:
     """Return the canonical names of MXNet's operators for names, aliases and patterns."""
-    found: Dict[str, None] = {}
+    found: dict[str, None] = {}
     for pattern in names:
         if not set("*?[") & set(pattern):
             found[resolve(pattern).name] = None

@@ -1,7 +1,9 @@
 """The batches that a measurement runs on, and blocks made of saved models to run on them."""
 
+from __future__ import annotations
+
 import warnings
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Tuple
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple
 
 import mxnet as mx
 from mxnet.context import current_context
@@ -15,8 +17,6 @@ from ...framework.machine import dtype_name
 from ...framework.wording import shown
 from ...policy.targets import TARGETS
 from .measured import arrays_in
-
-__all__ = ["Batch", "batches_of", "block_of", "check_loss"]
 
 NOT_A_LOSS = "loss must be a function of the net's output and the label, not {given}"
 DTYPE_FIRST = ": give the dtype by its keyword, target_dtype= or dtype="
@@ -38,7 +38,7 @@ BY_NAME = "the inputs of a saved model are given by name, as a dict, not as {giv
 class Batch(NamedTuple):
     """The inputs of one call of a net, and the label for its loss."""
 
-    inputs: Tuple[Any, ...]
+    inputs: tuple[Any, ...]
     label: Any = None
 
 
@@ -82,7 +82,7 @@ def _checked_batch(batch: Any, labeled: bool) -> Batch:
     return Batch(parts[:-1], parts[-1])
 
 
-def block_of(model: Any, batches: Iterable[Batch]) -> Tuple[SymbolBlock, Iterator[Batch]]:
+def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
     """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
     if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
         raise ArgumentError(NOT_A_NET.format(given=shown(model)))

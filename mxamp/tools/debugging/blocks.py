@@ -1,15 +1,13 @@
 """The Gluon blocks of a net, and the block that a graph node belongs to."""
 
-from typing import Dict, List, Optional
+from __future__ import annotations
 
 from mxnet.gluon import Block
 
-__all__ = ["BlockNames", "blocks_in"]
 
-
-def blocks_in(net: Block) -> List[Block]:
+def blocks_in(net: Block) -> list[Block]:
     """Return a net and all blocks in it, once each."""
-    found: Dict[int, Block] = {}
+    found: dict[int, Block] = {}
     net.apply(lambda block: found.setdefault(id(block), block))
     return list(found.values())
 
@@ -17,7 +15,7 @@ def blocks_in(net: Block) -> List[Block]:
 class BlockNames:
     """The names of a net's blocks, found by the prefix that Gluon gives to the nodes of a block."""
 
-    def __init__(self, net: Optional[Block]) -> None:
+    def __init__(self, net: Block | None) -> None:
         pairs = [(block.prefix, block.name) for block in blocks_in(net)] if net is not None else []
         self._by_prefix = sorted(pairs, key=lambda pair: -len(pair[0]))
 

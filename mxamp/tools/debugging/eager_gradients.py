@@ -3,10 +3,12 @@
 The gradient of such a zero is that of the input, as the call alone makes it.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 from collections import deque
-from typing import Any, Deque, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -33,13 +35,13 @@ class RecordedCall:
 
     def __init__(self, site: Site, inputs: Sequence[NDArray]) -> None:
         self.site, self.inputs = site, inputs
-        self.zeros: Dict[int, NDArray] = {}
+        self.zeros: dict[int, NDArray] = {}
         self.outputs: Sequence[NDArray] = ()
         self.is_ignored = False  #: faults of its gradients are not reported
         self.is_half = False
         self.graph: Any = None  #: for the call of a block, what watches its graph
 
-    def gradients(self) -> Dict[int, Tensor]:
+    def gradients(self) -> dict[int, Tensor]:
         """Return the gradients of its inputs by position, if the last backward pass reached it."""
         found = {i: zero.grad for i, zero in self.zeros.items() if zero._fresh_grad}
         if found or not self.zeros:
@@ -53,24 +55,24 @@ class EagerGradients:
     """The recorded calls whose backward pass has not run."""
 
     def __init__(self) -> None:
-        self._calls: Deque[RecordedCall] = deque(maxlen=_MOST_CALLS)
+        self._calls: deque[RecordedCall] = deque(maxlen=_MOST_CALLS)
         self._lock = threading.Lock()
 
-    def record(self, site: Site, inputs: Sequence[NDArray]) -> "Tuple[RecordedCall, List[NDArray]]":
+    def record(self, site: Site, inputs: Sequence[NDArray]) -> tuple[RecordedCall, list[NDArray]]:
         """Record a call; return it, and its inputs plus zeros where that tells their gradients."""
         call = RecordedCall(site, inputs)
         with self._lock:
             self._calls.append(call)
         return call, [_plus_zero(call, i, array) for i, array in enumerate(inputs)]
 
-    def fault(self) -> Optional[Tuple[RecordedCall, Fault]]:
+    def fault(self) -> tuple[RecordedCall, Fault] | None:
         """Return the call and the first fault of the backward pass that has just run, or None."""
         with self._lock:
             reached = [(call, found) for call in self._calls if (found := call.gradients())]
             gone = {id(call) for call, _ in reached}
             self._calls = deque((c for c in self._calls if id(c) not in gone), _MOST_CALLS)
         # Whether values other than 0 have come to an array, by id, from the calls that read it.
-        alive: Dict[int, bool] = {}
+        alive: dict[int, bool] = {}
         for call, gradients in reversed(reached):
             came = [alive[id(output)] for output in call.outputs if id(output) in alive]
             for i, gradient in gradients.items():
@@ -110,7 +112,7 @@ def _plus_zero(call: RecordedCall, i: int, array: NDArray) -> NDArray:
     return result
 
 
-def _unwatched(operator: str) -> Set[int]:
+def _unwatched(operator: str) -> set[int]:
     """Return the positions of inputs whose gradients are always zero, or can't be read."""
     found = resolve(operator)
     positions = zero_gradient_inputs().get(found.handle, frozenset())

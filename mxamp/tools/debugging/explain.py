@@ -1,23 +1,13 @@
 """`explain`: the plan of a policy for a model, operator by operator, with reasons."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import (
-    Any,
-    Dict,
-    FrozenSet,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from mxnet.gluon import HybridBlock
@@ -55,8 +45,6 @@ from ...policy.policy import Policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
 from .results import Result, Table
 
-__all__ = ["MODES", "PRECISIONS", "Cast", "NodePlan", "OfflineCast", "Plan", "explain"]
-
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = ("converted", "inference", "training")
@@ -81,9 +69,9 @@ class NodePlan:
     operator: str
     precision: str
     reason: str
-    inputs: Tuple[Tuple[str, Optional[str]], ...] = ()  #: (name, the dtype it is cast to or None)
-    error: Optional[float] = None  #: the error of low precision here, as measured by `tune`
-    gain: Optional[float] = None  #: milliseconds that low precision saves here
+    inputs: tuple[tuple[str, str | None], ...] = ()  #: (name, the dtype it is cast to or None)
+    error: float | None = None  #: the error of low precision here, as measured by `tune`
+    gain: float | None = None  #: milliseconds that low precision saves here
 
 
 @dataclass(frozen=True)
@@ -147,17 +135,17 @@ class Plan(Result):
 
     target_dtype: str
     device: str
-    nodes: Tuple[NodePlan, ...]
-    casts: Tuple[Cast, ...]
-    inputs: Tuple[str, ...] = ()
+    nodes: tuple[NodePlan, ...]
+    casts: tuple[Cast, ...]
+    inputs: tuple[str, ...] = ()
     bytes_before: int = 0
     bytes_after: int = 0
-    offline: Tuple[OfflineCast, ...] = ()
+    offline: tuple[OfflineCast, ...] = ()
     mode: str = MODES[0]
     has_run: bool = False
 
     @property
-    def lossy(self) -> Tuple[OfflineCast, ...]:
+    def lossy(self) -> tuple[OfflineCast, ...]:
         """The parameters that lose values when they are cast offline.
 
         ::
@@ -197,9 +185,9 @@ class Plan(Result):
     def filter(
         self,
         name: str = "*",
-        operator: Optional[str] = None,
-        precision: Optional[str] = None,
-    ) -> "Plan":
+        operator: str | None = None,
+        precision: str | None = None,
+    ) -> Plan:
         """Return the plan with the operators that match; `name` may hold * and ?.
 
         `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
@@ -218,7 +206,7 @@ class Plan(Result):
         )
         return replace(self, nodes=kept)
 
-    def compare(self, other: "Plan") -> List[Tuple[str, Optional[str], Optional[str]]]:
+    def compare(self, other: Plan) -> list[tuple[str, str | None, str | None]]:
         """Return (name, precision here, precision there) of operators that differ.
 
         ::
@@ -233,11 +221,11 @@ class Plan(Result):
         names = dict.fromkeys((*here, *there))
         return [(n, here.get(n), there.get(n)) for n in names if here.get(n) != there.get(n)]
 
-    def counts(self) -> Dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values; with errors and gains for tuned policies only.
 
         ::
@@ -296,7 +284,7 @@ class Plan(Result):
         """
         return any(node.error is not None or node.gain is not None for node in self.nodes)
 
-    def rows(self) -> Tuple[Sequence[str], Sequence[Sequence[Any]]]:
+    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return headings and rows of the table."""
         costs = ("error", "gain ms") if self.is_tuned else ()
         rows = [
@@ -356,16 +344,16 @@ def _quoted(text: str) -> str:
     shapes="write input_shapes=",
 )
 def explain(
-    model: Union[Symbol, HybridBlock],
+    model: Symbol | HybridBlock,
     target_dtype: Any = None,
     *,
-    policy: Optional[Policy] = None,
+    policy: Policy | None = None,
     excluded_sym_names: Layers = None,
-    input_dtypes: Optional[Mapping[str, Any]] = None,
-    params: Optional[Mapping[str, NDArray]] = None,
+    input_dtypes: Mapping[str, Any] | None = None,
+    params: Mapping[str, NDArray] | None = None,
     example_inputs: Examples = None,
-    mode: Optional[str] = None,
-    input_shapes: Optional[Mapping[str, Sequence[int]]] = None,
+    mode: str | None = None,
+    input_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """Show which precision each operator of a model computes in, and why.
 
@@ -438,7 +426,7 @@ def explain(
         symbol, params = model, _params_read_by(model, params)
     known_params = params or {}
     is_chosen = policy is not None or target_dtype is not None
-    source: Optional[Source] = None if is_chosen else getattr(model, "_source", None)
+    source: Source | None = None if is_chosen else getattr(model, "_source", None)
     run = None
     if not is_chosen:
         policy = current_policy() if source is None else source.policy
@@ -462,9 +450,9 @@ def explain(
     shapes = {name: array.shape for name, array in known_params.items()}
     if mode != "converted":
         shapes.update({**(run.shapes if run is not None else {}), **example_shapes, **input_shapes})
-    stored: FrozenSet[str] = frozenset() if source is None else source.stored
+    stored: frozenset[str] = frozenset() if source is None else source.stored
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
-    roundings: Tuple[str, ...] = ()
+    roundings: tuple[str, ...] = ()
     if mode == "converted" and source is None:
         graph, variables, roundings = widened_for(
             without_copies_before_casts(graph), policy, dtypes, params, True
@@ -492,7 +480,7 @@ def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str], params: Mapping[str,
 
 def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
     """Return a graph as the rewrite that changes nothing: decisions by the inputs' dtypes."""
-    values: Dict[Output, Tensor] = {}
+    values: dict[Output, Tensor] = {}
     result = Rewrite(graph)
     for i, node in enumerate(graph.nodes):
         reads = [values[output].dtype for output in node.inputs]
@@ -514,7 +502,7 @@ def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
     return result
 
 
-def _last_graph(model: Any, policy: Optional[Policy]) -> Optional[LastGraph]:
+def _last_graph(model: Any, policy: Policy | None) -> LastGraph | None:
     """Return what a block's last graph under a policy, or any, was made for; None if none ran."""
     op = getattr(model, "_cached_op", None)
     return op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
@@ -537,8 +525,8 @@ def _check_model(model: Any, params: Any) -> None:
 
 
 def _params_read_by(
-    symbol: Symbol, params: Optional[Mapping[str, NDArray]]
-) -> Optional[Mapping[str, NDArray]]:
+    symbol: Symbol, params: Mapping[str, NDArray] | None
+) -> Mapping[str, NDArray] | None:
     """Return the parameters that a symbol reads; None if none were given."""
     used = set(symbol.list_inputs())
     return None if params is None else {n: array for n, array in params.items() if n in used}
@@ -598,7 +586,7 @@ def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
         return OfflineCast(name, dtype, math.prod(array.shape), *count_range_errors(array, found))
 
 
-def _source_and_cast(graph: Graph, i: int) -> Tuple[str, Optional[str]]:
+def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
     """Return the name of node i and None, or the source and the dtype of an inserted cast."""
     node, dtype = graph.nodes[i], None
     while is_inserted_cast(node) or is_inserted_copy(node):

@@ -1,9 +1,11 @@
 """The judgement on one operator: whether its output is worse than its inputs, and why."""
 
+from __future__ import annotations
+
 import copy
 import math
 from functools import cached_property
-from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -68,7 +70,7 @@ class Tensor:
         if now and self.is_checkable:
             self.values = self.values
 
-    def called(self, name: str) -> "Tensor":
+    def called(self, name: str) -> Tensor:
         """Return the tensor under another name."""
         other = copy.copy(self)
         other.name = name
@@ -104,8 +106,8 @@ class Fault(NamedTuple):
 
 
 def forward_fault(
-    site: Site, inputs: Sequence[Tensor], output: Tensor, why: Sequence[Optional[str]]
-) -> Tuple[Optional[Fault], Optional[str]]:
+    site: Site, inputs: Sequence[Tensor], output: Tensor, why: Sequence[str | None]
+) -> tuple[Fault | None, str | None]:
     """Return the fault of an operator's output, and why that output is not finite.
 
     `why` says the same of the inputs that are not finite, in their order; None if unknown.
@@ -127,7 +129,7 @@ def forward_fault(
     return fault, PURPOSE if on_purpose and not made else FAULT
 
 
-def fault_in(policy: Policy, site: Site, tensors: Sequence[Tensor]) -> Optional[Fault]:
+def fault_in(policy: Policy, site: Site, tensors: Sequence[Tensor]) -> Fault | None:
     """Return the fault of float32 inputs and outputs that a policy's dtype would round to Inf or 0.
 
     The output is the last of `tensors`.
@@ -148,7 +150,7 @@ def fault_in(policy: Policy, site: Site, tensors: Sequence[Tensor]) -> Optional[
     return None
 
 
-def gradient_fault(site: Site, gradient: Tensor, is_half: bool) -> Optional[Fault]:
+def gradient_fault(site: Site, gradient: Tensor, is_half: bool) -> Fault | None:
     """Return the fault of a gradient that an operator makes of sound ones; None without a fault."""
     if gradient.is_bad:
         return nonfinite(site, gradient)
@@ -165,7 +167,7 @@ def nonfinite(site: Site, tensor: Tensor) -> Fault:
     return Fault("overflow", tensor, f"the largest {tensor.dtype} is {largest:.6g}")
 
 
-def _zero_fault(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Optional[Fault]:
+def _zero_fault(site: Site, inputs: Sequence[Tensor], output: Tensor) -> Fault | None:
     """Return the fault of a finite output whose values vanished, or are all zero in a layer."""
     if not output.is_checkable or not inputs or not inputs[0].is_checkable:
         return None

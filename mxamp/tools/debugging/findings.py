@@ -1,7 +1,9 @@
 """Findings of `check_numerics`: an operator, its tensor, and the tensor's statistics."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Dict, Optional, Tuple
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -11,7 +13,6 @@ from ...framework.machine import BFLOAT16, dtype_name
 from ...framework.patching import original
 from ...policy.values import RANGES
 
-_SHORT = {"minimum": "min", "maximum": "max"}
 _KINDS = {
     "nonfinite": "makes values that are not finite",
     "input": "reads values that are not finite already",
@@ -69,23 +70,23 @@ class Statistics:
     """
 
     dtype: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     size: int
     nan: int
     inf: int
     zero: int
     subnormal: int
-    minimum: Optional[float]
-    maximum: Optional[float]
-    mean: Optional[float]
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
 
     @classmethod
-    def of(cls, array: NDArray) -> "Statistics":
+    def of(cls, array: NDArray) -> Statistics:
         """Return the statistics of an array; waits for it."""
         return cls.of_values(dtype_name(array.dtype), values_of(array))
 
     @classmethod
-    def of_values(cls, dtype: str, values: Any) -> "Statistics":
+    def of_values(cls, dtype: str, values: Any) -> Statistics:
         """Return the statistics of a NumPy array that holds the values of a tensor of `dtype`."""
         finite = values[np.isfinite(values)].astype(np.float64)
         nan = int(np.isnan(values).sum())
@@ -109,11 +110,6 @@ class Statistics:
     def finite(self) -> bool:
         """Whether all values are finite."""
         return not (self.nan or self.inf)
-
-    def to_dict(self) -> Dict[str, Any]:
-        """Return the statistics as a dict for JSON."""
-        data = {**asdict(self), "shape": list(self.shape)}
-        return {_SHORT.get(name, name): value for name, value in data.items()}
 
     def __str__(self) -> str:
         counts = [(self.nan, "NaN"), (self.inf, "Inf"), (self.zero, "zero")]
@@ -175,14 +171,7 @@ class Finding:
     dtype: str
     statistics: Statistics
     detail: str = ""
-    inputs: Tuple[Tuple[str, Statistics], ...] = ()
-
-    def to_dict(self) -> Dict[str, Any]:
-        """Return the finding as a flat dict for JSON."""
-        data = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        del data["statistics"]
-        data["inputs"] = {name: found.to_dict() for name, found in self.inputs}
-        return {**data, **self.statistics.to_dict()}
+    inputs: tuple[tuple[str, Statistics], ...] = ()
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""

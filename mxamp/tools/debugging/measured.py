@@ -1,10 +1,12 @@
 """What measurements of a net share: a deep copy, equal random numbers, a loss and its gradients."""
 
+from __future__ import annotations
+
 import contextlib
 import copy
 import random
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -127,9 +129,9 @@ def explained_errors(
         raise ArgumentError(message) from error  # it may be of the user's own code
 
 
-def arrays_in(value: Any) -> List[NDArray]:
+def arrays_in(value: Any) -> list[NDArray]:
     """Return all arrays in nested lists, tuples and dicts as a flat list."""
-    arrays: List[NDArray] = []
+    arrays: list[NDArray] = []
     map_arrays(value, arrays.append, lambda other: other)
     return arrays
 
@@ -149,7 +151,7 @@ def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
     return found
 
 
-def gradients_of(loss: Any, net: Block, scale: float) -> Dict[str, NDArray]:
+def gradients_of(loss: Any, net: Block, scale: float) -> dict[str, NDArray]:
     """Return the gradients of a recorded loss times a scale, by name of the net's parameter."""
     params = [param for param in net.collect_params().values() if param.grad_req != "null"]
     # backward skips parameters that the loss does not depend on.

@@ -1,8 +1,10 @@
 """MXNet's monitor on a graph: the outputs of its operators, forward and backward."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Mapping, Optional, Sequence
 
 from mxnet.base import NDArrayHandle
 from mxnet.gluon import Block
@@ -27,12 +29,12 @@ OnOutput = Callable[[Site, Optional[Sequence[Tensor]], Tensor], None]
 class GraphMonitor:
     """Hands each output that MXNet computes in a graph to `on_output`."""
 
-    def __init__(self, symbol: Symbol, block: Optional[Block], on_output: OnOutput) -> None:
+    def __init__(self, symbol: Symbol, block: Block | None, on_output: OnOutput) -> None:
         self._graph, self._block_names = Graph.from_symbol(symbol), BlockNames(block)
         self._on_output = on_output
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
-        self._places: Dict[str, List[int]] = {}
-        consumers: Dict[int, Set[str]] = {}
+        self._places: dict[str, list[int]] = {}
+        consumers: dict[int, set[str]] = {}
         for i, node in enumerate(self._graph.nodes):
             if not node.is_variable:
                 self._places.setdefault(node.name, []).append(i)
@@ -47,8 +49,8 @@ class GraphMonitor:
         self._variables = {name: Tensor(name, array) for name, array in inputs.items()}
         for name, tensor in self._variables.items():
             tensor.variable = name
-        self._seen: Dict[Tuple[int, int], Tensor] = {}
-        self._calls: "Counter[str]" = Counter()
+        self._seen: dict[tuple[int, int], Tensor] = {}
+        self._calls: Counter[str] = Counter()
 
     def __call__(self, name: Any, *operator_and_handle: Any) -> None:
         """Take an output: its name, in cached ops its operator's name, and the array's handle."""
@@ -73,7 +75,7 @@ class GraphMonitor:
         inputs = map(self._input, self._graph.nodes[i].inputs, site.names)
         self._on_output(site, [tensor for tensor in inputs if tensor is not None], output)
 
-    def _input(self, entry: Tuple[int, int], name: str) -> Optional[Tensor]:
+    def _input(self, entry: tuple[int, int], name: str) -> Tensor | None:
         """Return an input of a node, as it is called there; None if the monitor did not name it."""
         source = self._graph.nodes[entry[0]]
         found = self._variables.get(source.name) if source.is_variable else self._seen.get(entry)

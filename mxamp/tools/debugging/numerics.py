@@ -1,30 +1,21 @@
 """`check_numerics`: finds the first operator whose values go wrong, forward and backward.
 
-Graphs are watched by MXNet's own monitor, eager calls by a patch. A gradient of an eager call is
-read from a zero that is subtracted from the call's input: the zero's gradient is its negative.
+MXNet's own monitor watches graphs, a patch eager calls, and zeros that are added to the inputs of
+eager calls their gradients.
 """
+
+from __future__ import annotations
 
 import contextlib
 import fnmatch
 import logging
 import threading
 from dataclasses import replace
-from typing import (
-    Any,
-    ContextManager,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, ContextManager, Iterable, Iterator, Mapping, Sequence
 
 from mxnet import autograd
 from mxnet.executor import Executor
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Trainer
 from mxnet.gluon.block import Block
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
@@ -72,9 +63,9 @@ class _Active(threading.local):
     """The blocks and eager calls that each thread is executing, the innermost last."""
 
     def __init__(self) -> None:
-        self.blocks: List[Block] = []
+        self.blocks: list[Block] = []
         #: The site of each call, the program's inputs, and the arrays that MXNet gets.
-        self.calls: List[Tuple[Site, Sequence[NDArray], Sequence[NDArray]]] = []
+        self.calls: list[tuple[Site, Sequence[NDArray], Sequence[NDArray]]] = []
 
 
 class NumericsCheck(Observer):
@@ -92,33 +83,32 @@ class NumericsCheck(Observer):
     def __init__(
         self,
         on: str,
-        operators: Optional[Sequence[str]],
+        operators: Sequence[str] | None,
         skip: Sequence[str],
-        steps: Optional[int],
-        low_policy: Optional[Policy],
+        steps: int | None,
+        low_policy: Policy | None,
         backward: bool,
     ) -> None:
         super().__init__()
         self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
         self._low_policy, self._step = low_policy, 1
-        self._findings: List[Finding] = []
+        self._findings: list[Finding] = []
         self._reported = 0
         #: Overflows of gradients that a lower loss scale may cure, and those of the current step.
-        self._curable: List[Finding] = []
-        self._of_step: List[Finding] = []
+        self._curable: list[Finding] = []
+        self._of_step: list[Finding] = []
         #: The first fault of each graph in the running backward pass, by the graph's id.
-        self._in_graphs: Dict[int, Finding] = {}
+        self._in_graphs: dict[int, Finding] = {}
         self._gradients = EagerGradients() if backward else None
         self._active = _Active()
-        self._parameters: Dict[int, Tuple[NDArray, str]] = {}
         # Why arrays are not finite, by handle. The array is kept alive, since a freed handle may
         # become that of another array.
-        self._reasons: Dict[int, Tuple[NDArray, Optional[str]]] = {}
-        self._graphs: Dict[int, "_CheckedGraph"] = {}
-        self._twins: Dict[int, "_Twin"] = {}
+        self._reasons: dict[int, tuple[NDArray, str | None]] = {}
+        self._graphs: dict[int, _CheckedGraph] = {}
+        self._twins: dict[int, _Twin] = {}
 
     @property
-    def findings(self) -> List[Finding]:
+    def findings(self) -> list[Finding]:
         """The findings, the first of each pass through the program.
 
         An overflow of a gradient that a lower loss scale has cured is none. One that it may cure
@@ -127,7 +117,7 @@ class NumericsCheck(Observer):
         return [*self._findings, *self._curable[:1], *self._of_step[:1]]
 
     @property
-    def first(self) -> Optional[Finding]:
+    def first(self) -> Finding | None:
         """The first finding; None without findings."""
         return next(iter(self.findings), None)
 
@@ -158,7 +148,6 @@ class NumericsCheck(Observer):
             patch_over(Executor, "forward", self._forward),
             patch_over(Executor, "backward", self._backward),
             patch_over(Block, "__call__", self._call_any_block),
-            patch_over(Parameter, "data", self._parameter_data),
             patch_over(NDArray, "backward", self._run_backward),
             patch_over(autograd, "backward", self._run_backward),
             patch_over(autograd, "grad", self._run_backward),
@@ -169,7 +158,7 @@ class NumericsCheck(Observer):
     def close(self) -> None:
         """Remove the patches, and release the recorded arrays."""
         super().close()
-        for held in (self._parameters, self._reasons, self._graphs, self._twins):
+        for held in (self._reasons, self._graphs, self._twins):
             held.clear()
 
     def _call_any_block(
@@ -181,12 +170,6 @@ class NumericsCheck(Observer):
             return original(block, *args, **options)
         finally:
             self._active.blocks.pop()
-
-    def _parameter_data(self, original: Original, parameter: Parameter, *args: Any) -> NDArray:
-        """Return a parameter's array, and record the parameter's name for findings."""
-        array: NDArray = original(parameter, *args)
-        self._parameters[id(array)] = array, parameter.name
-        return array
 
     def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
         """Run a backward pass of autograd, then report its first fault."""
@@ -260,16 +243,13 @@ class NumericsCheck(Observer):
 
     # ------------------------------------------------------------------ judging
 
-    def _is_left_out(self, site: Site) -> bool:
-        """Return whether `operators` leaves out a call."""
-        return self._operators is not None and site.operator not in self._operators
-
     def _is_skipped(self, site: Site) -> bool:
-        """Return whether `skip` names a call, whose values are right by definition."""
+        """Return whether `skip` names a call, whose values are right, or `operators` does not."""
         names = (site.operator, site.node, site.block)
-        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+        skipped = any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+        return skipped or (self._operators is not None and site.operator not in self._operators)
 
-    def _why(self, array: NDArray) -> Optional[str]:
+    def _why(self, array: NDArray) -> str | None:
         """Return why an array is not finite; None if that is unknown."""
         return self._reasons.get(array.handle.value, (None, None))[1]
 
@@ -280,10 +260,10 @@ class NumericsCheck(Observer):
         self._reasons[array.handle.value] = array, reason
 
     def _judge(
-        self, site: Site, inputs: Sequence[Tensor], output: Tensor, why: Sequence[Optional[str]]
-    ) -> Tuple[Optional[Fault], Optional[str]]:
+        self, site: Site, inputs: Sequence[Tensor], output: Tensor, why: Sequence[str | None]
+    ) -> tuple[Fault | None, str | None]:
         """Return the fault of an output and why it is not finite, after `skip` and `dtype`."""
-        if self._is_left_out(site):
+        if self._operators is not None and site.operator not in self._operators:
             return None, None
         if self._is_skipped(site):
             return None, PURPOSE
@@ -294,7 +274,7 @@ class NumericsCheck(Observer):
 
     def _check_call(
         self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
-    ) -> Optional[Finding]:
+    ) -> Finding | None:
         """Judge the outputs of an eager call; return the first finding."""
         read = [Tensor(name, array) for name, array in zip(site.names, inputs)]
         first = None
@@ -319,12 +299,13 @@ class NumericsCheck(Observer):
     ) -> Any:
         """Check an eager call; its casts are checked while it runs."""
         keys, values, out = rest[:3]
-        block = self._active.blocks[-1].name if self._active.blocks else ""
-        operator = by_handle()[handle].name
-        names = [
-            self._parameters.get(id(array), (None, name))[1]
-            for array, name in zip(inputs, input_names(operator, len(inputs)))
-        ]
+        operator, block, params = by_handle()[handle].name, "", {}
+        if self._active.blocks:
+            block = self._active.blocks[-1].name
+            held = self._active.blocks[-1]._reg_params.values()
+            params = {id(array): one.name for one in held for array in one._data or ()}
+        named = zip(inputs, input_names(operator, len(inputs)))
+        names = [params.get(id(array), name) for array, name in named]
         site = Site(block, block or operator, operator, dict(zip(keys, values)), names)
         call, given = None, inputs
         if self._gradients is not None and out is None and autograd.is_recording():
@@ -415,7 +396,7 @@ class NumericsCheck(Observer):
 class _CheckedGraph:
     """The graph of a block, run by a cached op with a monitor, and what the monitor has found."""
 
-    def __init__(self, check: NumericsCheck, symbol: Symbol, block: Optional[Block]) -> None:
+    def __init__(self, check: NumericsCheck, symbol: Symbol, block: Block | None) -> None:
         self._check, self._symbol, self._names = check, symbol, symbol.list_inputs()
         self.monitor = GraphMonitor(symbol, block, self._on_output)
         self._op: Any = None
@@ -425,8 +406,8 @@ class _CheckedGraph:
         #: Whether the forward pass was sound, and the backward pass has no gradient of zeros yet.
         self._is_sound = self._is_alive = True
         #: Why values inside the graph are not finite; None for values that were only moved.
-        self._inner: Optional[str] = PURPOSE
-        self._found: Optional[Finding] = None
+        self._inner: str | None = PURPOSE
+        self._found: Finding | None = None
 
     def _register_op_hook(self, *hook: Any) -> None:
         """Take no hook of the user: a cached op has one."""
@@ -462,7 +443,7 @@ class _CheckedGraph:
         if self._found is not None:
             self._check._report(self._found)
 
-    def _on_output(self, site: Site, inputs: Optional[Sequence[Tensor]], output: Tensor) -> None:
+    def _on_output(self, site: Site, inputs: Sequence[Tensor] | None, output: Tensor) -> None:
         """Judge an output that MXNet has computed; without inputs, a gradient."""
         check = self._check
         if not output.is_checkable:
@@ -480,7 +461,7 @@ class _CheckedGraph:
         if fault is not None and self._found is None:
             self._found = check._finding(site, fault, "forward", inputs)
 
-    def _why(self, tensor: Tensor) -> Optional[str]:
+    def _why(self, tensor: Tensor) -> str | None:
         """Return why an input of a node is not finite; None if that is unknown."""
         if not tensor.variable:
             return self._inner
@@ -489,7 +470,7 @@ class _CheckedGraph:
     def _check_gradient(self, site: Site, gradient: Tensor) -> None:
         """Judge a gradient: the first that is not sound is at fault, if what comes in is sound."""
         check, key = self._check, id(self)
-        left_out = check._gradients is None or check._is_left_out(site) or check._is_skipped(site)
+        left_out = check._gradients is None or check._is_skipped(site)
         if key in check._in_graphs or left_out or not self._is_sound:
             return
         is_half = self._is_alive and gradient.dtype in HALVES
@@ -574,9 +555,9 @@ def _checking(check: NumericsCheck) -> Iterator[NumericsCheck]:
 @checked_call(ops="write operators=[...]")
 def check_numerics(
     on: str = "raise",
-    operators: Optional[Iterable[str]] = None,
-    skip: Optional[Iterable[str]] = None,
-    steps: Optional[int] = None,
+    operators: Iterable[str] | None = None,
+    skip: Iterable[str] | None = None,
+    steps: int | None = None,
     *,
     dtype: Any = None,
     backward: bool = True,
@@ -635,6 +616,6 @@ def check_numerics(
     return _checking(NumericsCheck(on, known, skipped, steps, low_policy, backward))
 
 
-def _as_name_list(argument: str, names: Optional[Iterable[str]]) -> Sequence[str]:
+def _as_name_list(argument: str, names: Iterable[str] | None) -> Sequence[str]:
     """Return an argument that is one name or several as a list; raise if it is neither."""
     return [names] if isinstance(names, str) else name_list(argument, names)

@@ -1,5 +1,7 @@
 """Patches of everything that runs: eager calls, mxamp's own casts, graphs and executors."""
 
+from __future__ import annotations
+
 import contextlib
 import weakref
 from typing import Any, Callable, Iterator, Sequence
@@ -31,7 +33,7 @@ class Observer(PatchSet):
     def __init__(self) -> None:
         super().__init__()
         # Blocks whose cached op was replaced by a `PolicyCachedOp` for the observation only.
-        self._followed: "weakref.WeakSet[HybridBlock]" = weakref.WeakSet()
+        self._followed: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
     def eager_patches(self) -> Sequence[Patch]:
         """Return the patches of eager calls, and of the casts that mxamp adds to them."""

@@ -1,23 +1,14 @@
 """`operator_stats`: counts the operators that run by dtype, and the bytes that casts move."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import threading
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import (
-    Any,
-    ContextManager,
-    Dict,
-    FrozenSet,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, ContextManager, Iterable, Iterator, Sequence
 
 from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
@@ -108,34 +99,34 @@ class OperatorStats(Result, Observer):
     read while the context is open, and are final after it.
     """
 
-    def __init__(self, census: Optional[Census] = None) -> None:
+    def __init__(self, census: Census | None = None) -> None:
         super().__init__()
         self._census = census or Census.empty()
         #: Eager calls by handle and codes of the first input's and output's dtypes, and the sizes
         #: of casts by these dtypes.
-        self._calls: "Counter[Tuple[int, Any, int]]" = Counter()
-        self._cast_sizes: "Counter[Any]" = Counter()
+        self._calls: Counter[tuple[int, Any, int]] = Counter()
+        self._cast_sizes: Counter[Any] = Counter()
         #: Graphs that ran since the last read: symbol, dtypes and shapes of inputs, and runs.
-        self._graphs: Dict[Any, List[Any]] = {}
-        self._symbols: "weakref.WeakKeyDictionary[Executor, Symbol]" = weakref.WeakKeyDictionary()
+        self._graphs: dict[Any, list[Any]] = {}
+        self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
         self._census_lock = threading.Lock()
         self._in_step = threading.local()
 
     @property
-    def operators(self) -> Tuple[OperatorCount, ...]:
+    def operators(self) -> tuple[OperatorCount, ...]:
         """The operators, most calls first."""
         counts = self._updated_census().operators.items()
         rows = [OperatorCount(*key, calls) for key, calls in counts if calls]
         return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
 
     @property
-    def casts(self) -> Tuple[CastCount, ...]:
+    def casts(self) -> tuple[CastCount, ...]:
         """The casts, most bytes first."""
         census = self._updated_census()
         rows = [CastCount(*key, n, census.bytes[key]) for key, n in census.casts.items() if n]
         return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
 
-    def __getitem__(self, operator: str) -> Dict[str, int]:
+    def __getitem__(self, operator: str) -> dict[str, int]:
         """Return the calls of an operator by dtype."""
         rows = self.operators
         found = {row.dtype: row.calls for row in rows if row.operator == operator}
@@ -146,9 +137,7 @@ class OperatorStats(Result, Observer):
     def __len__(self) -> int:
         return len(self.operators)
 
-    def filter(
-        self, operator: Optional[str] = None, dtype: Optional[str] = None
-    ) -> "OperatorStats":
+    def filter(self, operator: str | None = None, dtype: str | None = None) -> OperatorStats:
         """Return the statistics of an operator, a dtype, or both."""
         census = self._updated_census()
         kept = {
@@ -158,7 +147,7 @@ class OperatorStats(Result, Observer):
         }
         return OperatorStats(census._replace(operators=Counter(kept)))
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the counts as lists of dicts, under "operators" and "casts"."""
         return {
             name: [asdict(row) for row in getattr(self, name)] for name in ("operators", "casts")
@@ -194,7 +183,7 @@ class OperatorStats(Result, Observer):
         optimizer: SGD,
         weight: NDArray,
         grad: NDArray,
-        momentum: Optional[NDArray],
+        momentum: NDArray | None,
         *rates: float,
     ) -> None:
         """Count an SGD step in NumPy as the operator that it replaces; hide the calls in it."""
@@ -318,6 +307,6 @@ def _counting() -> Iterator[OperatorStats]:
 
 
 @functools.lru_cache(maxsize=None)
-def _cast_handles() -> FrozenSet[int]:
+def _cast_handles() -> frozenset[int]:
     """Return the handles of operators that cast."""
     return frozenset(map(handle_of, _CASTS))

@@ -1,6 +1,8 @@
 """Results of the debugging tools, which print as tables and a summary."""
 
-from typing import Any, Dict, Iterable, Sequence, Tuple
+from __future__ import annotations
+
+from typing import Any, Iterable, Sequence, Tuple
 
 from ...framework.tables import text_table
 
@@ -15,7 +17,7 @@ class Result:
         """Return one line that sums the result up."""
         raise NotImplementedError
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
         raise NotImplementedError
 

@@ -1,23 +1,11 @@
 """The errors of a net's tensors in mixed precision: each layer's output against float32's."""
 
+from __future__ import annotations
+
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet import autograd
@@ -104,7 +92,7 @@ class TensorError:
     block: str
     operator: str
     precision: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     relative: float
     maximum: float
     lost: int
@@ -136,21 +124,21 @@ class Comparison(Result):
 
     dtype: str
     loss_scale: float
-    outputs: Tuple[TensorError, ...]
-    gradients: Tuple[TensorError, ...] = ()
-    first_jump: Optional[TensorError] = None
+    outputs: tuple[TensorError, ...]
+    gradients: tuple[TensorError, ...] = ()
+    first_jump: TensorError | None = None
 
     @property
-    def worst_outputs(self) -> Tuple[TensorError, ...]:
+    def worst_outputs(self) -> tuple[TensorError, ...]:
         """The outputs of layers, sorted by lost elements, then by relative error."""
         return _ranked(self.outputs)
 
     @property
-    def worst_gradients(self) -> Tuple[TensorError, ...]:
+    def worst_gradients(self) -> tuple[TensorError, ...]:
         """The gradients of parameters, sorted by lost elements, then by relative error."""
         return _ranked(self.gradients)
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
         return asdict(self)
 
@@ -175,7 +163,7 @@ class Comparison(Result):
                 yield caption, _HEADINGS, rows
 
 
-def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:
+def _ranked(errors: Sequence[TensorError]) -> tuple[TensorError, ...]:
     """Return errors sorted by lost elements, then by relative error, the worst first."""
     return tuple(sorted(errors, key=lambda error: (-error.lost, -error.relative)))
 
@@ -185,13 +173,13 @@ def _ranked(errors: Sequence[TensorError]) -> Tuple[TensorError, ...]:
 
 @checked_call(target_dtype="write dtype='bfloat16'")
 def compare(
-    net: Union[Block, Model],
+    net: Block | Model,
     data: Any,
-    loss: Optional[Callable[[Any, Any], Any]] = None,
+    loss: Callable[[Any, Any], Any] | None = None,
     *,
     dtype: Any = None,
-    policy: Optional[Policy] = None,
-    loss_scale: Optional[float] = None,
+    policy: Policy | None = None,
+    loss_scale: float | None = None,
 ) -> Comparison:
     """Run a net in float32 and in mixed precision on the same data; return each layer's error.
 
@@ -255,14 +243,14 @@ class _Layer(NamedTuple):
     operator: str  #: "" for an input of the net
     precision: str
     values: Any  #: a float32 NumPy array
-    sources: FrozenSet[Key]
+    sources: frozenset[Key]
 
 
 class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
     """The errors of tensors over all batches, by key."""
 
     def add(
-        self, key: Any, name: str, plain: Optional[_Layer], mixed: Optional[_Layer], pair: Any
+        self, key: Any, name: str, plain: _Layer | None, mixed: _Layer | None, pair: Any
     ) -> None:
         """Add a batch's values of the tensor `key`: `pair` holds float32's and mixed precision's.
 
@@ -284,13 +272,13 @@ class _Errors(Dict[Any, Tuple[TensorError, Distance]]):
 class _Comparer:
     """Runs a copy of a net in both precisions, and collects the errors of all batches."""
 
-    def __init__(self, net: Block, loss: Any, policy: Policy, loss_scale: Optional[float]) -> None:
+    def __init__(self, net: Block, loss: Any, policy: Policy, loss_scale: float | None) -> None:
         self.net, self.loss, self.policy = net, loss, policy
         #: The scale is lowered as in training, unless it was given.
         self.searches_scale = loss_scale is None and policy.target_dtype == "float16"
         self.scale = loss_scale or (LossScaler().loss_scale if self.searches_scale else 1.0)
         self.outputs, self.gradients = _Errors(), _Errors()
-        self.sources: Dict[Key, FrozenSet[Key]] = {}
+        self.sources: dict[Key, frozenset[Key]] = {}
 
     def run(self, batches: Iterator[Batch]) -> Comparison:
         """Run all batches in both precisions; return the comparison."""
@@ -333,8 +321,8 @@ class _Comparer:
             self.gradients.add(name, name, *layers, (values, scaled[name]))
 
     def _run_batch(
-        self, net: Block, batch: Batch, seed: Callable[[], None], policy: Optional[Policy]
-    ) -> Tuple["_LayerRun", Dict[str, Any]]:
+        self, net: Block, batch: Batch, seed: Callable[[], None], policy: Policy | None
+    ) -> tuple[_LayerRun, dict[str, Any]]:
         """Run a batch under a policy, or in float32; return its layers and unscaled gradients."""
         training = self.loss is not None
         scale = 1.0 if policy is None else self.scale
@@ -354,12 +342,12 @@ class _Comparer:
                 return run, {n: dense_values(g) / np.float32(scale) for n, g in gradients.items()}
             self.scale = scale = scale / 2
 
-    def _first_jump(self) -> Optional[TensorError]:
+    def _first_jump(self) -> TensorError | None:
         """Return the first layer whose error is larger than rounding explains, or None."""
         roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
         # The relative error and the lost elements of each output. An output that was not compared
         # has those of its inputs.
-        errors: Dict[Key, Tuple[float, int]] = {}
+        errors: dict[Key, tuple[float, int]] = {}
         for key, sources in self.sources.items():
             of_inputs = [errors[source] for source in sources if source in errors]
             error = max((error for error, _ in of_inputs), default=0.0)
@@ -388,13 +376,13 @@ class _LayerRun(Observer):
         self._net, self._plain, self._is_recording = net, plain, False
         self._params = frozenset(net.collect_params())
         self._block_names = BlockNames(net)
-        self._calls: "Counter[str]" = Counter()
+        self._calls: Counter[str] = Counter()
         #: The arrays that layers have returned, by id.
-        self._made: Dict[int, NDArray] = {}
+        self._made: dict[int, NDArray] = {}
         #: The layers, in the order of execution.
-        self.layers: Dict[Key, _Layer] = {}
+        self.layers: dict[Key, _Layer] = {}
         #: The first layer that reads a parameter, by the parameter's name.
-        self.readers: Dict[str, Key] = {}
+        self.readers: dict[str, Key] = {}
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches of graphs."""
@@ -443,7 +431,7 @@ class _LayerRun(Observer):
         """Record the outputs `arrays` of a graph's nodes."""
         rounded = _rounding_casts(graph)
         tensors = {entry: Tensor(dtype_of(array), None) for entry, array in arrays.items()}
-        keys: Dict[Output, FrozenSet[Key]] = {}
+        keys: dict[Output, frozenset[Key]] = {}
         for i, node in enumerate(graph.nodes):
             sources = frozenset().union(*(keys[entry] for entry in node.inputs))
             if node.is_variable:
@@ -464,7 +452,7 @@ class _LayerRun(Observer):
                     keys[i, k] = frozenset({self._record(node.name, k, layer, read)})
             self._calls[node.name] += 1
 
-    def _record_inputs(self, arrays: Sequence[NDArray]) -> FrozenSet[Key]:
+    def _record_inputs(self, arrays: Sequence[NDArray]) -> frozenset[Key]:
         """Record the inputs of a graph or of a block, whose errors are not its own."""
         keys = set()
         for array in arrays:
@@ -506,14 +494,14 @@ class _LayerRun(Observer):
             raise ArgumentError(NOT_FLOAT32.format(name=name, precision=precision))
 
 
-def _inner_outputs(graph: Graph) -> List[Output]:
+def _inner_outputs(graph: Graph) -> list[Output]:
     """Return the outputs of operators that other nodes read and that are not heads."""
     heads = set(graph.heads)
     read = dict.fromkeys(entry for node in graph.nodes for entry in node.inputs)
     return [e for e in read if e not in heads and not graph.nodes[e[0]].is_variable]
 
 
-def _rounding_casts(graph: Graph) -> Dict[Output, Output]:
+def _rounding_casts(graph: Graph) -> dict[Output, Output]:
     """Return the casts that round outputs which a kernel computed in float32, by those outputs."""
     found = {}
     for i, node in enumerate(graph.nodes):
