@@ -60,12 +60,10 @@ _COPY_TO, _ZEROS = handle_of("_copyto"), handle_of("zeros_like")
 
 
 class _Active(threading.local):
-    """The blocks and eager calls that each thread is executing, the innermost last."""
+    """The blocks that each thread is executing, the innermost last."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        #: The site of each call, the program's inputs, and the arrays that MXNet gets.
-        self.calls: list[tuple[Site, Sequence[NDArray], Sequence[NDArray]]] = []
 
 
 class NumericsCheck(Observer):
@@ -93,7 +91,6 @@ class NumericsCheck(Observer):
         self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
         self._low_policy, self._step = low_policy, 1
         self._findings: list[Finding] = []
-        self._reported = 0
         #: Overflows of gradients that a lower loss scale may cure, and those of the current step.
         self._curable: list[Finding] = []
         self._of_step: list[Finding] = []
@@ -297,7 +294,7 @@ class NumericsCheck(Observer):
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
-        """Check an eager call; its casts are checked while it runs."""
+        """Check an eager call, its casts included."""
         keys, values, out = rest[:3]
         operator, block, params = by_handle()[handle].name, "", {}
         if self._active.blocks:
@@ -310,12 +307,7 @@ class NumericsCheck(Observer):
         call, given = None, inputs
         if self._gradients is not None and out is None and autograd.is_recording():
             call, given = self._gradients.record(site, inputs)
-        reported = self._reported
-        self._active.calls.append((site, inputs, given))
-        try:
-            outputs = original(handle, given, *rest)
-        finally:
-            self._active.calls.pop()
+        outputs = original(handle, given, *rest)
         made = as_list(outputs)
         finding = self._check_call(site, inputs, made)
         if call is not None:
@@ -323,32 +315,7 @@ class NumericsCheck(Observer):
             tensors = [Tensor("", array) for array in (*inputs, *made)]
             call.is_half = any(tensor.dtype in HALVES for tensor in tensors)
             call.is_ignored = self._is_skipped(site) or any(tensor.is_bad for tensor in tensors)
-        # A fault of a cast inside was reported there.
-        if finding is not None and self._reported == reported:
-            self._report(finding)
-        return outputs
-
-    def on_cast(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
-        """Check a cast around an eager call, at the site of that call."""
-        outputs = original(handle, inputs, *rest)
-        if not self._active.calls:
-            return outputs
-        site, given, read = self._active.calls[-1]
-        place = next((i for i, array in enumerate(read) if array is inputs[0]), None)
-        array = inputs[0] if place is None else given[place]
-        what = "its value" if place is None else site.names[place]
-        if place is None and Tensor("", array).is_bad and self._why(array) is None:
-            return outputs  # a result of the operator, which is checked with the call
-        dtype = dict(zip(*rest[:2])).get("dtype", "")
-        output = f"{what} cast to {dtype}" if dtype else f"copy of {what}"
-        name = by_handle()[handle].name
-        finding = self._check_call(
-            site._replace(operator=name, names=[what], output=output), [array], as_list(outputs)
-        )
         if finding is not None:
-            self._reported += 1
             self._report(finding)
         return outputs
 

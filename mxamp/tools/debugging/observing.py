@@ -11,7 +11,6 @@ from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
 
-from ...framework import arrays
 from ...framework.operators import handle_of
 from ...framework.patching import Patch, PatchSet, wrapping
 from ...patches.cached_op import PolicyCachedOp, install_policy_op, restore_cached_op
@@ -36,11 +35,10 @@ class Observer(PatchSet):
         self._followed: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
     def eager_patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls, and of the casts that mxamp adds to them."""
+        """Return the patches of eager calls."""
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
-            patch_over(arrays, "invoke", self.on_cast),
         ]
 
     def graph_patches(self) -> Sequence[Patch]:
@@ -67,12 +65,6 @@ class Observer(PatchSet):
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
         """Observe an eager call of the program; `rest` are keys, values and out, and more."""
-        return original(handle, inputs, *rest)
-
-    def on_cast(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
-        """Observe a cast or copy that mxamp adds to an eager call."""
         return original(handle, inputs, *rest)
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: Any) -> Any:

@@ -16,6 +16,7 @@ from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
 
 from ...errors import unknown
+from ...framework import arrays
 from ...framework.arrays import dtype_code, dtypes_of
 from ...framework.keywords import checked_call
 from ...framework.machine import DTYPE_NAMES
@@ -171,6 +172,7 @@ class OperatorStats(Result, Observer):
         """Return the patches of eager calls, graphs, and SGD steps in NumPy."""
         return [
             *self.eager_patches(),
+            patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
             *self.graph_patches(),
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
             patch_over(Executor, "forward", self._forward),
@@ -211,12 +213,6 @@ class OperatorStats(Result, Observer):
                 if source != target and handle in _cast_handles():
                     self._cast_sizes[source, target] += first.size
         return outputs
-
-    def on_cast(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
-        """Count one of mxamp's own casts."""
-        return self.on_call(original, handle, inputs, *rest)
 
     def _call_graph(
         self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
