@@ -23,7 +23,7 @@ from mxnet.symbol import Symbol
 
 from ...convert.options import name_list
 from ...errors import ArgumentError
-from ...framework.arrays import as_list, invoke
+from ...framework.arrays import as_list, dtypes_of, invoke
 from ...framework.keywords import checked_call
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Patch, original
@@ -270,13 +270,16 @@ class NumericsCheck(Observer):
         return fault, reason
 
     def _check_call(
-        self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
+        self,
+        site: Site,
+        inputs: Sequence[NDArray],
+        made: Sequence[NDArray],
+        outputs: Sequence[Tensor],
     ) -> Finding | None:
-        """Judge the outputs of an eager call; return the first finding."""
+        """Judge the outputs of an eager call, which `made` holds too; return the first finding."""
         read = [Tensor(name, array) for name, array in zip(site.names, inputs)]
         first = None
-        for array in outputs:
-            output = Tensor(site.output, array)
+        for array, output in zip(made, outputs):
             if not output.is_checkable:
                 continue
             why = [self._why(a) for t, a in zip(read, inputs) if output.is_bad and t.is_bad]
@@ -309,12 +312,12 @@ class NumericsCheck(Observer):
             call, given = self._gradients.record(site, inputs)
         outputs = original(handle, given, *rest)
         made = as_list(outputs)
-        finding = self._check_call(site, inputs, made)
+        tensors = [Tensor(site.output, array) for array in made]
+        finding = self._check_call(site, inputs, made, tensors)
         if call is not None:
             call.outputs = made
-            tensors = [Tensor("", array) for array in (*inputs, *made)]
-            call.is_half = any(tensor.dtype in HALVES for tensor in tensors)
-            call.is_ignored = self._is_skipped(site) or any(tensor.is_bad for tensor in tensors)
+            call.is_half = not HALVES.isdisjoint(dtypes_of([*inputs, *made]))
+            call.is_ignored = self._is_skipped(site) or any(one.is_bad for one in tensors)
         if finding is not None:
             self._report(finding)
         return outputs
@@ -357,7 +360,7 @@ class NumericsCheck(Observer):
             twin.backward(out_grads)
             for found in self._in_graphs.values():
                 self._report_gradient(found)
-        return original(executor, out_grads, **options)
+        return original(executor, out_grads, *args, **options)
 
 
 class _CheckedGraph:
