@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import re
 from typing import Sequence
 
 import click
@@ -102,14 +101,13 @@ def explain(
 
 def _filtered(plan: Plan, name: str | None, precision: str | None) -> Plan:
     """Return the part of a plan with operators of this name and precision; raise if empty."""
-    named = plan.filter(name=name) if name is not None else plan
-    if name is not None and not len(named):
+    shown = plan.filter(name=name or "*", precision=precision)
+    if len(shown):
+        return shown
+    if name is not None and not len(plan.filter(name=name)):
         raise plan.unknown(name)
-    shown = named.filter(precision=precision)
-    if precision is not None and not len(shown):
-        counts = ", ".join(f"{count} in {other}" for other, count in named.counts().items())
-        raise ArgumentError(f"no operator computes in {precision} here: {counts}")
-    return shown
+    counts = ", ".join(f"{count} in {other}" for other, count in plan.counts().items())
+    raise ArgumentError(f"no operator computes in {precision} here: {counts}")
 
 
 _CLASSES = (
@@ -169,9 +167,10 @@ def _operator_names(names: Sequence[str]) -> Sequence[str]:
             found[resolve(pattern).name] = None
             continue
         # In any case: MXNet mixes Concat and concat.
-        matches = re.compile(fnmatch.translate(pattern), re.I).match
         matching = [
-            one.name for one in registry().values() if any(map(matches, (one.name, *one.aliases)))
+            one.name
+            for one in registry().values()
+            if fnmatch.filter([name.lower() for name in (one.name, *one.aliases)], pattern.lower())
         ]
         if not matching:
             hint = "* and ? stand for any characters"

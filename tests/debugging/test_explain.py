@@ -165,22 +165,13 @@ def test_reasons_name_exclusions_and_missing_kernels():
     assert "no half-precision gemm" in on_cpu["fc"].reason
 
 
-def test_blocks_count_their_parameters(dtype):
-    net, _ = made(perceptron)
+def test_a_block_that_has_not_run_needs_an_example(dtype):
+    net, data = made(perceptron)
     with pytest.raises(amp.StateError, match="hybridize"):
         amp.explain(net)
-    net.hybridize()
-    net(nd.ones((4, 8)))
-    plan = amp.explain(net, dtype)
-    total = sum(p.data().size for p in net.collect_params().values())
-    assert plan.bytes_before == 4 * total
-    assert plan.bytes_after < plan.bytes_before
-    low = amp.convert_hybrid_block(net, dtype, cast_optional_params=True)
-    widths = {np.float32: 4}
-    stored = sum(
-        p.data().size * widths.get(p.data().dtype, 2) for p in low.collect_params().values()
-    )
-    assert plan.bytes_after == stored
+    plan = amp.explain(net, dtype, example_inputs=data[0])
+    assert plan.counts()[dtype] >= 2
+    assert plan.inputs == ("data",)
 
 
 @pytest.mark.parametrize(
@@ -261,21 +252,6 @@ def explained(*arguments, **options):
 def test_wrong_arguments(call, words):
     with pytest.raises(amp.ArgumentError, match=words):
         call()
-
-
-def test_losses_of_an_offline_cast_are_reported(caplog):
-    net = mx.sym.FullyConnected(mx.sym.var("data"), no_bias=True, num_hidden=1, name="fc")
-    weight = nd.array([[1.0, 1e6, -1e6, 1e-9, 0.0, np.inf]])
-    plan = amp.explain(net, policy=GPU, params={"fc_weight": weight})
-    (found,) = plan.lossy
-    assert (found.name, found.dtype, found.size) == ("fc_weight", "float16", 6)
-    assert (found.overflown, found.vanished) == (2, 1)
-    assert "lose values of 1 parameter: fc_weight" in plan.summary()
-    amp.convert_model(net, {"fc_weight": weight}, {}, policy=GPU, cast_optional_params=True)
-    assert "2 finite values into infinity and 1 value into zero" in caplog.text
-    calm = amp.explain(net, policy=GPU, params={"fc_weight": randn(1, 6)})
-    assert not calm.lossy
-    assert len(calm.offline) == 1
 
 
 def test_to_dot():

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -18,17 +17,14 @@ from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...convert.symbols import widened_for
 from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
-from ...framework.arrays import cast, copy
 from ...framework.keywords import checked_call
 from ...framework.machine import default_device
 from ...framework.operators import resolve
 from ...framework.tables import PRECISION_COLORS
-from ...framework.wording import counted, one_of, shortened, shown
+from ...framework.wording import counted, one_of, shown
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import (
-    cast_offline,
-    count_range_errors,
     is_inserted_copy,
     without_copies_before_casts,
 )
@@ -38,7 +34,7 @@ from ...graph.ir import Graph, Output, Usage, body_usage, infer_outputs, rewrite
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
 from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
-from ...policy.active import current_policy, suspended
+from ...policy.active import current_policy
 from ...policy.decision import Decision
 from ...policy.overrides import Layers
 from ...policy.policy import Policy
@@ -58,7 +54,6 @@ READS = "its inputs are {dtypes}"
 NO_INPUT = "it has no input"
 
 _GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
-_LOW_BYTES = 2  # of an element in float16 or bfloat16
 
 
 @dataclass(frozen=True)
@@ -81,17 +76,6 @@ class Cast:
     name: str
     source: str
     dtype: str
-
-
-@dataclass(frozen=True)
-class OfflineCast:
-    """A parameter that `cast_optional_params` casts, and the values that the cast loses."""
-
-    name: str
-    dtype: str
-    size: int
-    overflown: int  #: finite values that become infinite
-    vanished: int  #: values that become zero
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,12 +104,6 @@ class Plan(Result):
         The inserted casts, each with its `source` and `dtype`.
     inputs : tuple of str
         The model's inputs without the given parameters.
-    bytes_before : int
-        The size of the parameters; 0 if no parameters were given.
-    bytes_after : int
-        Their size with `cast_optional_params`.
-    offline : tuple of OfflineCast
-        The parameters that `cast_optional_params` casts; empty if no parameters were given.
     mode : str
         The mode of `explain`, or "as it is" for a model in half precision that is not converted
         again.
@@ -138,22 +116,8 @@ class Plan(Result):
     nodes: tuple[NodePlan, ...]
     casts: tuple[Cast, ...]
     inputs: tuple[str, ...] = ()
-    bytes_before: int = 0
-    bytes_after: int = 0
-    offline: tuple[OfflineCast, ...] = ()
     mode: str = MODES[0]
     has_run: bool = False
-
-    @property
-    def lossy(self) -> tuple[OfflineCast, ...]:
-        """The parameters that lose values when they are cast offline.
-
-        ::
-
-            plan = amp.explain(net, "float16")
-            print([(cast.name, cast.overflown, cast.vanished) for cast in plan.lossy])
-        """
-        return tuple(cast for cast in self.offline if cast.overflown or cast.vanished)
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -304,21 +268,14 @@ class Plan(Result):
         return counted(len(self), "operator") + (f": {counts}" if counts else "")
 
     def summary(self) -> str:
-        """Return one line: operators by precision, casts, bytes of the parameters.
+        """Return one line: operators by precision, and casts.
 
         ::
 
             print(amp.explain(net, "bfloat16").summary())
         """
-        size = ""
-        if self.bytes_before:
-            sizes = f"{counted(self.bytes_before, 'byte')}, {self.bytes_after:,}"
-            size = f"; parameters {sizes} with `cast_optional_params`"
-        if self.lossy:
-            names = shortened([cast.name for cast in self.lossy])
-            size += f"; it would lose values of {counted(len(self.lossy), 'parameter')}: {names}"
         casts = counted(len(self.casts), "cast")
-        return f"{self._header()}{self._counts_text()}; {casts}{size}"
+        return f"{self._header()}{self._counts_text()}; {casts}"
 
     def _header(self) -> str:
         """Return what the plan shows, as the beginning of its summary; "" for a conversion."""
@@ -383,9 +340,8 @@ def explain(
         Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional
         The parameters of a symbol: `{**arg_params, **aux_params}`. With them the plan is that of
-        `convert_model`: it applies rules that depend on the shapes of weights, and has the
-        parameters' size and the values that a cast would lose. Omit `params` for a block, which
-        has its own.
+        `convert_model`: it applies rules that depend on the shapes of weights. Omit `params` for a
+        block, which has its own.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
     mode : str, optional
@@ -440,7 +396,7 @@ def explain(
     held_dtypes = {name: array.dtype for name, array in known_params.items()}
     dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
-        return _plan_as_it_is(graph, dtypes, known_params)
+        return _plan_as_it_is(graph, dtypes)
     mode = mode or MODES[0]
     policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
@@ -463,18 +419,18 @@ def explain(
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
     target = policy.target_dtype if policy.lowers else "float32"
-    dtypes.update(dict.fromkeys(stored, target))
-    plan = _make_plan(result, target, policy.device, graph.input_names, known_params, dtypes)
+    data = [name for name in graph.input_names if name not in known_params]
+    plan = _make_plan(result, target, policy.device, data)
     nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
     return replace(plan, mode=mode, has_run=run is not None, nodes=nodes)
 
 
-def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str], params: Mapping[str, NDArray]) -> Plan:
+def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str]) -> Plan:
     """Return the plan of a graph with the casts that it has, for inputs of `dtypes`."""
     unchanged = _unchanged(graph, dtypes)
     counts = Counter(decision.precision for _, _, decision in unchanged.decided())
     target = max(TARGETS, key=lambda dtype: counts[dtype])
-    plan = _make_plan(unchanged, target, default_device(), graph.input_names, params, dtypes)
+    plan = _make_plan(unchanged, target, default_device(), graph.input_names)
     return replace(plan, mode=AS_IT_IS)
 
 
@@ -532,18 +488,8 @@ def _params_read_by(
     return None if params is None else {n: array for n, array in params.items() if n in used}
 
 
-def _make_plan(
-    result: Rewrite,
-    target_dtype: str,
-    device: str,
-    inputs: Sequence[str],
-    params: Mapping[str, NDArray],
-    param_dtypes: Mapping[str, str],
-) -> Plan:
-    """Return the plan of a rewritten graph; `inputs` include the known parameters `params`.
-
-    `param_dtypes` are the parameters' dtypes without casts offline.
-    """
+def _make_plan(result: Rewrite, target_dtype: str, device: str, inputs: Iterable[str]) -> Plan:
+    """Return the plan of a rewritten graph with these inputs."""
     nodes = tuple(
         NodePlan(
             node.name,
@@ -554,36 +500,7 @@ def _make_plan(
         )
         for graph, node, decision in result.decided()
     )
-    data = tuple(name for name in inputs if name not in params)
-    _, dtypes = cast_offline(result.graph, frozenset(data), target_dtype)
-    offline = tuple(_offline_cast(name, params[name], dtype) for name, dtype in dtypes.items())
-    sizes = {name: _bytes_of(array, param_dtypes[name]) for name, array in params.items()}
-    before = sum(sizes.values())
-    saved = sum(sizes[cast.name] - cast.size * _LOW_BYTES for cast in offline)
-    return Plan(
-        target_dtype,
-        device,
-        nodes,
-        tuple(_inserted_casts(result.graph)),
-        data,
-        before,
-        before - saved,
-        offline,
-    )
-
-
-def _bytes_of(array: NDArray, dtype: str) -> int:
-    """Return the bytes of an array's elements in a dtype, as if it were dense."""
-    size = _LOW_BYTES if dtype in TARGETS else np.dtype(dtype).itemsize
-    return int(math.prod(array.shape)) * size
-
-
-def _offline_cast(name: str, array: NDArray, dtype: str) -> OfflineCast:
-    """Return the size of a parameter and the values that a cast to `dtype` loses."""
-    with suspended():
-        # A copy has the plain layout, which a conversion casts from.
-        found = cast(copy(array), dtype)
-        return OfflineCast(name, dtype, math.prod(array.shape), *count_range_errors(array, found))
+    return Plan(target_dtype, device, nodes, tuple(_inserted_casts(result.graph)), tuple(inputs))
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:

@@ -35,20 +35,21 @@ from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp
 from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...policy.targets import check_target
-from .eager_gradients import EagerGradients
-from .faults import (
+from .findings import (
     FAULT,
     PURPOSE,
     Fault,
+    Finding,
+    NumericsError,
     Site,
+    Statistics,
     Tensor,
     fault_in,
     forward_fault,
     gradient_fault,
     input_names,
 )
-from .findings import Finding, NumericsError, Statistics
-from .monitoring import GraphMonitor, monitored_op
+from .monitoring import EagerGradients, GraphMonitor, monitored_op
 from .observing import Observer, Original, patch_over
 
 logger = logging.getLogger("mxamp")

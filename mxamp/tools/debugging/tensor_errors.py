@@ -5,7 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Sequence,
+    Tuple,
+)
 
 import numpy as np
 from mxnet import autograd
@@ -290,9 +301,10 @@ class _Comparer:
                 )
         with alike_numbers() as seed:
             for batch in batches:
-                with explained_errors(self.net, batch.inputs, labeled=self.loss is not None):
-                    net = net or copied(self.net, batch.inputs)
-                    self._add_batch(net, batch, seed)
+                if net is None:
+                    with self._explained_errors(batch):
+                        net = copied(self.net, batch.inputs)
+                self._add_batch(net, batch, seed)
         errors = [self.outputs.error_of(key) for key in self.outputs]
         return Comparison(
             self.policy.target_dtype,
@@ -301,6 +313,9 @@ class _Comparer:
             tuple(map(self.gradients.error_of, self.gradients)),
             self._first_jump(),
         )
+
+    def _explained_errors(self, batch: Batch) -> ContextManager[None]:
+        return explained_errors(self.net, batch.inputs, labeled=self.loss is not None)
 
     def _add_batch(self, net: Block, batch: Batch, seed: Callable[[], None]) -> None:
         """Run a batch in both precisions, and add the errors of its outputs and gradients."""
@@ -331,7 +346,7 @@ class _Comparer:
             seed()
             with autocast(enabled=policy is not None, policy=policy), run.opened():
                 with autograd.record() if training else autograd.pause(train_mode=False):
-                    with run.recording(batch.inputs):
+                    with run.recording(batch.inputs), self._explained_errors(batch):
                         output = net(*batch.inputs)
                     found = loss_of(self.loss, output, batch.label) if training else None
                 if not training:
