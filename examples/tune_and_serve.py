@@ -67,7 +67,7 @@ def main():
 
         data = batches[0]["data"]
         wanted, served = serve(original, data), serve(tuned, data)
-    kept = [layer.name for layer in tuning.layers if layer.kept]
+    kept = tuning.kept
     same = (wanted.argmax(1) == served.argmax(1)).sum().asscalar()
     print(f"{options.dtype}: {tuning.way}, relative error {tuning.error:.4f}")
     print(f"in float32: {', '.join(kept) or 'no layer by name'}")

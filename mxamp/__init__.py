@@ -22,7 +22,13 @@ from .errors import InstallError as _InstallError
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 _problem: _Optional[_InstallError] = None
 #: Names of mxamp 1.0, and what to use instead.
-_GONE = {"draw": "explain(...).to_dot(), the graph in Graphviz's language"}
+_GONE = {
+    "Benchmark": "what benchmark(...) returns",
+    "LayerCost": "tune(...).kept, the layers that stay in float32",
+    "Trial": "tune(...).trials",
+    "Tuning": "what tune(...) returns",
+    "draw": "explain(...).to_dot(), the graph in Graphviz's language",
+}
 _starting.exit_on_ctrl_c()
 try:
     if _starting.without_mxnet():

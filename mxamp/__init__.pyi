@@ -117,9 +117,5 @@ from .scaling.trainer import (
 from .tools.debugging.explain import Plan as Plan
 from .tools.debugging.explain import explain as explain
 from .tools.onnx import export_onnx as export_onnx
-from .tools.tuning.benchmark import Benchmark as Benchmark
 from .tools.tuning.benchmark import benchmark as benchmark
 from .tools.tuning.tune import tune as tune
-from .tools.tuning.tuning import LayerCost as LayerCost
-from .tools.tuning.tuning import Trial as Trial
-from .tools.tuning.tuning import Tuning as Tuning

@@ -47,9 +47,6 @@ with autograd.record():
     loss = loss_function(net(data), label)
 """
 SCALING = "amp.init_trainer(trainer, amp.LossScaler())" + FORWARD
-TUNING = """
-tuning = amp.tune(net, data, target_dtype="float16")
-"""
 FUNCTIONS = """
 import types
 
@@ -82,9 +79,6 @@ BEFORE = {
     "convert_bucketing_module": MODULE,
     "export_onnx": "larger_data = mx.nd.ones((64, 16))\n",
     "tune": "data1 = data2 = data\n",
-    "Tuning.annotated": TUNING,
-    "Tuning.convert_options": TUNING,
-    "Tuning.ranking": TUNING,
     "float_function": "target = mx.nd.ones((32, 2))\n",
     "register_half_function": FUNCTIONS,
     "register_float_function": FUNCTIONS,
@@ -147,7 +141,7 @@ def test_every_parameter_is_described():
         (name, parameter)
         for name in DOCS
         for parameter in parameters(name)
-        if not is_described(parameter, described(name))
+        if parameter[0] != "_" and not is_described(parameter, described(name))
     ]
     assert missing == []
 

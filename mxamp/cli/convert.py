@@ -1,5 +1,7 @@
 """The command `mxamp convert`: convert a saved model, and check the result."""
 
+import re
+from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
 import click
@@ -23,6 +25,7 @@ NOTHING_LOWERED = (
     "--dtype float32 has no operator in half precision: leave out --policy and --fp32-op"
 )
 LARGER = " (larger: the graph now holds casts; --cast-params stores parameters in 16 bits)"
+TUNED_AS = "{policy} was tuned as {form}: add {option}, or the model is slower than measured"
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
     "mxamp convert model --dtype float16 --device gpu --out model-fp16",
@@ -81,6 +84,14 @@ def convert(
     target: Dict[str, Any] = {"target_dtype": "float32"}
     if dtype != "float32":
         chosen = chosen_policy(dtype, policy, device, default=False)
+        form = (
+            re.search("^# Form: (fused|converted)$", Path(policy).read_text(), re.M)
+            if policy
+            else None
+        )
+        if form and not (options["fuse"] if form[1] == "fused" else cast_params):
+            option = "--fuse" if form[1] == "fused" else "--cast-params"
+            click.echo(TUNED_AS.format(policy=policy, form=form[1], option=option), err=True)
         target = {"policy": chosen.override(fp32=fp32_op)}
     elif policy or fp32_op:
         raise usage_error(NOTHING_LOWERED)

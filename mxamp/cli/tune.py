@@ -23,7 +23,6 @@ from .options import (
     input_dtype_option,
     input_option,
     saved_model_options,
-    stop_progress_line,
 )
 from .output import examples, in_options, usage_error
 
@@ -39,22 +38,17 @@ RANDOM = (
     "give that with --data FILE.npz or --input NAME:FILE.npy."
 )
 INTERRUPTED = "interrupted: the best policy so far is written"
-UNDECIDED = (
-    "not enough was compared to choose anything but float32: run the model as it is, or tune it "
-    "again with a larger --budget"
-)
-#: How to use the policy, by the way that was the fastest.
+#: How to use the policy, by the form that was the fastest.
 _USES = {
-    "plain": "nothing else was faster within the tolerance: run the model as it is, in float32",
-    "autocast": "run the model with it: mxamp run --policy {out} SCRIPT, or convert it: {convert}",
-    "converted": "convert the model with it: {convert} --cast-params",
-    "fused": "convert the model with it, and fuse it: {convert} --fuse",
+    "plain": "nothing faster was found within the tolerance: run the model as it is, in float32",
+    "autocast": "mxamp run --policy {out} SCRIPT, or {convert}",
+    "converted": "{convert} --cast-params",
+    "fused": "{convert} --cast-params --fuse",
 }
 
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
     "mxamp tune model --input data:8,3,224,224 --budget 5m --out policy.toml",
-    "mxamp convert model --policy policy.toml --out model-tuned",
 )
 
 
@@ -98,13 +92,13 @@ def tune(
     force: bool,
     **options: Any,
 ) -> None:
-    """Find the fastest policy whose outputs are within --rtol of a saved float32 model's.
+    """Find the fastest form of a saved float32 model whose outputs are within --rtol of its own.
 
     The model runs in inference, on your data, in float32 and in low precision. Layers that cost too
-    much accuracy stay in float32. Of all forms that are accurate enough, the fastest on this
-    machine wins; this may be float32. With --accuracy-only the policy is in low precision even if
-    that is slower here. With --policy the search starts from that policy. Ctrl-C ends the search
-    and keeps the best policy so far.
+    much accuracy stay in float32. Of the forms that are accurate enough, the fastest on this
+    machine wins; this may be float32. The last line printed is the command that makes it. With
+    --accuracy-only the policy is in low precision even if that is slower here. With --policy the
+    search starts from that policy. Ctrl-C ends the search and keeps the best policy so far.
     """
     if data and inputs:
         raise usage_error(TWO_WAYS)
@@ -122,15 +116,12 @@ def tune(
         if not data:
             values, drawn = input_values(model, inputs, input_dtypes, options["seed"])
             batches = [checked_batch(model, values, input_dtypes)]
-        stop_progress_line()
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
     tuning = replace(tuning, notes=(*map(in_options, tuning.notes), *notes))
     file, name = shlex.quote(out), shlex.quote(prefix)
     convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
     use = _USES[tuning.way].format(out=file, convert=convert)
-    if tuning.way == "plain" and not tuning.complete:
-        use = UNDECIDED
     replace(tuning, notes=(*tuning.notes, f"Use: {use}")).save(out)
     click.echo(f"{tuning}\n\n{out}: {use}")
     if STOPPED in tuning.notes:

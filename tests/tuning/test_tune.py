@@ -1,10 +1,11 @@
 """`tune` finds the layers that were planted, keeps to its budget, and says what it found."""
 
-import itertools
 import math
 import os
+import random
 import signal
-from types import SimpleNamespace
+from dataclasses import replace
+from itertools import combinations
 
 import mxnet as mx
 import numpy as np
@@ -14,25 +15,16 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.overrides import exact_pattern
-from mxamp.tools.tuning.accuracy import Accuracy, Subject, Tolerance
-from mxamp.tools.tuning.deadline import Deadline, seconds_of
-from mxamp.tools.tuning.tune import Tuner
+from mxamp.tools.tuning import tune as module
+from mxamp.tools.tuning.tune import smallest_set
+from mxamp.tools.tuning.turns import seconds_of
+from tuned import PLAIN, TUNING
 
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 
 
 def tuned(net, data, loss=None, budget=120, timed=False, **options):
-    return amp.tune(net, data, loss, budget=budget, timed=timed, progress=False, **options)
-
-
-def accuracy_of(net, data, loss=None, dtype="float16", rtol=None):
-    subject = Subject(net, data, loss, labelled=loss is not None)
-    return Accuracy(subject, dtype, Tolerance(rtol=rtol), Deadline(100), 0)
-
-
-def kept(tuning):
-    return {layer.name for layer in tuning.layers if layer.kept}
+    return amp.tune(net, data, loss, budget=budget, timed=timed, **options)
 
 
 def small(prefix="small_"):
@@ -43,77 +35,83 @@ def small(prefix="small_"):
     return net, mx.nd.random.normal(shape=(5, 6))
 
 
-# ---------------------------------------------------------------------- planted layers
+# ---------------------------------------------------------------------- the search
+
+
+@pytest.mark.parametrize("n", [1, 10, 37, 200])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_bisection_finds_the_bad_ones_alone(n, k):
+    generator = random.Random(n * k)
+    names = [str(i) for i in range(n)]
+    for _ in range(20):
+        bad = frozenset(generator.sample(names, min(k, n)))
+        asked = []
+        found = smallest_set(
+            lambda kept, bad=bad, asked=asked: asked.append(kept) or bad <= kept, names
+        )
+        assert found == bad
+        assert len(asked) <= len(bad) * (math.log2(n) + 4) + 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_layer_can_be_taken_away_where_errors_add_up(seed):
+    generator = random.Random(seed)
+    errors = {str(i): generator.random() ** 3 for i in range(9)}
+
+    def works(kept):
+        return sum(error for name, error in errors.items() if name not in kept) <= 1
+
+    found = smallest_set(works, sorted(errors, key=lambda name: -errors[name]))
+    least = next(
+        k for k in range(10) if any(works(frozenset(some)) for some in combinations(errors, k))
+    )
+    assert works(found)
+    assert len(found) == least
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layers, bad", [
-    (10, [4]), (10, [0]), (11, [0, 9]), (30, [7, 8]), (30, [28]),
-    pytest.param(60, [3, 40], marks=pytest.mark.slow), pytest.param(100, [0, 98], marks=pytest.mark.slow),
-    pytest.param(200, [101, 102], marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers, bad", [(10, [4]), (11, [0, 9]), (30, [7, 8]), (30, [28]), (60, [])]
+)
 def test_planted_layers_are_found_and_they_alone(kind, layers, bad):
     net, data, names = chain(layers, bad, kind)
     tuning = tuned(net, data, target_dtype=KINDS[kind])
-    assert kept(tuning) == names
+    assert set(tuning.kept) == names
     assert tuning.complete
-    assert any("no smaller set" in note for note in tuning.notes)
-    count = len(names)
-    assert tuning.evaluations <= 4 * math.log2(layers) + 4 * count
+    assert tuning.evaluations <= 4 * math.log2(layers) + 4 * len(names)
     with amp.autocast(policy=tuning.policy):
         net.hybridize()
         outputs = net(data)
     with amp.autocast(enabled=False):
         plain = net(data)
     error = np.linalg.norm((outputs - plain).asnumpy()) / np.linalg.norm(plain.asnumpy())
-    assert error <= 0.05
-    assert error == pytest.approx(tuning.error, rel=1e-3)
+    assert error == pytest.approx(tuning.error, rel=1e-3) and error <= 0.05
+    if not bad:
+        assert tuning.policy == amp.Policy.default(KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_kept_where_nothing_is_broken(kind):
-    net, data, _ = chain(12, [], kind)
-    tuning = tuned(net, data, target_dtype=KINDS[kind])
-    assert not kept(tuning)
-    assert tuning.evaluations == 1
-    assert tuning.policy == amp.Policy.default(KINDS[kind])
+def test_layers_that_add_most_error_are_asked_first(monkeypatch):
+    net, data, names = chain(20, [13], "cancellation")
+    orders = []
 
+    def searched(works, order):
+        orders.append(order)
+        return smallest_set(works, order)
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_set_is_as_small_as_brute_force_finds(seed):
-    # Errors that add up: no layer is bad, and few may be in low precision together.
-    net, data, _ = chain(5, [], "cancellation", seed=seed)
-    names = [f"net_layer{i}_fwd" for i in range(5)]
-    base = amp.Policy.default("bfloat16")
-    accuracy = accuracy_of(net, data, dtype="bfloat16")
-
-    def error(some):
-        return accuracy.measure(
-            base.override(fp32_layers=[exact_pattern(name) for name in some])
-        ).error
-
-    every = {some: error(some) for size in range(6) for some in itertools.combinations(names, size)}
-    sizes = set()
-    for rtol in (0.001, 0.003, 0.004, 0.005):
-        least = min(len(some) for some, found in every.items() if found <= rtol)
-        tuning = tuned(net, data, target_dtype="bfloat16", rtol=rtol)
-        assert tuning.error <= rtol
-        # With all of them in float32 it is a policy for that.
-        assert len(kept(tuning)) == (least if tuning.policy.lowers else 0)
-        assert tuning.policy.lowers == (least < 5)
-        sizes.add(least)
-    assert len(sizes) > 2
+    monkeypatch.setattr(module, "smallest_set", searched)
+    assert set(tuned(net, data, target_dtype="bfloat16").kept) == names
+    assert {orders[0][0]} == names
+    assert not tuned(net, data, target_dtype="bfloat16", rtol=1e-9).policy.lowers
 
 
 def test_gradients_count_in_training():
-    # In float16 this loss is fine, and its gradient with respect to the first layer is lost.
+    # In float16 this loss is fine, and its gradient with respect to the first layers is lost.
     net, data, _ = chain(12, [], "overflow")
     net[5].weight.set_data(net[5].weight.data() * 3e-5)
     net[6].weight.set_data(net[6].weight.data() / 3e-5)
     loss = mx.gluon.loss.L2Loss()
     tuning = tuned(net, (data, mx.nd.zeros_like(data)), loss, target_dtype="float16")
-    assert tuning.mode == "training"
-    assert tuning.gradient_error <= 0.5
+    assert tuning.mode == "training" and tuning.gradient_error <= 0.5
     with amp.autocast(policy=tuning.policy), autograd.record():
         net.hybridize()
         found = loss(net(data), mx.nd.zeros_like(data))
@@ -121,70 +119,83 @@ def test_gradients_count_in_training():
     assert np.isfinite(net[0].weight.grad().asnumpy()).all()
 
 
-def test_the_same_seed_gives_the_same_layers():
-    net, data, _ = chain(6, [], "cancellation")
-    sets = [
-        kept(tuned(net, data, target_dtype="bfloat16", rtol=0.003, seed=seed)) for seed in (7, 7)
-    ]
-    assert sets[0] == sets[1]
-    assert sets[0]
-
-
-def test_nodes_of_one_name_are_one_layer():
-    layer = nn.Dense(8, in_units=8, prefix="twice_")
-    layer.initialize(mx.init.Xavier())
-
-    class Net(nn.HybridBlock):
-        def hybrid_forward(self, F, x):  # noqa: N803
-            return layer(F.relu(layer(x)))
-
-    net = Net(prefix="net_")
-    net.register_child(layer)
-    tuning = tuned(net, mx.nd.random.normal(shape=(4, 8)), target_dtype="float16")
-    names = [one.name for one in tuning.layers]
-    assert names.count("twice_fwd") == 1
-
-
-# ---------------------------------------------------------------------- what is measured against
+def test_dropout_and_norms_without_gradients_do_not_count():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(6, in_units=6), nn.BatchNorm(in_channels=6), nn.Dropout(0.5))
+    net.initialize(mx.init.Xavier())
+    data = mx.nd.random.normal(shape=(32, 6))
+    tuning = tuned(net, (data, data), mx.gluon.loss.L2Loss(), target_dtype="bfloat16")
+    assert tuning.policy.lowers and tuning.gradient_error < 0.1 and tuning.error < 0.1
 
 
 def test_a_metric_in_place_of_a_tolerance():
     net, data, names = chain(10, [4], "overflow")
     labels = mx.nd.array(np.argmax(net(data).asnumpy(), axis=1))
-    seen = []
 
     def accuracy(label, prediction):
-        seen.append(prediction.dtype)
+        assert prediction.dtype == np.float32
         return float((prediction.argmax(1) == label).mean())
 
     tuning = tuned(net, (data, labels), target_dtype="float16", metric=accuracy, min_metric=1.0)
-    assert kept(tuning) == names
-    assert tuning.metric == 1.0
-    assert set(seen) == {np.dtype("float32")}
+    assert set(tuning.kept) == names and tuning.metric == 1.0
     metric = mx.metric.Accuracy()
     again = tuned(net, [(data, labels)] * 2, target_dtype="float16", metric=metric)
-    assert kept(again) == names
+    assert set(again.kept) == names
     assert metric.num_inst == 0
 
 
-def test_gradients_that_float32_does_not_know_are_left_out():
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.dense = nn.Dense(6, in_units=6)
-                self.norm = nn.BatchNorm(in_channels=6)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
+    # float16 takes the second batch's outputs for zero.
+    net = nn.Dense(1, in_units=2, use_bias=False, prefix="difference_")
+    net.initialize()
+    net.weight.set_data(mx.nd.array([[1, -1]]))
+    batches = [mx.nd.array([[100, 0]] * 4), mx.nd.array([[1.0002, 1]] * 4)]
+    data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
+    loss = mx.gluon.loss.L2Loss() if training else None
+    tuning = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
+    assert tuning.error <= 0.01 and not tuning.policy.lowers
 
-        def hybrid_forward(self, F, x):  # noqa: N803
-            return self.norm(self.dense(x))
 
-    net = Net()
+# ---------------------------------------------------------------------- timing
+
+
+def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
+    net = nn.HybridSequential(prefix="wide_")
+    with net.name_scope():
+        net.add(nn.Dense(64, in_units=64, activation="relu"), nn.Dense(64, in_units=64))
     net.initialize(mx.init.Xavier())
-    data = mx.nd.random.normal(shape=(32, 6))
-    tuning = tuned(net, (data, data), mx.gluon.loss.L1Loss(), target_dtype="bfloat16")
-    # A bias before a BatchNorm has no gradient but rounding errors.
-    [note] = [note for note in tuning.notes if "could not be compared" in note]
-    assert "bias" in note
+    data = mx.nd.random.normal(shape=(64, 64))
+    speeds = {"plain": 4.0, "converted": 3.0, "fused": 2.0}
+    monkeypatch.setattr(module._Form, "mean_seconds", lambda self, _=1: speeds[self.way])
+    tuning = amp.tune(net, data, target_dtype="bfloat16")
+    if amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing:
+        assert [trial.way for trial in tuning.trials] == ["plain", "fused"]
+        return
+    assert [(trial.way, trial.speedup) for trial in tuning.trials] == [
+        ("plain", 1.0), ("converted", 4 / 3), ("fused", 2.0),
+    ]  # fmt: skip
+    assert tuning.way == "fused" and tuning.convert_options["fuse"]
+    assert tuning.chosen.error == tuning.error > 0
+    speeds.update(converted=3.95, fused=5.0)
+    tuning = amp.tune(net, data, target_dtype="bfloat16")
+    assert tuning.way == "plain" and not tuning.policy.lowers
+    assert "run the model as it is" in str(tuning)
+    labels = mx.nd.zeros((64, 64))
+    speeds["autocast"] = 2.0
+    tuning = amp.tune(net, (data, labels), mx.gluon.loss.L2Loss(), target_dtype="bfloat16")
+    assert (tuning.way, tuning.mode) == ("autocast", "training")
+
+
+def test_channels_that_hold_a_model_back_are_named(monkeypatch):
+    net = nn.HybridSequential(prefix="odd_")
+    with net.name_scope():
+        net.add(nn.Conv2D(12, 3), nn.Conv2D(16, 3))
+    net.initialize()
+    monkeypatch.setattr(module._Form, "mean_seconds", lambda _self, _=1: 1.0)
+    tuning = amp.tune(net, mx.nd.ones((2, 3, 8, 8)), target_dtype="bfloat16")
+    if not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing:
+        assert "multiple of 16, for which bfloat16 kernels are slow: odd_conv0_fwd." in str(tuning)
 
 
 # ---------------------------------------------------------------------- bounds
@@ -193,40 +204,30 @@ def test_gradients_that_float32_does_not_know_are_left_out():
 def test_a_budget_that_is_too_short_gives_float32():
     net, data, _ = chain(30, [4], "overflow")
     tuning = tuned(net, data, target_dtype="float16", budget=1e-6)
-    assert not tuning.policy.lowers
-    assert not tuning.complete
+    assert not tuning.policy.lowers and not tuning.complete
     assert any("budget" in note for note in tuning.notes)
 
 
-def raised():
-    raise KeyboardInterrupt
-
-
-def signalled():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.parametrize("after, interrupt", [(3, raised), (5, raised), (4, signalled)])
-def test_ctrl_c_gives_the_best_so_far(monkeypatch, after, interrupt):
+@pytest.mark.parametrize("after", [3, 8])
+def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
     net, data, names = chain(40, [10, 30], "overflow")
-    of, calls = Accuracy.measure, []
+    errors, calls = module._Model.errors, []
 
-    def interrupted(self, policy, block=None):
-        calls.append(policy)
+    def interrupted(self, *arguments):
+        calls.append(arguments)
         if len(calls) == after:
-            interrupt()
-        return of(self, policy, block)
+            os.kill(os.getpid(), signal.SIGINT)
+        return errors(self, *arguments)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        monkeypatch.setattr(Accuracy, "measure", interrupted)
+        monkeypatch.setattr(module._Model, "errors", interrupted)
         tuning = tuned(net, data, target_dtype="float16")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
     assert not tuning.complete and any("Ctrl-C" in note for note in tuning.notes)
-    assert not tuning.policy.lowers or kept(tuning) >= names
-    assert amp.current_policy() is None and len(calls) < after + 4
+    assert not tuning.policy.lowers or set(tuning.kept) >= names
+    assert amp.current_policy() is None and len(calls) <= after
 
 
 def test_what_the_caller_holds_stays_as_it_is():
@@ -237,29 +238,16 @@ def test_what_the_caller_holds_stays_as_it_is():
     with autograd.record():
         loss(net(data), labels).backward()
     params = net.collect_params().values()
-    before = [(p.data().asnumpy(), p.grad().asnumpy()) for p in params]
+    before = [(p.data().asnumpy(), p.grad().asnumpy(), p.grad_req) for p in params]
     graph, op = net._cached_graph, net._cached_op
-    mx.random.seed(3)
-    expected = mx.nd.random.normal(shape=(2,)).asnumpy()
-    mx.random.seed(3)
-    np.random.seed(3)
-    drawn = np.random.RandomState(3).rand()
-    tuned(net, (data, labels), loss, timed=True, budget=20)
-    assert np.array_equal(mx.nd.random.normal(shape=(2,)).asnumpy(), expected)
-    assert np.random.rand() == drawn
-    assert (net._cached_graph, net._cached_op) == (graph, op)
-    for (data_before, grad_before), param in zip(before, params):
-        assert np.array_equal(param.data().asnumpy(), data_before)
-        assert np.array_equal(param.grad().asnumpy(), grad_before)
-
-
-def test_other_modes_around_it_do_not_matter():
-    net, data, names = chain(10, [4], "overflow")
     amp.init("bfloat16")
     with amp.autocast("float16"):
-        tuning = tuned(net, data, target_dtype="float16")
-    assert kept(tuning) == names
+        tuned(net, (data, labels), loss, timed=True, budget=5)
     assert amp.current_policy().target_dtype == "bfloat16"
+    assert (net._cached_graph, net._cached_op) == (graph, op)
+    for (value, gradient, req), param in zip(before, params):
+        assert np.array_equal(param.data().asnumpy(), value) and param.grad_req == req
+        assert np.array_equal(param.grad().asnumpy(), gradient)
 
 
 class Eager(mx.gluon.Block):
@@ -275,15 +263,14 @@ LOSS = mx.gluon.loss.L2Loss()
     "change, words",
     [
         ({"rtol": 0}, "`rtol` must be a positive"),
-        ({"min_metric": 0.5}, "give the metric too"), ({"metric": "no such metric"}, "unknown metric"), ({"metric": 3}, "metric must be a metric of"),
-        ({"metric": "acc", "min_metric": "high"}, "min_metric must be a number"),
-        ({"metric": "acc", "loss": LOSS}, "asks for training"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
-        ({"metric": "mse"}, "'mse' less is better"), ({"metric": mx.metric.CrossEntropy()}, "less is better"),
-        ({"budget": "soon"}, "`budget` must be"), ({"budget": 0}, "`budget` must be"), ({"budget": True}, "`budget` must be"),
+        ({"min_metric": 0.5}, "min_metric needs it"), ({"metric": "no such metric"}, "metric must be a metric of"),
+        ({"metric": 3}, "metric must be a metric of"), ({"metric": "acc", "min_metric": "high"}, "high"),
+        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
+        ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
         ({"target_dtype": "int8"}, "target dtype must be"), ({"net": 3}, "the model must be a Block"),
-        ({"net": Eager()}, "can't be traced"), ({"data": []}, "no batch"), ({"data": {"data": X}}, "does not run on this batch of 1 array: "),
+        ({"net": Eager()}, "can't be traced"), ({"data": []}, "no batch"),
         ({"data": X[:, :5]}, "does not run on this data"), ({"data": [X, mx.nd.ones((5, 7))]}, "does not run on this"),
-        ({"policy": "fast"}, "policy must be"), ({"loss": "bfloat16"}, "loss must be a function of .*, not .bfloat16"), ({"seed": -1}, "seed must be"), ({"seed": "a"}, "seed must be"),
+        ({"policy": "fast"}, "policy must be"), ({"seed": -1}, "seed must be"),
         ({"policy": amp.Policy.default("float16", "gpu")}, "is for the gpu, and the data is on cpu"),
         ({"policy": amp.Policy.default("bfloat16").in_float32()}, "computes all in float32"),
     ],
@@ -303,32 +290,19 @@ def test_a_model_of_another_dtype_is_an_error(dtype):
         tuned(net, data.astype(dtype))
 
 
-@pytest.mark.parametrize("bias, labels, options, words", [
-    (math.inf, None, {}, "15 elements of output 0"), (math.nan, None, {}, "15 elements of output 0"),
-    (0, None, {"rtol": 1e-8}, "or an `rtol` of"),
-    (0, mx.nd.full(5, 7), {"metric": "acc", "min_metric": 0.5}, r"min_metric=0\.5: the float32 model itself has 0"),
-    (0, mx.nd.zeros(5), {"metric": lambda _label, _prediction: math.nan}, "metric of the float32 model is nan"),
-])  # fmt: skip
-def test_float32_models_that_are_no_baseline(bias, labels, options, words):
+def test_float32_models_that_are_no_baseline():
     net, data = small()
-    net[1].bias.set_data(mx.nd.full(3, bias))
-    with pytest.raises(amp.StateError, match=words):
-        tuned(net, data if labels is None else (data, labels), **options)
-
-
-def test_an_unstable_model_is_an_error():
-    net, data, _ = chain(8, [], "cancellation")
-    for layer in net:
-        layer.weight.set_data(layer.weight.data() * 1e4)
-    net.add(nn.HybridLambda("sin"))
-    with pytest.raises(amp.StateError, match="its outputs change by"):
+    with pytest.raises(amp.StateError, match=r"min_metric=0\.5: the float32 model itself has 0"):
+        tuned(net, (data, mx.nd.full(5, 7)), metric="acc", min_metric=0.5)
+    net[1].bias.set_data(mx.nd.full(3, math.inf))
+    with pytest.raises(amp.StateError, match="elements of output 0"):
         tuned(net, data)
 
 
-def test_notes_say_what_was_left_out():
+def test_float16_on_a_cpu_is_not_timed_and_many_batches_are_cut():
     net, data = small()
-    tuning = amp.tune(net, (data for _ in range(40)), target_dtype="float16", progress=False)
-    assert "first 16 batches" in str(tuning) and "float16 on a CPU" in str(tuning)
+    tuning = amp.tune(net, (data for _ in range(40)), target_dtype="float16")
+    assert "first 16 batches" in str(tuning) and "Nothing was timed" in str(tuning)
     assert tuning.policy.lowers and not tuning.trials
 
 
@@ -339,102 +313,27 @@ def test_budgets(budget, seconds):
     assert seconds_of(budget) == seconds
 
 
-def difference():
-    """A net, and batches of which float16 takes the second's outputs for zero."""
-    net = nn.Dense(1, in_units=2, use_bias=False, prefix="difference_")
-    net.initialize()
-    net.weight.set_data(mx.nd.array([[1, -1]]))
-    return net, [mx.nd.array([[100, 0]] * 4), mx.nd.array([[1.0002, 1]] * 4)]
+# ---------------------------------------------------------------------- the result
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
-    net, batches = difference()
-    data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
-    loss = mx.gluon.loss.L2Loss() if training else None
-    verdict = accuracy_of(net, data, loss, rtol=0.01).measure(amp.Policy.default("float16"))
-    assert verdict.error == 1 and not verdict.within
-    assert verdict.gradient_error == (1 if training else None)
-    tuning = tuned(net, data, loss, target_dtype="float16", rtol=0.01)
-    assert tuning.error <= 0.01
-    with amp.autocast(policy=tuning.policy):
-        found = net(batches[1]).asnumpy()
-    assert found == pytest.approx(2e-4, rel=1e-2)
+def test_the_report_holds_all_numbers():
+    text = str(TUNING)
+    for part in ("error of 0.01.", "fused in bfloat16, 1.9 times", "2.1 ms", "9 of 12 operators",
+                 "keeps in float32: 2 (b<i>, d)", " 0.004.", "0.91", "0.9.", "7 accuracy tests",
+                 "33.25 seconds", "seed 0", "ended early", "Trials", "One & only.", "Xeon"):  # fmt: skip
+        assert part in text
+    plain = replace(TUNING, way="plain", trials=(PLAIN,), kept=(), gradient_error=0.5)
+    assert "float32 as it is, 4 ms a run" in str(plain) and "of a gradient 0.5" in str(plain)
 
 
-def test_batches_without_a_gradient_say_nothing_of_it():
-    # The first batch is cut off by relu in float32, and rounding lets a little of it through.
-    net = nn.Dense(1, in_units=2, use_bias=False, activation="relu", prefix="cut_")
-    net.initialize()
-    net.weight.set_data(mx.nd.array([[1.0006, -1]]))
-    batches = [mx.nd.array([[1.0006, 1.0014]]), mx.nd.array([[3.001, 1]])]
-    data = [(batch, mx.nd.zeros((1, 1))) for batch in batches]
-    accuracy = accuracy_of(net, data, lambda output, label: output + 0 * label)
-    verdict = accuracy.measure(amp.Policy.default("float16"))
-    assert verdict.error == 1
-    assert 0 < verdict.gradient_error < 0.01
+def test_a_file_says_how_it_was_tuned_and_holds_the_policy(tmp_path):
+    TUNING.save(tmp_path / "p.toml")
+    text = (tmp_path / "p.toml").read_text()
+    assert "# Form: fused" in text and "# One & only." in text
+    assert amp.Policy.load(tmp_path / "p.toml") == TUNING.policy
 
 
-def test_gradients_that_are_zero_in_float32_are_not_compared():
-    net, data = small()
-    assert not accuracy_of(net, (data, data), lambda output, _: output[:, :1], "bfloat16").unknown
-    accuracy = accuracy_of(net, (data, data), lambda output, _: output * 0, "bfloat16")
-    assert sorted(accuracy.unknown) == sorted(net.collect_params())
-    assert "4 gradients could not be compared" in accuracy.notes()[0]
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_costs_are_those_of_layers_alone(training):
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.conv = nn.Conv2D(8, 3, in_channels=4)
-                self.norm = nn.BatchNorm(in_channels=8)
-                self.dense = nn.Dense(5, in_units=72)
-
-        def hybrid_forward(self, F, x):  # noqa: N803
-            x = F.Pooling(self.norm(self.conv(x)), kernel=(2, 2), stride=(2, 2), pool_type="max")
-            return self.dense(F.Dropout(x, p=0.5))
-
-    net = Net()
-    net.initialize(mx.init.Xavier())
-    net(mx.nd.ones((1, 4, 8, 8)))
-    net.norm.running_var.set_data(mx.nd.full(8, 1e-2))
-    data, labels = mx.nd.random.normal(shape=(16, 4, 8, 8)), mx.nd.zeros((16, 5))
-    arguments = ((data, labels), mx.gluon.loss.L2Loss()) if training else (data,)
-    tunings = [tuned(net, *arguments, target_dtype="float16") for _ in range(2)]
-    layers, again = (tuning.layers for tuning in tunings)
-    assert [one.error for one in layers] == [one.error for one in again]
-    assert {one.gain for one in layers} == {None}  # nothing was timed
-    total = math.sqrt(sum(layer.error**2 for layer in layers))
-    assert 0.4 < total / tunings[0].error < 2.5
-    # Each alone, with all others kept in float32.
-    accuracy = accuracy_of(net, *arguments)
-    for layer in layers:
-        if layer.operator in ("Convolution", "FullyConnected"):
-            others = [exact_pattern(one.name) for one in layers if one.name != layer.name]
-            alone = accuracy.measure(
-                amp.Policy.default("float16").override(fp32_layers=others)
-            ).error
-            assert 0.3 < layer.error / alone < 3
-
-
-def test_notes_name_what_exported_files_lack_and_operators_that_sort_boxes():
-    def notes(way, substitutions, operators):
-        tuner = SimpleNamespace(
-            notes=[], timed=True, substitutions=substitutions,
-            base=amp.Policy.default("bfloat16"), deadline=SimpleNamespace(complete=True),
-            race=None, subject=SimpleNamespace(graph=SimpleNamespace(operators=operators)),
-            accuracy=SimpleNamespace(
-                notes=list, tolerance=SimpleNamespace(rtol=None), plain=SimpleNamespace(metric=None)
-            ),
-        )  # fmt: skip
-        return " ".join(Tuner._notes(tuner, way, tuner.base))
-
-    assert "operators in place of mean, relu: load" in notes("converted", ("mean", "relu"), set())
-    assert "operators in place of mean: load" in notes("fused", ("mean", "relu"), set())
-    assert "static_shape=True" in notes("fused", ("relu",), set())
-    assert "in place of" not in notes("autocast", ("mean",), set())
-    assert "in place of" not in notes("converted", (), set())
-    assert "_contrib_box_nms selects and sorts boxes" in notes("plain", (), {"_contrib_box_nms"})
+def test_patterns_hold_for_another_block_of_the_kind():
+    net, data, _ = chain(6, [2], "overflow")
+    policy = tuned(net, data, target_dtype="float16").policy
+    assert set(policy.fp32_layers) == {"*layer2_fwd", "*layer3_fwd"}

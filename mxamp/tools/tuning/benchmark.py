@@ -2,15 +2,15 @@
 
 import functools
 import logging
+import time
 from dataclasses import asdict, dataclass
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from mxnet.base import MXNetError
 from mxnet.context import current_context
 from mxnet.gluon import Block, HybridBlock, SymbolBlock, Trainer
 
 from ...convert.models import convert_hybrid_block
-from ...convert.outputs import error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework import machine
 from ...framework.keywords import checked_call
@@ -22,22 +22,28 @@ from ...scaling.scaler import NoScaler
 from ...scaling.trainer import init_trainer
 from ..debugging.batches import Batch, batches_of, check_loss
 from ..debugging.blocks import blocks_in
-from ..debugging.isolated import Seeds, arrays_in, loss_of, restored
+from ..debugging.isolated import arrays_in, loss_of, restored
 from ..debugging.results import Result, Table
-from .accuracy import check_float32
-from .deadline import Deadline, seconds_of
-from .turns import Timed, is_as_fast, quartiles, repeats_of, run_round, step_function
-
-__all__ = ["Benchmark", "Timing", "benchmark"]
+from .turns import (
+    MOST_ROUNDS,
+    Timed,
+    channels_note,
+    check_float32,
+    is_as_fast,
+    quartiles,
+    repeats_of,
+    rounds,
+    seconds_of,
+    step_function,
+)
 
 logger = logging.getLogger("mxamp")
 
-QUARTILES = ("lower quartile", "upper quartile")
 TRAINING, INFERENCE = "training", "inference"
 #: How a block runs.
 EAGER, HYBRIDIZED, CONVERTED = "eager", "hybridized", "converted"
-#: Rounds that are timed whatever the budget, and at most.
-_LEAST, _MOST = 5, 15
+#: Rounds that are timed whatever the budget.
+_LEAST = 5
 #: An eager step that takes so many times as long is worth a hint to hybridize.
 _SLOWER = 1.1
 
@@ -49,16 +55,10 @@ DOES_NOT_RUN = (
     "block {name!r} does not run on this batch: {why}. A batch holds the arguments of one call "
     "and, with a loss, the label as its last element"
 )
-EAGER_IS_SLOW = (
-    "Hybridize first: eager, {task} in {dtype} takes {times:.2g} times as long as hybridized."
-)
+EAGER_IS_SLOW = "Hybridize first: eager, {task} takes {times:.2g} times as long."
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
-INFERENCE_NOT_PAID = (
-    "Run inference in float32: `with amp.autocast(enabled=False)`. mxamp.tune looks for a form "
-    "that is faster."
-)
+INFERENCE_NOT_PAID = "Run inference in float32: `with amp.autocast(enabled=False)`."
 CONVERT = "For serving, convert the model with `{option}=True`: it then {speed}."
-BEYOND_BUDGET = "benchmark times at least %d rounds, which takes about %.0f s here"
 NO_INSTRUCTIONS = "This machine has no bfloat16 instructions."
 NOT_HYBRID = "It was timed eager only: it can't be hybridized."
 EMULATED = "float16 on a CPU is for trying and testing, and never fast."
@@ -112,20 +112,23 @@ class Benchmark(Result):
         The number of times that each timing was measured.
     timings : tuple of Timing
         The times of each task and mode.
+    notes : tuple of str
+        What holds the model back.
     """
 
     dtype: str
     device: str
     rounds: int
     timings: Tuple[Timing, ...]
+    notes: Tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Return whether low precision pays for this model, and what to do, in a few sentences."""
         converted = [timing for timing in self.timings if timing.mode == CONVERTED]
-        blocks = [timing for timing in self.timings if timing.mode != CONVERTED]
+        blocks = [timing for timing in self.timings if timing.mode in (EAGER, HYBRIDIZED)]
         best = {timing.task: timing for timing in blocks}  # hybridized, where it runs so
         speeds = map(_speed, best.values(), ("this model", "it"), (" as float32", ""))
-        said = [f"{self.dtype} {', and '.join(speeds)}."]
+        said = [f"{self.dtype} {', and '.join(speeds)}.", *self.notes]
         if self.device == "cpu" and self.dtype == "float16":
             said.insert(0, EMULATED)
         elif self.device == "cpu" and not machine.computes_bfloat16():
@@ -142,7 +145,7 @@ class Benchmark(Result):
         for eager in blocks:
             times = eager.low_ms / best[eager.task].low_ms
             if times > _SLOWER:
-                said.append(EAGER_IS_SLOW.format(task=eager.task, dtype=self.dtype, times=times))
+                said.append(EAGER_IS_SLOW.format(task=eager.task, times=times))
                 break
         return " ".join(said)
 
@@ -155,8 +158,8 @@ class Benchmark(Result):
         for one in self.timings:
             ratios = (round(ratio, 2) for ratio in (one.speedup, *one.quartiles))
             rows.append((one.task, one.mode, one.float32_ms, one.low_ms, *ratios))
-        head = ("", "", "float32 ms", f"{self.dtype} ms", "times as fast", *QUARTILES)
-        yield "", head, rows
+        quarters = "lower quartile", "upper quartile"
+        yield "", ("", "", "float32 ms", f"{self.dtype} ms", "times as fast", *quarters), rows
 
 
 def _is_fused(device: str, dtype: str) -> bool:
@@ -226,19 +229,27 @@ def benchmark(
     if not isinstance(net, Block):
         raise ArgumentError(NOT_A_BLOCK.format(given=shown(net)))
     check_loss(loss)
-    deadline = Deadline(seconds_of(budget))
+    ends = time.monotonic() + seconds_of(budget)
     data = next(batches_of(batch, labeled=loss is not None))
     arrays = arrays_in(data.inputs)
     device = device_kind(arrays[0].context if arrays else current_context())
     policy = Policy.default(target_dtype or default_dtype(device), device)
-    with deadline.watched(show=True), Seeds().restored(), autocast(enabled=False):
+    with autocast(enabled=False):
         _run_once(net, data)
         used = [block for block in (net, loss) if isinstance(block, Block)]
         with restored(used):
             pairs = _pairs(net, data, loss, policy)
-            rounds = _time_in_turns(pairs, deadline)
+            count = 0
+            while count < _LEAST or (count < MOST_ROUNDS and time.monotonic() < ends):
+                for pair in pairs:
+                    pair.run_round()
+                count += 1
+            notes: List[str] = []
+            if isinstance(net, HybridBlock) and net._cached_graph:
+                best = max(pair.low.speedup for pair in pairs)
+                notes = channels_note(net._cached_graph[1], policy.target_dtype, best)
     timings = tuple(pair.timing() for pair in pairs)
-    return Benchmark(policy.target_dtype, policy.device, rounds, timings)
+    return Benchmark(policy.target_dtype, policy.device, count, timings, tuple(notes))
 
 
 def _run_once(net: Block, data: Batch) -> None:
@@ -248,40 +259,38 @@ def _run_once(net: Block, data: Batch) -> None:
         for array in arrays_in(net(*data.inputs)):
             array.wait_to_read()
     except Exception as error:  # the user's own code
-        why = error_reason(error) if isinstance(error, MXNetError) else str(error)
-        why = " ".join(why.split()).rstrip(".")
+        why = " ".join(str(error).split()).rstrip(".")
         raise ArgumentError(DOES_NOT_RUN.format(name=net.name, why=why)) from error
 
 
 class _Pair:
     """A task in a mode: its runs in float32, and in low precision."""
 
-    def __init__(self, task: str, mode: str, net: Block, plain: Timed, low: Timed) -> None:
-        self.task, self.mode, self._plain, self._low = task, mode, plain, low
+    def __init__(
+        self, task: str, mode: str, net: Block, plain: Callable[[], Any], low: Callable[[], Any]
+    ) -> None:
+        self.task, self.mode, self.low = task, mode, Timed(low)
+        self._plain = Timed(plain)
         self._blocks = [block for block in blocks_in(net) if isinstance(block, HybridBlock)]
-        self._repeats = 1
+        self._switch_mode()
+        # The first call makes the graph, the second one the memory.
+        self._repeats = repeats_of(min(self._plain.mean_seconds() for _ in range(2)))
+        self.low.mean_seconds(2)
 
     def _switch_mode(self) -> None:
         """Have all blocks run in this mode; their graphs are kept."""
         for block in self._blocks:
             block._active = self.mode != EAGER
 
-    def warm_up(self) -> None:
-        """Run both twice: the first call makes the graph, the second one the memory."""
-        self._switch_mode()
-        self._repeats = repeats_of(min(self._plain.mean_seconds() for _ in range(2)))
-        self._low.mean_seconds(2)
-
     def run_round(self) -> None:
         """Time float32, then low precision."""
         self._switch_mode()
-        run_round(self._plain, [self._low], self._repeats)
+        next(rounds([self._plain, self.low], self._repeats))
 
     def timing(self) -> Timing:
         """Return the medians of all rounds."""
-        plain, low = self._plain, self._low
-        times = plain.milliseconds, low.milliseconds, low.speedup
-        return Timing(self.task, self.mode, *times, quartiles(low.ratios))
+        times = self._plain.milliseconds, self.low.milliseconds, self.low.speedup
+        return Timing(self.task, self.mode, *times, quartiles(self.low.ratios))
 
 
 def _pairs(
@@ -306,11 +315,10 @@ def _pairs(
     pairs = []
     for task, (plain, low) in steps.items():
         for mode in modes:
-            pair = _Pair(task, mode, net, Timed(plain), Timed(low))
             try:
-                pair.warm_up()
+                pair = _Pair(task, mode, net, plain, low)
             except Exception as error:  # the user's own code runs in the trace
-                if mode == EAGER or isinstance(net, SymbolBlock):
+                if mode == modes[0]:
                     raise
                 logger.debug("benchmark: %s does not run hybridized: %s", net.name, error)
                 continue
@@ -331,12 +339,10 @@ def _converted_pair(net: HybridBlock, data: Batch, policy: Policy) -> List[_Pair
             fuse=_is_fused(policy.device, policy.target_dtype),
         )
         plain, low = (step_function(block, data.inputs, None) for block in (net, converted))
-        pair = _Pair(INFERENCE, CONVERTED, net, Timed(plain), Timed(low))
-        pair.warm_up()
+        return [_Pair(INFERENCE, CONVERTED, net, plain, low)]
     except (AmpError, MXNetError) as error:
         logger.debug("benchmark: %s does not run converted: %s", net.name, error)
         return []
-    return [pair]
 
 
 def _trainers(net: Block, policy: Policy) -> List[Trainer]:
@@ -356,20 +362,3 @@ def _trainers(net: Block, policy: Policy) -> List[Trainer]:
 def _mean(output: Any, label: Any) -> List[Any]:  # noqa: ARG001
     """Return the means of a net's floating-point outputs."""
     return [array.mean() for array in arrays_in(output) if "float" in dtype_name(array.dtype)]
-
-
-def _time_in_turns(pairs: Sequence[_Pair], deadline: Deadline) -> int:
-    """Time all pairs in rounds until the budget is spent; return the number of rounds."""
-    rounds = 0
-    with deadline.phase("timing"):
-        while rounds < _MOST:
-            if rounds >= _LEAST:
-                deadline.check(deadline.spent / (rounds + 1))
-            before = deadline.spent
-            for pair in pairs:
-                pair.run_round()
-            rounds += 1
-            needed = _LEAST * (deadline.spent - before)
-            if rounds == 1 and needed > deadline.seconds:
-                logger.warning(BEYOND_BUDGET, _LEAST, needed)
-    return rounds
