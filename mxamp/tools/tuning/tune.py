@@ -77,9 +77,14 @@ _MARGIN = 1.02
 _FOR_TIMING = 0.3
 #: Metrics of which less is better.
 _LOSSES = (
-    mx.metric.MAE, mx.metric.MSE, mx.metric.RMSE, mx.metric.CrossEntropy, mx.metric.Loss,
-    mx.metric.NegativeLogLikelihood, mx.metric.Perplexity,
-)  # fmt: skip
+    mx.metric.MAE,
+    mx.metric.MSE,
+    mx.metric.RMSE,
+    mx.metric.CrossEntropy,
+    mx.metric.Loss,
+    mx.metric.NegativeLogLikelihood,
+    mx.metric.Perplexity,
+)
 
 BAD_METRIC = (
     "metric must be a metric of MXNet's of which more is better, its name, or a function of label "
@@ -812,10 +817,17 @@ class _Tuner:
         names = dict.fromkeys(n.name for n in model.graph.all_nodes if n.name in kept)
         plan = explain(model.block, policy=policy)
         trials = [
-            Trial(one.way, one.precision, one.milliseconds, one.speedup, quartiles(one.ratios),
-                  one.errors.error, one.errors.within)
+            Trial(
+                one.way,
+                one.precision,
+                one.milliseconds,
+                one.speedup,
+                quartiles(one.ratios),
+                one.errors.error,
+                one.errors.within,
+            )
             for one in self.forms
-        ]  # fmt: skip
+        ]
         return Tuning(
             policy=policy,
             way=way,
