@@ -93,10 +93,13 @@ def assert_unpatched():
 
 
 @pytest.fixture(autouse=True)
-def _cast_small_calls(request, monkeypatch):
+def _cast_small_calls(request):
     """Cast eager calls of any size: the arrays of most tests are too small to gain by bfloat16."""
-    if not request.node.get_closest_marker("sizes"):
-        monkeypatch.setattr(eager._Casts, "_reason_to_keep", lambda *_: None)
+    # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("sizes"):
+            patch.setattr(eager._Casts, "_reason_to_keep", lambda *_: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

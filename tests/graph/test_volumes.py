@@ -170,7 +170,7 @@ def kept(symbol, policy=B):
     """The names of the views that are computed in float32 for what they read."""
     graph = Graph.from_symbol(symbol)
     chosen = choose(graph, policy, Usage())
-    return [graph.nodes[i].name for i, reason in chosen.kept if "3-D" in reason]
+    return [graph.nodes[i].name for i, reason in chosen.kept if "3-D" in reason.text]
 
 
 # ---------------------------------------------------------------------- graphs that run

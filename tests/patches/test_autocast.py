@@ -57,18 +57,18 @@ def test_a_repeated_init_does_nothing(caplog):
     [
         ({}, {"target_dtype": "bfloat16"}, "target_dtype: float16 instead of bfloat16"),
         ({}, {"tuned": False}, None),
-        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, "tuned: True instead of False"),
+        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, "changes: .*untuned.*"),
         ({}, {"ctx": "gpu"}, "device: cpu instead of gpu"),
-        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, "dot: low instead of fp32"),
-        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, "layers kept in float32: none instead of a"),
-        ({}, {"fp32_ops": ["softmax"]}, "and [0-9,]+ others"),
+        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)"),
+        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, r"fp32_layers=\(\'a\',\)"),
+        ({}, {"fp32_ops": ["softmax"]}, "changes: .*"),
         (
             {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            "substitutions: attention, batch_dot, broadcast and 19 others instead of relu",
+            r"substitutions=\(\'relu\',\)",
         ),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
-            {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "the conditions of some operators",
+            {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "conditional=.*relu.* instead of .*tanh.*",
         ),
     ],
 )  # fmt: skip
