@@ -33,6 +33,10 @@ NO_EXAMPLE = (
     "of the arguments of one call, not {given}"
 )
 NOT_ON_EXAMPLE = "block {name!r} does not run on example_inputs of shape {shapes}: {why}"
+OVERRIDES = (
+    "block {name!r} overrides forward, and only hybrid_forward with the arguments of a call can be "
+    "traced: convert the blocks inside it, or move what forward does to hybrid_forward"
+)
 ONE_CALL = "; example_inputs holds the arguments of one call"
 NO_GPU = (
     "ctx is {given}, and MXNet sees no GPU here: leave ctx out. To convert for GPUs here, give "
@@ -149,7 +153,9 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
         called = _forward_arguments(block, arguments)
         block._get_graph(*called)
         return TracedBlock(block, called)
-    except TypeError as error:
+    except (TypeError, NotImplementedError) as error:
+        if not type(block).forward.__module__.startswith("mxnet."):
+            raise ArgumentError(OVERRIDES.format(name=block.name)) from error
         raise _example_error(block.name, shapes, error, ONE_CALL) from error
     finally:
         for name, value in kept.items():

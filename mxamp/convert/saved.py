@@ -61,6 +61,10 @@ LEFT = (
     "; a conversion that was killed has left {names} beside it: a new conversion with force=True "
     "writes both files again"
 )
+NUMPY_BFLOAT16 = (
+    "%s: under npx.set_np() MXNet can't load its bfloat16 parameters, and loads them within "
+    "mx.util.np_shape(True) only"
+)
 NOT_A_FILE = "{path!r} is {what}, and not a file"
 NO_FILE = "there is no file {path!r}{hint}"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
@@ -274,6 +278,9 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
 
     Without `force`, raises `ArgumentError` if a file exists. Raises `WriteError` if writing fails.
     """
+    dtypes = {dtype_name(array.dtype) for one in model[1:] for array in one.values()}
+    if mx.util.is_np_shape() and "bfloat16" in dtypes:
+        logger.warning(NUMPY_BFLOAT16, files[0])
     content = {
         f"{kind}:{n}": a for kind, one in zip(("arg", "aux"), model[1:]) for n, a in one.items()
     }

@@ -399,7 +399,7 @@ def test_converted_blocks_save_export_and_load(dtype, offline, tmp_path):
 
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, tmp_path):
+def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, tmp_path, caplog):
     with mx.util.np_shape(True), mx.util.np_array(True):
         net = nn.Dense(4, in_units=3)
         net.initialize()
@@ -410,6 +410,7 @@ def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, t
         )  # fmt: skip
         expected = fast(data).asnumpy()
         fast.export(str(tmp_path / "fast"))
+        assert ("under npx.set_np()" in caplog.text) == (offline and dtype == "bfloat16")
         assert (fast(data).asnumpy() == expected).all()
     # With NumPy's arrays MXNet can't make the gradients of parameters in bfloat16.
     files = (str(tmp_path / f"fast-{part}") for part in ("symbol.json", "0000.params"))
@@ -461,3 +462,19 @@ def test_a_fused_block_keeps_its_packed_weights():
     kept = fused(x)
     fused(randn(2, 16, 8, 8, seed=5)).wait_to_read()
     np.testing.assert_array_equal(values(kept), first)
+
+
+class OverridesForward(gluon.HybridBlock):
+    """As GluonNLP's GNMTDecoder: what `hybrid_forward` takes is not what a call gives."""
+
+    def forward(self, x, states):
+        return super().forward(x, *states)
+
+    def hybrid_forward(self, F, x, first, second):
+        return x + first * second
+
+
+def test_a_block_that_overrides_forward_is_named_as_the_cause():
+    one = nd.ones((2, 4))
+    with pytest.raises(amp.ArgumentError, match="overrides forward"):
+        amp.convert_hybrid_block(OverridesForward(), example_inputs=(one, [one, one]))
