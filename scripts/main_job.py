@@ -198,7 +198,7 @@ NOT_TIMED = (
 )
 
 
-def speeds() -> amp.Benchmark:
+def speeds() -> Any:
     """Return the times of a ResNet-18 with random weights."""
     net = vision.resnet18_v1()
     net.initialize()
@@ -219,7 +219,7 @@ def table(title: str, *headings: str) -> Table:
     return made
 
 
-def show_speeds(found: amp.Benchmark, console: Console) -> None:
+def show_speeds(found: Any, console: Console) -> None:
     """Print the times of `amp.benchmark`, without their spread, and its summary."""
     cores = "1 core" if threads() == 1 else f"{threads()} cores"
     title = f"amp.benchmark: ResNet-18, {IMAGES} images of {SIZE} x {SIZE}, {cores}"
