@@ -208,12 +208,9 @@ proof = pytest.mark.proof
 @pytest.mark.parametrize(
     "name, arguments, words",
     [
-        pytest.param("overhead", ["--rounds", "1"],
-                     ["broadcast_add", "first call", "chain 50,000", "BERT-base", "operator_stats"], marks=proof),
         pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
                      ["mxamp, fused", "training", "float32"], marks=proof),
         ("memory", ["--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
-        pytest.param("kernels", ["--rounds", "1"], ["layer_norm", "sgd", "training"], marks=proof),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):

@@ -300,7 +300,7 @@ class TestRuns:
             ("sparse gradients", "is row_sparse: make its layer with sparse_grad=False"),
             ("two devices", "is on 2 devices: start one process per device"),
             ("decorated too late", "decorate the optimizer first"),
-            ("another trainer", "make the trainer with hvd.DistributedTrainer"),
+            ("another trainer", "make it with hvd.DistributedTrainer"),
             ("another scale", "worker 1 differs from worker 0 in loss scale: start all"),
             ("another policy", "worker 1 differs from worker 0 in policy: start all"),
         ],
