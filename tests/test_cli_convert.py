@@ -214,7 +214,7 @@ BAD = [
     (f"m {F16} --out x --keep-fp32 qqqqqqqq", ["'fc', 'head_fwd'"], 2),
     (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
     (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
-    ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "the CPU as the device"], 2),
+    ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "give float16, or the CPU"], 2),
     (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "GPU"], 1),
     (f"m {F16} --device gpu --out x --check --input data:2,8 --input-dtype data:int32", ["the original does not run", "expected int32, got float32"], 2),
     *((f"m {F16} --out {out}", ["--out must end in a name", f"such as '{instead}', not '{out}'"], 2) for out, instead in (

@@ -24,7 +24,7 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import Layers, layer_patterns, unknown_layers
-from ..policy.policy import Policy
+from ..policy.policy import Policy, requested_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
 
 __all__ = [
@@ -97,12 +97,12 @@ def conversion_policy(
 ) -> Policy:
     """Return the policy of a `convert_*` call; for float32 one that lowers no operator.
 
-    `lists` are the four operator lists of `Policy.from_lists`.
+    `lists` are the four operator lists of `requested_policy`.
     """
     if not is_float32(target_dtype):
         if target_dtype is not DEFAULT_TARGET:
             check_target(target_dtype, (*TARGETS, "float32"))
-        return Policy.from_lists(target_dtype, *lists, policy=policy)
+        return requested_policy(target_dtype, *lists, policy=policy)
     if policy is not None or any(one is not None for one in lists):
         raise ArgumentError(NOTHING_TO_LOWER)
     return Policy.default("bfloat16", "cpu").in_float32()

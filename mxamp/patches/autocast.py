@@ -18,7 +18,7 @@ from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
-from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy, describe_difference
+from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import (
     announce,
@@ -34,9 +34,9 @@ logger = logging.getLogger("mxamp")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DIFFERENT = (
-    "mixed precision is on already, with another policy than init() asks for ({differences}). Call "
-    "mxamp.shutdown() before init() with other arguments, or use mxamp.autocast() for a part of "
-    "the program"
+    "mixed precision is on already, with another policy than init() asks for ({before} "
+    "instead of {wanted}). Call mxamp.shutdown() before init() with other arguments, or use "
+    "mxamp.autocast() for a part of the program"
 )
 CHOSE_FLOAT32 = (
     "'auto' has chosen float32 here, and mixed precision stays off: call mxamp.shutdown() before "
@@ -159,7 +159,7 @@ def switch_on(wanted: Choice) -> bool:
             if before is FLOAT32 and wanted is not FLOAT32:
                 raise StateError(CHOSE_FLOAT32)
             if before != wanted:
-                raise StateError(DIFFERENT.format(differences=describe_difference(before, wanted)))
+                raise StateError(DIFFERENT.format(before=before, wanted=wanted))
             return False
         if wanted is not FLOAT32:
             casting.acquire()

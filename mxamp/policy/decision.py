@@ -23,14 +23,10 @@ _FOREIGN = frozenset({"float64", "sparse"})
 
 
 CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes out of bounds"
-NO_FLOAT64 = (
-    "a transposed convolution that is 3-D or dilated has no kernel in half precision, and a wrong "
-    "one in float64"
-)
+NO_FLOAT64 = "3-D and dilated ones have no kernel in half precision, and a wrong one in float64"
 HALF_WEIGHT = (
-    "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: "
-    "MXNet's own kernel ignores dilation, and oneDNN's writes gradients out of bounds. Keep the "
-    "weight in float32"
+    "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: keep "
+    "the weight in float32"
 )
 DIAGONAL = "MXNet writes its gradient only on the diagonal: beside it, a cast would read garbage"
 AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
@@ -132,9 +128,8 @@ def decide(
         guards = _inputs_to_copy(operator, attributes, dtype, reads)
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
-    return Decision(
-        reads, reason, dtype, guards=_inputs_to_copy(operator, attributes, dtype, reads)
-    )
+    guards = _inputs_to_copy(operator, attributes, dtype, reads)
+    return Decision(reads, reason, dtype, guards=guards)
 
 
 def _class_and_reason(
@@ -189,22 +184,10 @@ def _compute_dtype(
     target = policy.target_dtype
     if dtypes & _FOREIGN:
         return "float32", "an operator with a float64 or sparse input is not lowered"
-    if op_class == "low":
-        if floats <= {target, "float32"}:
-            return target, reason
+    if op_class == "low" and not floats <= {target, "float32"}:
         return "float32", f"an input has a half precision other than {target}"
-    if op_class == "fp32":
-        return "float32", reason
-    return _followed_dtype(reason, floats, policy, given)
-
-
-def _followed_dtype(
-    reason: str, floats: "set[str]", policy: Policy, given: bool
-) -> Tuple[str, str]:
-    """Return the dtype of an operator that follows its inputs, and the reason.
-
-    `reason` says why half precision does no harm; where the class is `given`, who gave it.
-    """
+    if op_class in ("low", "fp32"):
+        return target if op_class == "low" else "float32", reason
     if len(floats) > 1:
         dtype, follows = "float32", MIXED.format(dtypes=" and ".join(sorted(floats)))
     else:

@@ -7,7 +7,6 @@ could get wrong. docs/policy-files.md describes the format.
 import json
 import logging
 import os
-import re
 import sys
 from dataclasses import replace
 from functools import lru_cache
@@ -18,18 +17,8 @@ from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Tu
 from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import one_of, shown
-from .rules import (
-    CLASSES,
-    LIMITED,
-    SHAPE_RULES,
-    SUBSTITUTIONS,
-    UNLISTED,
-    Condition,
-    CustomClasses,
-    Reason,
-    Rule,
-    ShapeRule,
-)
+from . import rules
+from .rules import UNLISTED, Condition, CustomClasses, Reason, Rule, ShapeRule, not_lowered
 from .targets import DEVICES, TARGETS
 
 if sys.version_info >= (3, 11):
@@ -42,14 +31,6 @@ logger = logging.getLogger("mxamp")
 Table = Mapping[str, Any]
 
 DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
-SINGLE_BRACKETS = ". Tables that can be repeated have two brackets: [[group]]"
-NOTHING_LOWERED = (
-    "it has no [[group]] and no [[conditional]] table, so no operator would compute in {dtype}: "
-    'add a [[group]] table with class = "low"'
-)
-NOT_THE_SAME = "operator {name!r} has another 'otherwise' or 'override' in {first}: write the same"
-
-_ONE_OF_SEVERAL = re.compile(r"^ *\[(group|conditional|missing|by_shape|exempt)\]", re.MULTILINE)
 
 #: An operator of the lists that CPU builds of MXNet lack.
 _GPU_ONLY = "CuDNNBatchNorm"
@@ -64,17 +45,18 @@ _TOP: Mapping[str, Any] = {
     "fp32_layers?": [str], "lower_custom_operators?": bool, "change?": [dict],
 }  # fmt: skip
 _REPEATED: Mapping[str, Mapping[str, Any]] = {
-    "group": {"class": CLASSES, "operators": [str], "reason": str, "override?": bool},
+    "group": {"class": rules.CLASSES, "operators": [str], "reason": str, "override?": bool},
     "conditional": {
         "operators": [str], "attribute": object, "values?": [str], "beyond_range?": bool,
-        "otherwise": CLASSES, "reason": str, "override?": bool,
+        "otherwise": rules.CLASSES, "reason": str, "override?": bool,
     },
     "missing": {
         "device": DEVICES, "operators": [str], "reason": str, "unless?": _CPU_FEATURES,
         "computes?": ("float32", "float64"),
     },
     "by_shape": {
-        "rule": SHAPE_RULES, "operators": [str], "reason": str, "device?": DEVICES, "limit?": int,
+        "rule": rules.SHAPE_RULES, "operators": [str], "reason": str, "device?": DEVICES,
+        "limit?": int,
     },
     "exempt": {"attributes": [str], "reason": str},
 }  # fmt: skip
@@ -115,18 +97,15 @@ def read_toml(path: Union[str, Path]) -> Dict[str, Any]:
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     if not os.fspath(path):
         raise ArgumentError("the path of the policy file is empty: give the path of a TOML file")
-    text = ""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data: Dict[str, Any] = tomllib.loads(text)
+        data: Dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         return data
     except FileNotFoundError:
         raise ArgumentError(f"there is no policy file {str(path)!r}") from None
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
-        hint = SINGLE_BRACKETS if _ONE_OF_SEVERAL.search(text) else ""
-        raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}{hint}") from None
+        raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
 
 
 # ---------------------------------------------------------------------- checks
@@ -147,8 +126,6 @@ def check_data(data: Table) -> None:
             raise ArgumentError(f"{kind} must be written as one table, [{kind}]")
         for name, value in data.get(kind, {}).items():
             _check_value(name, value, entry, f"[{kind}]: ")
-    if data["format"] == 1 and not (data.get("group") or data.get("conditional")):
-        raise ArgumentError(NOTHING_LOWERED.format(dtype=data["dtype"]))
 
 
 def _label(kind: str, number: int) -> str:
@@ -209,12 +186,12 @@ def list_from_json(
     """
     data = json.loads(text)
     substitutions = data.get("substitutions", {})
-    for name in sorted(substitutions.keys() - set(SUBSTITUTIONS)):
+    for name in sorted(substitutions.keys() - set(rules.SUBSTITUTIONS)):
         logger.warning(DROPPED, name)
     return OperatorList(
         MappingProxyType(_RuleBuilder(data, device, features, custom).by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
-        MappingProxyType({k: v for k, v in substitutions.items() if k in SUBSTITUTIONS}),
+        MappingProxyType({k: v for k, v in substitutions.items() if k in rules.SUBSTITUTIONS}),
     )
 
 
@@ -239,10 +216,9 @@ class _RuleBuilder:
                     add(table, names, _label(kind, i))
         self._add_exceptions()
         if not data.get("lower_custom_operators", True):
-            self._amend_rule("Custom", lowers_custom=False)
+            custom = not_lowered(custom)
         if custom:
-            self._amend_rule("Custom")
-            self.by_name["Custom"] = self.by_name["Custom"].with_custom_operators(custom)
+            self._amend_rule("Custom", by_op_type=custom)
 
     def _add_group(self, table: Table, names: List[str], where: str) -> None:
         """Add the rules of a [[group]] table; `where` labels the table in errors."""
@@ -264,13 +240,15 @@ class _RuleBuilder:
                 self._add_rule(rule, where)
                 continue
             if (otherwise, given) != (there.op_class, there.given):
-                raise ArgumentError(NOT_THE_SAME.format(name=name, first=self._given_by[name]))
+                first = self._given_by[name]
+                raise ArgumentError(
+                    f"operator {name!r} has other 'otherwise', 'override' in {first}"
+                )
             self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
     def _table_conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
         """Return the conditions of a [[conditional]] table for one operator."""
-        attributes, there = table["attribute"], self.by_name.get(operator.name, UNLISTED)
-        own_reason = bool(there.conditions) and table["reason"] != there.reason
+        attributes = table["attribute"]
         return tuple(
             Condition(
                 operator.check_attribute(attribute),
@@ -278,7 +256,7 @@ class _RuleBuilder:
                 beyond_range=table.get("beyond_range", False),
                 default=operator.defaults.get(attribute),
                 dtype=self._data["dtype"],
-                reason=table["reason"] if own_reason else None,
+                reason=table["reason"],
             )
             for attribute in ([attributes] if isinstance(attributes, str) else attributes)
         )
@@ -293,11 +271,7 @@ class _RuleBuilder:
 
     def _add_by_shape(self, table: Table, names: List[str], _where: str) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
-        limited, limit = table["rule"] in LIMITED, table.get("limit")
-        if limited != (limit is not None):
-            wrong = "needs the key 'limit'" if limited else "takes no 'limit'; long_sums does"
-            raise ArgumentError(f"rule {table['rule']!r} {wrong}")
-        rule = ShapeRule(Reason(table["rule"], table["reason"]), limit or 0)
+        rule = ShapeRule(Reason(table["rule"], table["reason"]), table.get("limit", 0))
         if table.get("device", self._device) != self._device:
             return
         for name in names:
@@ -320,8 +294,7 @@ class _RuleBuilder:
         """Add the rule of a new operator; raise if another table gave the operator a class."""
         first = self._given_by.setdefault(rule.operator, where)
         if rule.operator in self.by_name:
-            there = "twice here" if first == where else f"in {first} too"
-            raise ArgumentError(f"operator {rule.operator!r} is listed {there}; list it once")
+            raise ArgumentError(f"operator {rule.operator!r} is in {first} already; list it once")
         self.by_name[rule.operator] = rule
 
     def _amend_rule(self, name: str, **changes: Any) -> None:

@@ -13,17 +13,16 @@ from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
 from .lists import OperatorList
-from .rules import UNLISTED, Condition, Rule, ShapeRule
+from .rules import UNLISTED, Condition, Rule, ShapeRule, not_lowered
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
 Layers = Union[None, Block, Iterable[Union[str, Block]]]
 
 LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
-NO_LAYERS = "{argument} must be a list of names or of Gluon blocks, not {given}"
+LAYERS = "a list of names or of Gluon blocks"
 NO_NAMES = (
-    "{argument}: the names of block {name}'s operators are ambiguous, since its prefix {prefix!r} "
-    "does not end in '_'. Give the block a prefix that does, or list the names of its layers, "
-    "which explain shows"
+    "{argument}: the prefix {prefix!r} of block {name!r} does not end in '_': give the block one "
+    "that does, or list the names of its layers, which explain shows"
 )
 
 
@@ -42,11 +41,9 @@ def layer_patterns(argument: str, layers: Any) -> List[Sequence[str]]:
         layers = [layers]
     if layers is None:
         return []
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(layers)))
-    listed = list(layers)
+    listed = _listed(argument, layers, LAYERS)
     if not all(isinstance(one, (str, Block)) for one in listed):
-        raise ArgumentError(NO_LAYERS.format(argument=argument, given=shown(listed)))
+        raise ArgumentError(f"{argument} must be {LAYERS}, not {shown(listed)}")
     return [[one] if isinstance(one, str) else _block_patterns(argument, one) for one in listed]
 
 
@@ -72,9 +69,7 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
         return patterns
     prefix = block.prefix
     if not prefix.endswith("_"):
-        raise ArgumentError(
-            NO_NAMES.format(argument=argument, name=repr(block.name), prefix=prefix)
-        )
+        raise ArgumentError(NO_NAMES.format(argument=argument, name=block.name, prefix=prefix))
     own = exact_pattern(prefix)
     return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
 
@@ -90,7 +85,6 @@ def _is_plain_sequence(block: Block) -> bool:
 Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
 
-NOT_LOWERED = "the policy computes in float32"
 CONDITIONAL = (
     "conditional operators must be a list of (operator, attribute, [values]), such as "
     "('Activation', 'act_type', ['softrelu']), not {given}"
@@ -125,20 +119,19 @@ class Change:
         """Return `before` with this change; raise for an operator in two lists."""
         rules, layers, substitutions = before
         if self.untuned:
-            untuned = MappingProxyType(without_rules_for_speed(rules))
-            return OperatorList(untuned, layers, MappingProxyType({}))
-        if self.in_float32:
-            return OperatorList(MappingProxyType(in_float32(rules)), layers, substitutions)
-        if self.neutral is not None:
-            neutral = MappingProxyType(neutral_rules(rules, self.neutral))
-            return OperatorList(neutral, layers, substitutions)
+            rules, substitutions = without_rules_for_speed(rules), {}
+        elif self.in_float32:
+            rules = in_float32(rules)
+        elif self.neutral is not None:
+            rules = neutral_rules(rules, self.neutral)
+        else:
+            rules = self._changed_rules(rules, dtype)
         if self.substitutions is not None:
-            kept = {name: substitutions[name] for name in self.substitutions}
-            substitutions = MappingProxyType(kept)
+            substitutions = {name: substitutions[name] for name in self.substitutions}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
-        return OperatorList(self._changed_rules(rules, dtype), layers, substitutions)
+        return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 
-    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> Mapping[str, Rule]:
+    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> Dict[str, Rule]:
         """Return `rules` with operators moved to other classes, as `Policy.override` describes."""
         operators = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
         classes: Dict[str, str] = {}
@@ -155,7 +148,7 @@ class Change:
             replaced = {op_class for op_class, names in operators.items() if names is not None}
             result = _with_empty_classes(rules, replaced, self.conditional is None)
         _set_classes(result, classes, conditions)
-        return MappingProxyType(result)
+        return result
 
 
 def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
@@ -171,14 +164,11 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     result = without_rules_for_speed(rules)
     for name, rule in result.items():
         if rule.op_class == "low":
-            result[name] = replace(
-                rule, op_class="fp32", reason=NOT_LOWERED, conditions=(), by_shape=()
-            )
+            result[name] = _moved(rule, "fp32", "the policy computes in float32", by_shape=())
         elif rule.by_shape:
             result[name] = replace(rule, by_shape=_detour_rules(rule))
-    unlisted = replace(UNLISTED, operator="Custom")
-    custom = replace(result.get("Custom", unlisted), lowers_custom=False)
-    result["Custom"] = custom.with_custom_operators(custom.by_op_type)
+        if rule.by_op_type:
+            result[name] = replace(result[name], by_op_type=not_lowered(rule.by_op_type))
     return result
 
 
@@ -187,20 +177,17 @@ def neutral_rules(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
 
     Inputs of different float dtypes, which MXNet refuses, are widened.
     """
-    return {
-        name: rule
-        if rule.op_class == "untouched"
-        else replace(
-            rule,
-            op_class="neutral",
-            reason=reason,
-            conditions=(),
-            by_op_type=(),
-            by_shape=_detour_rules(rule),
-            given=True,
-        )
-        for name, rule in rules.items()
-    }
+    result = dict(rules)
+    for name, rule in rules.items():
+        if rule.op_class != "untouched":
+            result[name] = _moved(rule, "neutral", reason, by_op_type=(), given=True)
+    return result
+
+
+def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
+    """Return `rule` in another class: without conditions, and with its missing kernels."""
+    fields = {"conditions": (), "by_shape": _detour_rules(rule), **more}
+    return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
 def _detour_rules(rule: Rule) -> Tuple[ShapeRule, ...]:
@@ -214,13 +201,11 @@ def checked_substitutions(
     """Return names of substitutions, sorted; raise unless all are `known`."""
     if names is None:
         return None
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentError(f"substitutions must be a list of names, not {shown(names)}")
-    names = list(names)
-    for name in names:
+    listed = _listed("substitutions", names)
+    for name in listed:
         if name not in known:
             raise unknown("substitution", name, known)
-    return tuple(sorted(set(names)))
+    return tuple(sorted(set(listed)))
 
 
 def checked_layers(layers: Layers) -> Tuple[str, ...]:
@@ -233,9 +218,15 @@ def checked_operators(op_class: str, names: Names) -> Optional[Tuple[str, ...]]:
     """Return the canonical names of the operators given for a class; raise for unknown ones."""
     if names is None:
         return None
+    listed = _listed(f"the {op_class} operators", names)
+    return tuple(sorted({resolve(name).name for name in listed}))
+
+
+def _listed(argument: str, names: Any, kind: str = "a list of names") -> List[Any]:
+    """Return an argument as a list; raise for a string, and for what is no iterable."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ArgumentError(f"the {op_class} operators must be a list of names, not {shown(names)}")
-    return tuple(sorted({resolve(name).name for name in names}))
+        raise ArgumentError(f"{argument} must be {kind}, not {shown(names)}")
+    return list(names)
 
 
 def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
@@ -259,8 +250,7 @@ def checked_conditional(
             name, attribute, values = entry
         except (TypeError, ValueError):
             raise ArgumentError(CONDITIONAL.format(given=shown(entry))) from None
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise ArgumentError(f"the values of {attribute!r} must be a list, not {shown(values)}")
+        values = _listed(f"the values of {attribute!r}", values, "a list")
         operator = resolve(name)
         attribute = operator.check_attribute(attribute)
         checked.append((operator.name, attribute, operator.check_values(attribute, values)))
@@ -302,15 +292,7 @@ def _set_classes(
     """Change in `rules` the classes and conditions of operators, by canonical name."""
     for name, op_class in classes.items():
         old = rules.get(name, UNLISTED)
-        rules[name] = replace(
-            old,
-            operator=name,
-            op_class=op_class,
-            reason=f"given as {op_class}",
-            given=True,
-            conditions=(),
-            by_shape=_detour_rules(old),
-        )
+        rules[name] = _moved(old, op_class, f"given as {op_class}", operator=name, given=True)
     for name, of_one in conditions.items():
         old = rules.get(name, UNLISTED)
         # In class fp32 the condition would have no effect, so the operator follows its input.

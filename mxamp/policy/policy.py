@@ -4,30 +4,17 @@ import fnmatch
 import json
 import logging
 import weakref
-from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import (
-    Any,
-    Dict,
-    FrozenSet,
-    Iterable,
-    List,
-    Literal,
-    Mapping,
-    Optional,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, FrozenSet, Iterable, List, Literal, Mapping, Optional, Tuple, Union
 
-from ..errors import ArgumentError, prefix_errors
+from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework import machine
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
 from ..framework.operators import resolve
-from ..framework.wording import counted, shortened, shown
+from ..framework.wording import shortened, shown
 from . import overrides, targets
 from .lists import DROPPED, OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
@@ -37,29 +24,18 @@ from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 logger = logging.getLogger("mxamp")
 
-NO_POLICY = (
-    "policy must be an mxamp.Policy, not {given}; Policy.default, Policy.load and Policy.override "
-    "make one"
-)
-TUNING = "; give the policy of the tuning: policy=tuning.policy"
+NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
 BESIDE_LISTS = (
-    "a policy contains operator lists: give no lists beside it, or change it with policy.override"
+    "a policy contains operator lists: change it with policy.override, give none beside it"
 )
-OTHER_POLICY = (
-    "'auto' is {chosen} here, but the policy is for {own}: leave 'auto' out to use the policy as "
-    "it is, or give ctx to choose the kind of device"
-)
-OTHER_DEVICE = (
-    'the list is for the {own} only (device = "{own}"), not for the {given}: load it without a '
-    "device, or load a file for the {given}"
-)
+OTHER_DEVICE = "the list is for the {own} only: load it without a device, not for the {given}"
 OTHER_LISTS = (
     "%s changes the operator lists of mxamp %s, which have changed since: operators that it does "
     "not name may be in other classes"
 )
 NO_KERNELS = (
-    "%s: MXNet has no %s kernel on a %s for %s, and no [[missing]] table says so: calls fail, or "
-    "give wrong results. Copy the [[missing]] tables of mxamp's own list"
+    "%s: MXNet has no %s kernel on a %s for %s: calls fail, or give wrong results. Copy the "
+    "[[missing]] tables of mxamp's own list"
 )
 
 
@@ -73,7 +49,7 @@ class Caches:
         self.eager: Optional[Any] = None
         #: `patches.announcements`: the layers of graphs under this policy; None once they have been
         #: compared with `fp32_layers`.
-        self.layers: Optional[Set[str]] = set()
+        self.layers: Optional["set[str]"] = set()
         #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
         self.regions: Dict[str, Policy] = {}
 
@@ -142,7 +118,7 @@ class Policy:
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
-        outer = _interned(replace(self, changes=tuple(before)))
+        outer = _policy(self.target_dtype, self.device, tuple(before), self._here)
         return last.apply(outer._list, self.target_dtype)
 
     @cached_property
@@ -190,21 +166,18 @@ class Policy:
         True
 
         `op_class` is "low", "fp32", "widest", "neutral", "untouched", or "conditional" for
-        operators that depend on an attribute. The target dtype stands for "low", and "float32" for
-        "fp32".
+        operators that depend on an attribute.
         """
-        wanted = targets.check_class(op_class, self.target_dtype)
-        return sorted(name for name, rule in self.rules.items() if rule.shown_class == wanted)
+        if op_class not in SHOWN_CLASSES:
+            raise unknown("class", op_class, SHOWN_CLASSES)
+        return sorted(name for name, rule in self.rules.items() if rule.shown_class == op_class)
 
     def __repr__(self) -> str:
-        counts = Counter(rule.shown_class for rule in self.rules.values())
-        (first, most), *others = [(name, counts[name]) for name in SHOWN_CLASSES if counts[name]]
-        parts = [f"{counted(most, 'operator')} {first}", *(f"{n} {name}" for name, n in others)]
-        given = sum(rule.given for rule in self.rules.values())
-        parts += [counted(given, "override")] if given else []
-        layers = len(self.fp32_layers)
-        parts += [f"{counted(layers, 'layer name')} in float32"] if layers else []
-        return f"<Policy {self.target_dtype} on {self.device}: {', '.join(parts)}>"
+        given = [
+            f"{name}={shown(value)}" for one in self.changes for name, value in one.given().items()
+        ]
+        changes = f": {shortened(given)}" if given else ""
+        return f"<Policy {self.target_dtype} on {self.device}{changes}>"
 
     def __hash__(self) -> int:
         return self._hash
@@ -308,52 +281,16 @@ class Policy:
 
     def _warn_of_file(self, path: Union[str, Path], data: Mapping[str, Any]) -> None:
         """Log lists that have changed since the file was written, and kernels that it lacks."""
-        whole = bool(self.changes) and self.changes[0].operator_list is not None
-        if not whole and data.get("lists") not in (None, list_number(self.target_dtype)):
-            logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
-        own = Policy.default(self.target_dtype, self.device).rules if whole else {}
-        lacking = [
-            name
-            for name, rule in self.rules.items()
-            if rule.op_class == "low" and rule.missing is None
-            if name in own and own[name].missing is not None
-        ]
+        if not self.changes or self.changes[0].operator_list is None:
+            if data.get("lists") not in (None, list_number(self.target_dtype)):
+                logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
+            return
+        own = Policy.default(self.target_dtype, self.device)
+        low = self.operators("low")
+        lacking = [one for one in low if own.rule(one).missing and not self.rule(one).missing]
         if lacking:
             device = self.device.upper()
             logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
-
-    @classmethod
-    def from_lists(
-        cls,
-        target_dtype: Any = DEFAULT_TARGET,
-        low: Names = None,
-        fp32: Names = None,
-        widest: Names = None,
-        conditional: Optional[Iterable[Conditional]] = None,
-        *,
-        policy: Optional["Policy"] = None,
-        ctx: Any = None,
-    ) -> "Policy":
-        """Return the policy that the arguments of `init` and `convert_*` describe.
-
-        That is `policy` if given; else the default policy for `target_dtype` and the kind of device
-        of `ctx`, with each given operator list in place of the policy's own.
-
-        Raises `ArgumentError` if `policy` is no policy, is given beside operator lists, or is for
-        another dtype or device than `target_dtype` and `ctx`; and the errors of `override`.
-        """
-        lists = (low, fp32, widest, conditional)
-        if policy is not None:
-            if not isinstance(policy, Policy):
-                raise _wrong_type_error(policy)
-            if any(given is not None for given in lists):
-                raise ArgumentError(BESIDE_LISTS)
-            targets.check_same_target(policy.target_dtype, policy.device, target_dtype, ctx)
-            return policy
-        base = cls.default(targets.check_target(target_dtype), targets.device_type(ctx))
-        if all(given is None for given in lists):
-            return base
-        return base.override(low, fp32, widest, conditional, replace_lists=True)
 
     @checked_call()
     def override(
@@ -423,26 +360,16 @@ class Policy:
         return self if policy._list == self._list else policy
 
 
-def _wrong_type_error(given: Any) -> ArgumentError:
-    """Return the error for a `policy` argument that is no `Policy`."""
-    hint = TUNING if isinstance(getattr(given, "policy", None), Policy) else ""
-    return ArgumentError(NO_POLICY.format(given=shown(given)) + hint)
-
-
 def _policy(dtype: str, device: str, changes: Tuple[Change, ...] = (), *now: Here) -> Policy:
-    """Return the policy with these fields."""
-    return _interned(Policy(dtype, device, changes, *now))
+    """Return the policy with these fields: the existing object if there is one."""
+    policy = Policy(dtype, device, changes, *now)
+    return _policies.setdefault(policy, policy)
 
 
 @lru_cache(maxsize=None)
 def _own_policy(dtype: str, device: str, now: Here) -> Policy:
     """Return mxamp's own policy; cached, since the caches of casts belong to a policy object."""
     return _policy(dtype, device, (), now)
-
-
-def _interned(policy: Policy) -> Policy:
-    """Return the existing policy equal to `policy`; else register `policy` and return it."""
-    return _policies.setdefault(policy, policy)
 
 
 def policy_from_data(data: Mapping[str, Any], device: Optional[str] = None) -> Policy:
@@ -507,52 +434,49 @@ FLOAT32 = _Float32()
 Choice = Union[Policy, _Float32]
 
 
+def requested_policy(
+    target_dtype: Any, *lists: Any, policy: Optional[Policy] = None, ctx: Any = None
+) -> Policy:
+    """Return the policy that the arguments of `convert_*` describe.
+
+    That is `policy` if given; else the default policy for `target_dtype` and the kind of device of
+    `ctx`, with each given operator list (low, fp32, widest, conditional) in place of its own.
+
+    Raises `ArgumentError` if `policy` is no policy, is given beside operator lists, or is for
+    another dtype or device than `target_dtype` and `ctx`; and the errors of `override`.
+    """
+    given = any(one is not None for one in lists)
+    if policy is None:
+        base = Policy.default(targets.check_target(target_dtype), targets.device_type(ctx))
+        return base.override(*lists, replace_lists=True) if given else base
+    if not isinstance(policy, Policy):
+        raise ArgumentError(NO_POLICY.format(given=shown(policy)))
+    if given:
+        raise ArgumentError(BESIDE_LISTS)
+    targets.check_same_target(policy.target_dtype, policy.device, target_dtype, ctx)
+    return policy
+
+
 def chosen_policy(
-    target_dtype: Any,
-    low: Names = None,
-    fp32: Names = None,
-    widest: Names = None,
-    conditional: Optional[Iterable[Conditional]] = None,
-    *,
-    policy: Optional[Policy] = None,
-    ctx: Any = None,
+    target_dtype: Any, *lists: Any, policy: Optional[Policy] = None, ctx: Any = None
 ) -> Choice:
     """Return the policy that the arguments of `init` describe, or `FLOAT32`.
 
-    Like `Policy.from_lists`, but `target_dtype` may be "auto". Arguments are checked even where
+    Like `requested_policy`, but `target_dtype` may be "auto". Arguments are checked even where
     "auto" means float32 and ignores them.
     """
     if policy is None or target_dtype is not DEFAULT_TARGET:
         target_dtype = targets.check_target(target_dtype, TARGETS_OR_AUTO)
-    lists = (low, fp32, widest, conditional)
     if not is_auto(target_dtype):
-        return Policy.from_lists(target_dtype, *lists, policy=policy, ctx=ctx)
+        return requested_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     device = targets.device_type(ctx) or machine.default_device()
     dtype = machine.fast_dtype(device)
-    own = machine.default_dtype(device) if policy is None else DEFAULT_TARGET
-    where = device if policy is None else ctx
-    wanted = Policy.from_lists(own, *lists, policy=policy, ctx=where)
+    if policy is None:
+        wanted = requested_policy(machine.default_dtype(device), *lists, ctx=device)
+    else:
+        wanted = requested_policy(DEFAULT_TARGET, *lists, policy=policy, ctx=ctx)
     if dtype == "float32":
         return FLOAT32
-    if (wanted.target_dtype, wanted.device) != (dtype, device):
-        own = f"{wanted.target_dtype} on the {wanted.device.upper()}"
-        chosen = f"{dtype} on the {device.upper()}"
-        raise ArgumentError(OTHER_POLICY.format(chosen=chosen, own=own))
+    with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
+        targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)
     return wanted
-
-
-def describe_difference(old: Choice, new: Choice) -> str:
-    """Return how two policies differ, in words: "target_dtype: bfloat16 instead of float16"."""
-    for name in ("target_dtype", "device"):
-        one, other = getattr(old, name, None), getattr(new, name, None)
-        if one != other:
-            return f"{name}: {one} instead of {other}"
-    steps = (_changes_in_words(one) for one in (old, new))
-    return "changes: {} instead of {}".format(*steps)
-
-
-def _changes_in_words(policy: Choice) -> str:
-    """Return the changes of a policy as arguments of `override`."""
-    changes = policy.changes if isinstance(policy, Policy) else ()
-    given = [f"{name}={shown(value)}" for one in changes for name, value in one.given().items()]
-    return shortened(given) or "none"

@@ -16,7 +16,7 @@ from .active import OFF, ON, Mark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
 from .policy import FLOAT32, Choice, Here, Policy, here, policy_from_data
-from .targets import AUTO, DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
+from .targets import AUTO, DEFAULT_TARGET, is_auto
 
 #: The attribute with the mark of the region that a node was made in.
 REGION = "__mxamp_region__"
@@ -27,10 +27,6 @@ FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
 #: The beginning of the marks of regions with a whole policy, which follows as text.
 _POLICY = "policy "
 
-UNKNOWN_MARK = (
-    "a node of the graph has the attribute {attribute}={mark!r}, which this version of mxamp does "
-    "not know: was the graph made with a later one?"
-)
 OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
 NOT_HERE_WORDS = "autocast({mark}) in the model's code, which is not for this device: no casts"
 ON_WORDS = "autocast({mark}) in the model's code: "
@@ -103,7 +99,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
     if mark.startswith(_POLICY):
         given = _policy_in_mark(mark)
         return given if given.device == policy.device else None
-    dtype = machine.fast_dtype(policy.device) if _checked_dtype(mark) == AUTO else mark
+    dtype = machine.fast_dtype(policy.device) if mark == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
     if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
@@ -121,14 +117,10 @@ def _parsed(mark: str, _now: Here) -> Policy:
     try:
         return policy_from_data(json.loads(mark[len(_POLICY) :]))
     except ValueError:
-        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark)) from None
-
-
-def _checked_dtype(mark: str) -> str:
-    """Return a mark that is a target dtype or "auto"; raise `ArgumentError` for any other."""
-    if mark not in TARGETS_OR_AUTO:
-        raise ArgumentError(UNKNOWN_MARK.format(attribute=REGION, mark=mark))
-    return mark
+        raise ArgumentError(
+            f"the attribute {REGION}={mark!r} of a node is of a version of mxamp that this one "
+            "does not know"
+        ) from None
 
 
 def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
@@ -181,7 +173,7 @@ def policy_for_regions(marks: "frozenset[str]") -> Optional[Policy]:
     for mark in sorted(marks - {OFF}, key=lambda one: (one != ON, one)):
         if mark.startswith(_POLICY):
             return _policy_in_mark(mark)
-        choice = policy_inside(None if mark == ON else _checked_dtype(mark), outer)
+        choice = policy_inside(None if mark == ON else mark, outer)
         if isinstance(choice, Policy):
             return choice
     return None

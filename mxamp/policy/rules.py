@@ -1,12 +1,18 @@
 """Rules: the class of each operator, its exceptions, and the reasons."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Mapping, NamedTuple, Optional, Tuple
 
 from .values import out_of_range, same_value
 
 #: (registered name, class) of each custom operator.
 CustomClasses = Tuple[Tuple[str, str], ...]
+
+
+def not_lowered(custom: CustomClasses) -> CustomClasses:
+    """Return the classes of custom operators with fp32 in place of low."""
+    return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
+
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
@@ -25,9 +31,6 @@ _EXACT = frozenset({"long_sums", "cast_weight", "volume_views"})
 #: Shape rules that stand for a missing kernel: the operator computes in float32 on values of the
 #: target dtype. All other shape rules keep the operator in float32.
 _DETOURS = frozenset({"volume_views"})
-
-#: Shape rules that have a limit.
-LIMITED = frozenset({"long_sums"})
 
 #: Names of substitutions in operator lists and policies: first those of `graph.speed` for graphs,
 #: then those for fused models only, then "sgd", the faster optimizer step of `patches.optimizers`.
@@ -107,16 +110,9 @@ class Rule:
     keep_outputs: Tuple[int, ...] = ()
     missing: Optional[str] = None  #: why the kernel in the target dtype is missing; None: it exists
     computes: str = "float32"  #: the dtype to compute in where the kernel is missing
-    by_op_type: Tuple[Tuple[str, str], ...] = ()  #: classes of registered custom operators
-    lowers_custom: bool = True  #: False: custom operators registered as low are in class fp32
+    by_op_type: CustomClasses = ()  #: classes of registered custom operators
     by_shape: Tuple[ShapeRule, ...] = ()
     given: bool = False  #: given by the user: nothing is substituted for the operator
-
-    def with_custom_operators(self, classes: Tuple[Tuple[str, str], ...]) -> "Rule":
-        """Return the rule of `Custom` with the classes of registered custom operators."""
-        lowest = "low" if self.lowers_custom else "fp32"
-        by_op_type = tuple((name, lowest if one == "low" else one) for name, one in classes)
-        return replace(self, by_op_type=by_op_type)
 
     @property
     def lowers(self) -> bool:
@@ -141,20 +137,6 @@ UNLISTED = Rule("", "fp32", "not in the list: runs as it would without mxamp")
 Shape = Tuple[int, ...]
 
 
-def _sum_length(
-    operator: str, attributes: Mapping[str, str], first_shape: Optional[Shape]
-) -> Optional[int]:
-    """Return how many products each element of a matrix product sums; None for an unknown shape.
-
-    >>> _sum_length("batch_dot", {"transpose_a": "True"}, (8, 64, 32))
-    64
-    """
-    if not first_shape:
-        return None
-    transposed = operator == "batch_dot" and same_value(attributes.get("transpose_a", "0"), "1")
-    return first_shape[-2] if transposed else first_shape[-1]
-
-
 def long_sum_reason(
     rule: Rule, attributes: Mapping[str, str], first_shape: Optional[Shape]
 ) -> Optional[Reason]:
@@ -174,6 +156,10 @@ def long_sum_reason(
 def has_long_sums(
     limit: int, operator: str, attributes: Mapping[str, str], first_shape: Optional[Shape]
 ) -> bool:
-    """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes."""
-    count = _sum_length(operator, attributes, first_shape)
-    return count is None or count > limit
+    """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
+
+    >>> has_long_sums(64, "batch_dot", {"transpose_a": "True"}, (8, 64, 32))
+    False
+    """
+    transposed = operator == "batch_dot" and same_value(attributes.get("transpose_a", "0"), "1")
+    return not first_shape or first_shape[-2 if transposed else -1] > limit

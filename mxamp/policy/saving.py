@@ -3,21 +3,15 @@
 import json
 import re
 import zlib
-from typing import Any, List, Mapping
+from typing import Any, Mapping
 
 from .._version import __version__
-from ..errors import ArgumentError
-from ..framework.wording import shown
 from .lists import own_data
 
 HEAD = """\
 # A policy: changes to mxamp's own operator list, written by Policy.save for Policy.load.
 # docs/policy-files.md describes all tables and keys.
 """
-NO_TEXT = (
-    "the policy can't be saved: {line} holds half of a surrogate pair, which UTF-8 can't encode; "
-    "choose another name"
-)
 
 _WIDTH = 100
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -34,7 +28,7 @@ def origin(dtype: str) -> Mapping[str, str]:
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """Return the TOML text of a policy's tables; raise `ArgumentError` if UTF-8 can't encode it."""
+    """Return the TOML text of a policy's tables."""
     lines = [HEAD]
     # The keys above the first table, single tables, tables that can be repeated.
     lines += [_key_line(key, value) for key, value in data.items() if not _is_table(value)]
@@ -43,13 +37,7 @@ def toml_text(data: Mapping[str, Any]) -> str:
             lines += ["", f"[[{name}]]", *(_key_line(*pair) for pair in table.items())]
         if isinstance(value, dict):
             lines += ["", f"[{name}]", *(_key_line(*pair) for pair in value.items())]
-    text = "\n".join([*lines, ""])
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        line = text[: error.end].rpartition("\n")[2]
-        raise ArgumentError(NO_TEXT.format(line=shown(line))) from None
-    return text
+    return "\n".join([*lines, ""])
 
 
 def _is_table(value: Any) -> bool:
@@ -62,17 +50,12 @@ def _holds_tables(value: Any) -> bool:
 
 
 def _key_line(key: str, value: Any) -> str:
-    """Return the TOML line `key = value`; a long list is wrapped."""
+    """Return the TOML line `key = value`; each item of a long list has its line."""
     key = key if _BARE.fullmatch(key) else _toml_value(key)
     line = f"{key} = {_toml_value(value)}"
     if len(line) <= _WIDTH or not isinstance(value, (list, tuple)):
         return line
-    wrapped: List[str] = [""]
-    for item in map(_toml_value, value):
-        if wrapped[-1] and len(f"    {wrapped[-1]} {item},") > _WIDTH:
-            wrapped.append("")
-        wrapped[-1] += f"{' ' if wrapped[-1] else ''}{item},"
-    return "\n".join([f"{key} = [", *(f"    {line}" for line in wrapped), "]"])
+    return "\n".join([f"{key} = [", *(f"    {_toml_value(item)}," for item in value), "]"])
 
 
 def _toml_value(value: Any) -> str:

@@ -7,12 +7,8 @@ import numpy as np
 from ..errors import ArgumentError
 from ..framework.machine import default_device, dtype_name, fast_dtype
 from ..framework.wording import one_of, shown
-from .rules import SHOWN_CLASSES
 
-OTHER_POLICY = (
-    "the policy is for {own}, but {given} is given beside it: give a policy for {given}, or leave "
-    "{given} out"
-)
+OTHER_POLICY = "the policy is for {own}, but {given} is given beside it: leave {given} out"
 
 TARGETS = ("float16", "bfloat16")
 #: Stands for the target dtype that is fast on this machine.
@@ -79,16 +75,6 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_class(name: Any, target_dtype: str) -> str:
-    """Return the operator class that `name` stands for: a class, or the dtype it computes in."""
-    known = {one: one for one in SHOWN_CLASSES}
-    known.update({target_dtype: "low", "float32": "fp32"})
-    wanted = dtype_name(name) if isinstance(name, (type, np.dtype)) else name
-    if not isinstance(wanted, str) or wanted not in known:
-        raise ArgumentError(f"the class must be {one_of(known)}, not {shown(name)}")
-    return known[wanted]
-
-
 def check_device(dtype: str, device: Optional[str]) -> str:
     """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
     if device is None:
@@ -97,9 +83,7 @@ def check_device(dtype: str, device: Optional[str]) -> str:
     if device not in DEVICES:
         raise ArgumentError(f"the device must be {one_of(DEVICES)}, not {shown(device)}")
     if dtype == "bfloat16" and device == "gpu":
-        raise ArgumentError(
-            "MXNet has no bfloat16 kernels on GPUs: give float16, or the CPU as the device"
-        )
+        raise ArgumentError("MXNet has no bfloat16 kernels on GPUs: give float16, or the CPU")
     return device
 
 

@@ -55,17 +55,12 @@ def test_a_repeated_init_does_nothing(caplog):
 @pytest.mark.parametrize(
     "first, second, words",
     [
-        ({}, {"target_dtype": "bfloat16"}, "target_dtype: float16 instead of bfloat16"),
+        ({}, {"target_dtype": "bfloat16"}, "Policy float16 on cpu> instead of <Policy bfloat16.*"),
         ({}, {"tuned": False}, None),
-        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, "changes: .*untuned.*"),
-        ({}, {"ctx": "gpu"}, "device: cpu instead of gpu"),
-        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)"),
-        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, r"fp32_layers=\(\'a\',\)"),
-        ({}, {"fp32_ops": ["softmax"]}, "changes: .*"),
-        (
-            {"target_dtype": "bfloat16"}, {"policy": BFLOAT16.override(substitutions=["relu"])},
-            r"substitutions=\(\'relu\',\)",
-        ),
+        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, ".*untuned.*"),
+        ({}, {"ctx": "gpu"}, "on cpu> instead of <Policy float16 on gpu>"),
+        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)>"),
+        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, r"fp32_layers=\(\'a\',\)>"),
         (
             {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
             {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "conditional=.*relu.* instead of .*tanh.*",
@@ -85,7 +80,7 @@ def test_a_second_init_says_what_differs(first, second, words):
         amp.StateError, match=rf"another policy than .*\(.*{words}\)\. Call"
     ) as raised:
         amp.init(**second)
-    assert len(str(raised.value)) < 350
+    assert len(str(raised.value)) < 500
     assert amp.current_policy() == policy
 
 

@@ -514,7 +514,7 @@ def test_a_policy_of_another_process(tmp_path):
 def test_a_mark_of_1_0_is_not_known():
     with mx.AttrScope(__mxamp_region__="policy bfloat16 0123456789abcdef"):
         symbol = mx.sym.exp(mx.sym.var("x"))
-    with pytest.raises(amp.ArgumentError, match="which this version of mxamp does not know"):
+    with pytest.raises(amp.ArgumentError, match="that this one does not know"):
         amp.explain(symbol, "bfloat16")
 
 
@@ -545,7 +545,7 @@ def test_policies_of_regions_live_as_long_as_their_graphs():
 
 def test_a_mark_of_a_later_version():
     symbol = mx.sym.exp(mx.sym.var("x"), attr={REGION: "float8"})
-    with pytest.raises(amp.ArgumentError, match="__mxamp_region__='float8'"):
+    with pytest.raises(amp.ArgumentError, match="not 'float8'"):
         amp.explain(symbol, "bfloat16")
 
 

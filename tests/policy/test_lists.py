@@ -6,7 +6,6 @@ import re
 import sys
 
 import mxnet as mx
-import numpy as np
 import pytest
 from mxnet.base import _LIB, check_call, mx_uint
 
@@ -98,58 +97,6 @@ def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, 
     assert infer_outputs(node, [kinds[i] for i in inputs])[0] == kinds[output]
 
 
-@pytest.mark.parametrize("name", ["reshape_like", "slice_like", "broadcast_like"])
-def test_inputs_whose_shape_alone_is_read_tell_no_dtype(name, dtype):
-    """BilinearResize2D's does: MXNet takes it for the other input's, whatever it is."""
-    assert Policy.default(dtype, "cpu").rule(name).keep_inputs
-    wide, low = mx.sym.var("wide"), mx.sym.Cast(mx.sym.var("low"), dtype="float16")
-    both = mx.sym.Group([getattr(mx.sym, name)(wide, low), mx.sym.exp(low)])
-    dtypes, outputs, _ = both.infer_type(wide="float32", low="float32")
-    assert outputs[1] == np.float16
-    assert outputs[0] == dtypes[0] == np.float32
-    resized = mx.sym.contrib.BilinearResize2D(wide, low, mode="like")
-    assert "like" not in Policy.default(dtype, "cpu").rule("_contrib_BilinearResize2D").keep_inputs
-    assert resized.infer_type(wide="float32", low="float32")[1][0] == np.float32
-
-
-def test_tensor_core_operators_are_low_in_float16():
-    policy = Policy.default("float16", "gpu")
-    for name in (
-        "Convolution", "Deconvolution", "FullyConnected", "RNN", "dot", "batch_dot",
-        "_npi_matmul", "_np_dot", "_npi_einsum",
-        "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_encdec_valatt",
-    ):  # fmt: skip
-        rule = policy.rule(name)
-        assert rule.op_class == "low"
-        assert rule.missing is None, "GPUs have the kernels"
-        assert Policy.default("float16", "cpu").rule(name).missing
-
-
-def test_kernels_that_gpus_lack_are_data():
-    policy = Policy.default("float16", "gpu")
-    for name in (
-        "InstanceNorm", "CTCLoss", "_contrib_SyncBatchNorm", "BatchNorm_v1", "Crop", "sort", "argsort",
-        "_contrib_Proposal", "_contrib_MultiProposal", "_npi_around", "_npi_unique", "_npi_bincount",
-        "_npi_svd", "_npi_solve", *(name for name in registry() if name.startswith("_linalg_")),
-    ):  # fmt: skip
-        assert policy.rule(name).op_class == "fp32", name
-        assert policy.rule(name).missing, name
-
-
-def test_what_answers_with_an_index_computes_it_in_float32(dtype):
-    for name in (
-        "argmax",
-        "argmin",
-        "argmax_channel",
-        "_npi_argmax",
-        "_npi_argmin",
-        "argsort",
-        "topk",
-    ):
-        for device in ("cpu", "gpu") if dtype == "float16" else ("cpu",):
-            assert Policy.default(dtype, device).rule(name).op_class == "fp32"
-
-
 # Names of inputs that hold indices, lengths, labels, coordinates or conditions.
 POSITIONS = re.compile(
     r"ind|length|label|roi|offset|grid|anchor|obj|marks|condition|matches|im_info|^h$|loc"
@@ -233,17 +180,6 @@ def test_operators_that_a_user_lowers_read_their_indices_whole(dtype, way, name,
 
 def registry_name(name):
     return name if name in registry() else f"_{name}"
-
-
-def test_samplers_that_take_tensors_take_float32(dtype):
-    policy, found = Policy.default(dtype, "cpu"), 0
-    for name, operator in registry().items():
-        if name.startswith(("_sample_", "_npi_")) and (operator.inputs or operator.variadic):
-            random = {"ctx", "size"} <= set(attributes(name)) or name.startswith("_sample_")
-            if random and policy.rule(name).op_class != "untouched":
-                found += 1
-                assert policy.rule(name).op_class == "fp32", name
-    assert found > 20
 
 
 def test_what_is_wrong_or_deadly_in_bfloat16_is_neither_low_nor_neutral():

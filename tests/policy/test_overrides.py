@@ -1,6 +1,5 @@
 """Layers that stay in float32, given as Gluon blocks."""
 
-import mxnet as mx
 import pytest
 from mxnet.gluon import nn, rnn
 
@@ -87,10 +86,9 @@ def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
 @pytest.mark.parametrize(
     "given, error, words",
     [
-        (3, amp.ArgumentError, "must be a list of names or of Gluon blocks, not 3"),
         ("net_*", amp.ArgumentError, "must be a list of names or of Gluon blocks, not 'net_.'"),
         ([3], amp.ArgumentError, r"of Gluon blocks, not \[3\]"),
-        (nn.Dense(3, prefix="a"), amp.ArgumentError, "prefix 'a' does not end in '_'"),
+        (nn.Dense(3, prefix="a"), amp.ArgumentError, "prefix 'a' of block 'a' does not"),
         (nn.Dense(3, prefix="elsewhere_"), amp.UnknownNameError, "'elsewhere_"),
         (nn.HybridSequential(), amp.ArgumentError, "no operators and no children"),
     ],
@@ -101,9 +99,3 @@ def test_what_is_no_layer(net, given, error, words):
     if error is amp.ArgumentError and "children" not in words:
         with pytest.raises(error, match=words):
             POLICY.override(fp32_layers=given)
-
-
-def test_a_layer_in_eager_calls_has_no_name(net):
-    x = mx.nd.ones((64, 8))
-    with amp.autocast(policy=POLICY.override(fp32_layers=net[0])):
-        assert net[0](x).dtype != x.dtype

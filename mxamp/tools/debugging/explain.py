@@ -37,7 +37,7 @@ from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.decision import Decision
 from ...policy.overrides import Layers
-from ...policy.policy import Policy
+from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
 from .results import Result, Table
 
@@ -398,7 +398,7 @@ def explain(
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
         return _plan_as_it_is(graph, dtypes)
     mode = mode or MODES[0]
-    policy = Policy.from_lists(target_dtype or DEFAULT_TARGET, policy=policy)
+    policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with prefix_errors("`input_shapes`"):

@@ -48,7 +48,7 @@ from ...graph.ir import Graph
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.overrides import exact_pattern
-from ...policy.policy import Policy
+from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, check_target
 from ...scaling.scaler import positive_number, whole_number
 from ..debugging.batches import batches_of, block_of, check_loss
@@ -393,7 +393,7 @@ def tune(
         base = Policy.default(target_dtype or machine.default_dtype())
     else:
         given = DEFAULT_TARGET if target_dtype is None else check_target(target_dtype)
-        base = Policy.from_lists(given, policy=policy)
+        base = requested_policy(given, policy=policy)
     if not base.lowers:
         raise ArgumentError(NOT_LOWERED)
     seed = whole_number("seed", seed)
