@@ -4,10 +4,12 @@ The view counts the consumers of every output, the caller among them. The edit i
 walk, which drops nodes without consumers.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Mapping
 
 from mxnet.ndarray.ndarray import NDArray
 
@@ -25,7 +27,7 @@ class Names:
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
-        self._counts: Dict[str, int] = {}  #: the number last appended to a name
+        self._counts: dict[str, int] = {}  #: the number last appended to a name
 
     def reserve(self, name: str) -> None:
         """Count a name as in use."""
@@ -50,9 +52,9 @@ class View:
     params: Mapping[str, NDArray]
 
     @cached_property
-    def consumers(self) -> Mapping[Output, List[Tuple[int, int]]]:
+    def consumers(self) -> Mapping[Output, list[tuple[int, int]]]:
         """The readers of each output: (node, input position), or (-1, head) for the caller."""
-        found: Dict[Output, List[Tuple[int, int]]] = {}
+        found: dict[Output, list[tuple[int, int]]] = {}
         live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):
             if i in live:
@@ -72,18 +74,18 @@ class View:
     @cached_property
     def _reads_by_name(self) -> Mapping[str, int]:
         """The number of reads of each name: variables of one name are one parameter."""
-        counts: Dict[str, int] = Counter()
+        counts: dict[str, int] = Counter()
         for i, count in self._reads.items():
             counts[self.graph.nodes[i].name] += count
         return counts
 
     @cached_property
-    def head_nodes(self) -> Set[int]:
+    def head_nodes(self) -> set[int]:
         """The indexes of nodes with a graph output."""
         return {i for i, _ in self.graph.heads}
 
     @cached_property
-    def multi_output_nodes(self) -> Set[int]:
+    def multi_output_nodes(self) -> set[int]:
         """The indexes of nodes with a consumer of an output other than the first."""
         return {i for i, k in self.consumers if k}
 
@@ -95,7 +97,7 @@ class View:
         """Return the number of reads of node i, graph outputs included."""
         return self._reads.get(i, 0)
 
-    def own_parameter(self, node: Node, position: int) -> Optional[str]:
+    def own_parameter(self, node: Node, position: int) -> str | None:
         """Return the name of an input if it is a float32 parameter with no other consumer."""
         if position >= len(node.inputs):
             return None
@@ -105,7 +107,7 @@ class View:
             return None
         return variable.name if self._reads_by_name[variable.name] == 1 else None
 
-    def own_parameters(self, node: Node) -> Optional[List[str]]:
+    def own_parameters(self, node: Node) -> list[str] | None:
         """Return `own_parameter` of all inputs but the first; None if any of them is None."""
         names = [self.own_parameter(node, k) for k in range(1, len(node.inputs))]
         return None if None in names else [name for name in names if name is not None]
@@ -121,10 +123,10 @@ class Edit:
     def __init__(self, graph: Graph, params: Mapping[str, NDArray]) -> None:
         self.params: Params = dict(params)
         self._graph = graph
-        self._changed: Dict[int, Node] = {}
-        self._added: List[Node] = []
-        self._targets: Dict[Output, Output] = {}
-        self._heads: Dict[int, Output] = {}
+        self._changed: dict[int, Node] = {}
+        self._added: list[Node] = []
+        self._targets: dict[Output, Output] = {}
+        self._heads: dict[int, Output] = {}
 
     @cached_property
     def _used_names(self) -> Names:
@@ -207,20 +209,20 @@ class Edit:
         return output
 
 
-def _sort_nodes(inputs: List[List[Output]], heads: List[int], source_count: int) -> List[int]:
+def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int) -> list[int]:
     """Return the indexes of nodes that `heads` depend on, inputs before their consumers.
 
     The first `source_count` nodes keep their order.
     """
-    needed: Set[int] = set()
+    needed: set[int] = set()
     pending = list(heads)
     while pending:
         i = pending.pop()
         if i not in needed:
             needed.add(i)
             pending += [j for j, _ in inputs[i]]
-    order: List[int] = []
-    placed: Set[int] = set()
+    order: list[int] = []
+    placed: set[int] = set()
     for root in [i for i in range(source_count) if i in needed] + heads:
         stack = [root]
         while stack:
@@ -236,6 +238,6 @@ def _sort_nodes(inputs: List[List[Output]], heads: List[int], source_count: int)
     return order
 
 
-def without_shape(variable: Node) -> Dict[str, str]:
+def without_shape(variable: Node) -> dict[str, str]:
     """Return a variable's attributes without `__shape__`, in which Gluon records its shape."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}

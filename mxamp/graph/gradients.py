@@ -5,8 +5,10 @@ gradient of the slope, which becomes too small by a factor of the slope. Only ea
 outputs are right. In the operators that replace PReLU here, each gradient has its own memory.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import AbstractSet, Dict, FrozenSet, List, Optional, Sequence, Set
+from typing import AbstractSet, Sequence
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -23,9 +25,9 @@ _WEIGHT, _BIAS = 1, 2
 _SLOPE = 1
 
 
-def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
+def weights_beside_biases(graph: Graph) -> frozenset[str]:
     """Return the names of variables that weights of dense layers with biases depend on."""
-    found: Set[int] = set()
+    found: set[int] = set()
     for node in graph.nodes:
         if _is_dense_with_bias(node):
             found.add(node.inputs[_WEIGHT][0])
@@ -40,7 +42,7 @@ def weights_beside_biases(graph: Graph) -> FrozenSet[str]:
     return frozenset(graph.nodes[i].name for i in found if graph.nodes[i].is_variable)
 
 
-def without_bias(attrs: Dict[str, str]) -> Dict[str, str]:
+def without_bias(attrs: dict[str, str]) -> dict[str, str]:
     """Return a dense layer's attributes with the bias switched off."""
     return {**attrs, "no_bias": "True"}
 
@@ -69,9 +71,9 @@ def _is_dense_with_bias(node: Node) -> bool:
     return node.operator == "FullyConnected" and len(node.inputs) > _BIAS
 
 
-def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> List[bool]:
+def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> list[bool]:
     """Return, for each node, whether a gradient reaches a variable not in `frozen` through it."""
-    trained: List[bool] = []
+    trained: list[bool] = []
     for node in graph.nodes:
         if node.is_variable:
             trained.append(node.name not in frozen)
@@ -155,7 +157,7 @@ def _replace_prelu(edit: Edit, i: int, node: Node) -> None:
 SCALE_INPUT = "amp_loss_scale"
 
 
-def with_scale_input(graph: Graph) -> Optional[Graph]:
+def with_scale_input(graph: Graph) -> Graph | None:
     """Return a graph whose loss operators scale their gradients by the new input `SCALE_INPUT`.
 
     `SoftmaxOutput` and similar operators ignore the gradient of their output, so their first input
@@ -180,7 +182,7 @@ def with_scale_input(graph: Graph) -> Optional[Graph]:
     return edit.applied()
 
 
-def _inputs_with_gradients(graph: Graph, node: Node) -> List[int]:
+def _inputs_with_gradients(graph: Graph, node: Node) -> list[int]:
     """Return the positions of a loss operator's inputs that get gradients."""
     if node.operator not in WRITTEN_BY_USERS:
         return [0]

@@ -1,9 +1,11 @@
 """Tensors, operators and casts of a graph, and calls of single nodes: for tools."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import replace
 from math import prod
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from mxnet import autograd
 from mxnet.base import MXNetError
@@ -16,20 +18,10 @@ from mxnet.util import is_np_shape
 from ..framework.arrays import as_list, invoke
 from ..framework.operators import resolve
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
+from . import ir
 from .casts.insert import PRECISION
 from .casts.offline import is_inserted_copy
-from .ir import (
-    CASTS,
-    Graph,
-    Node,
-    Output,
-    Shape,
-    Usage,
-    body_usage,
-    infer_types,
-    single_node_graph,
-    step_shapes,
-)
+from .ir import CASTS, Graph, Node, Output, Shape, Usage
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _BYTES = {
@@ -42,7 +34,7 @@ class Tensor(NamedTuple):
     """The dtype and the shape of a tensor."""
 
     dtype: str
-    shape: Optional[Shape]  #: None where it depends on values, as after `boolean_mask` or a loop
+    shape: Shape | None  #: None where it depends on values, as after `boolean_mask` or a loop
 
     @property
     def size(self) -> int:
@@ -53,16 +45,16 @@ class Tensor(NamedTuple):
 class Census(NamedTuple):
     """Counts of operators by (operator, dtype), and of casts and their bytes by (from, to)."""
 
-    operators: "Counter[Tuple[str, str]]"
-    casts: "Counter[Tuple[str, str]]"
-    bytes: "Counter[Tuple[str, str]]"
+    operators: Counter[tuple[str, str]]
+    casts: Counter[tuple[str, str]]
+    bytes: Counter[tuple[str, str]]
 
     @classmethod
-    def empty(cls) -> "Census":
+    def empty(cls) -> Census:
         """Return an empty census."""
         return cls(Counter(), Counter(), Counter())
 
-    def add(self, other: "Census", times: int = 1) -> None:
+    def add(self, other: Census, times: int = 1) -> None:
         """Add the counts of another census, multiplied by `times`."""
         for mine, theirs in zip(self, other):
             for key, number in theirs.items():
@@ -119,18 +111,20 @@ def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> 
 def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:
     """Return the census of one step of a `foreach` loop with these inputs."""
     body = node.subgraphs[0]
-    usage = body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
-    return take_census(body, usage.dtypes, step_shapes(node, [tensor.shape for tensor in inputs]))
+    usage = ir.body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
+    return take_census(
+        body, usage.dtypes, ir.step_shapes(node, [tensor.shape for tensor in inputs])
+    )
 
 
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
-) -> Dict[Output, Tensor]:
+) -> dict[Output, Tensor]:
     """Return the dtype and shape of every node's outputs, as far as MXNet can infer them."""
     entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
     symbol = replace(graph, heads=entries).to_symbol()
     arguments = set(symbol.list_arguments())
-    inferred = infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
+    inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
     try:
         known = {name: shape for name, shape in shapes.items() if name in arguments}
@@ -143,7 +137,7 @@ def tensors_of(
     }
 
 
-def _known_shape(shape: Optional[Shape]) -> Optional[Shape]:
+def _known_shape(shape: Shape | None) -> Shape | None:
     """Return an inferred shape as a tuple; None if one of its dimensions is unknown."""
     if shape is None:
         return None
@@ -175,5 +169,5 @@ def run_node(
 def _cached_op(node: Node, input_count: int, is_np: bool) -> CachedOp:
     """Return a cached op of a node with subgraphs: a loop or fused operators."""
     symbol_class = _Symbol if is_np else Symbol
-    graph = single_node_graph(node, [{}] * input_count, node.num_outputs)
+    graph = ir.single_node_graph(node, [{}] * input_count, node.num_outputs)
     return CachedOp(graph.to_symbol(symbol_class))

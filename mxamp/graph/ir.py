@@ -1,5 +1,7 @@
 """The graph of a symbol: nodes by index, their dtypes, and the usage that passes read."""
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import json
@@ -7,7 +9,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
+from typing import Any, Iterator, Mapping, Sequence, Tuple
 
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
@@ -67,9 +69,9 @@ class Usage:
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    accumulated: FrozenSet[str] = frozenset()
-    stored: FrozenSet[str] = frozenset()
-    offline: FrozenSet[str] = frozenset()
+    accumulated: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+    offline: frozenset[str] = frozenset()
     training: bool = False
     restore: bool = True
     converting: bool = False
@@ -89,13 +91,13 @@ class Node:
 
     op: str
     name: str
-    attrs: Dict[str, str] = field(default_factory=dict)
-    inputs: List[Output] = field(default_factory=list)
-    subgraphs: List["Graph"] = field(default_factory=list)
+    attrs: dict[str, str] = field(default_factory=dict)
+    inputs: list[Output] = field(default_factory=list)
+    subgraphs: list[Graph] = field(default_factory=list)
     num_outputs: int = 1
-    control_deps: List[int] = field(default_factory=list)  #: nodes that come first, unread
-    kept: Optional[Reason] = None  #: why the node stays in float32 beyond its operator's class
-    stands_for: Optional["Node"] = None  #: the node that an equivalent has replaced
+    control_deps: list[int] = field(default_factory=list)  #: nodes that come first, unread
+    kept: Reason | None = None  #: why the node stays in float32 beyond its operator's class
+    stands_for: Node | None = None  #: the node that an equivalent has replaced
     #: Whether the node is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)
     #: The operator's canonical name.
@@ -106,22 +108,22 @@ class Node:
         self.operator = self.op if self.is_variable else resolve(self.op).name
 
     @property
-    def call(self) -> Tuple[Any, ...]:
+    def call(self) -> tuple[Any, ...]:
         """The operator and its attributes without hidden ones: a key that equal calls share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     @property
-    def hidden_attrs(self) -> Dict[str, str]:
+    def hidden_attrs(self) -> dict[str, str]:
         """The attributes whose names begin with __, such as marks: operators ignore them."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
-    def with_inputs(self, inputs: List[Output]) -> "Node":
+    def with_inputs(self, inputs: list[Output]) -> Node:
         """Return a copy of the node that reads `inputs`."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)
 
-    def to_json(self) -> Dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the node as a dict in the format of a symbol's JSON."""
-        data: Dict[str, Any] = {"op": self.op, "name": self.name}
+        data: dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
         data["inputs"] = self.inputs
@@ -136,15 +138,15 @@ class Node:
 class Graph:
     """Nodes in topological order, and the outputs of the graph."""
 
-    nodes: List[Node]
-    heads: List[Output]
-    attrs: Dict[str, Any] = field(default_factory=dict)
+    nodes: list[Node]
+    heads: list[Output]
+    attrs: dict[str, Any] = field(default_factory=dict)
     #: The symbol that the graph was read from, for shape inference without loading it again.
-    symbol: Optional[Symbol] = field(default=None, init=False, repr=False, compare=False)
+    symbol: Symbol | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     @collector_paused()
-    def from_symbol(cls, symbol: Symbol) -> "Graph":
+    def from_symbol(cls, symbol: Symbol) -> Graph:
         """Return the graph of a symbol, `amp_cast` nodes included."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
         graph = cls.from_json(json.loads(text, strict=False))
@@ -152,7 +154,7 @@ class Graph:
         return graph
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Graph":
+    def from_json(cls, data: Mapping[str, Any]) -> Graph:
         """Return the graph of a symbol's JSON, parsed to a dict."""
         ends = data["node_row_ptr"]
         nodes = [
@@ -169,7 +171,7 @@ class Graph:
         heads = [(head[0], head[1]) for head in data["heads"]]
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
-    def to_json(self) -> Dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the graph as a dict in the format of a symbol's JSON, without optional fields."""
         return {
             "nodes": [node.to_json() for node in self.nodes],
@@ -179,28 +181,28 @@ class Graph:
         }
 
     @collector_paused()
-    def to_symbol(self, symbol_class: Type[Symbol] = Symbol) -> Symbol:
+    def to_symbol(self, symbol_class: type[Symbol] = Symbol) -> Symbol:
         """Return the graph as a `symbol_class`: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
         return symbol_class(_load_symbol(self.to_json()))
 
     @property
-    def variables(self) -> List[Node]:
+    def variables(self) -> list[Node]:
         """The input nodes; for a graph read from a symbol, in the order of `list_inputs`."""
         return [node for node in self.nodes if node.is_variable]
 
     @property
-    def input_names(self) -> List[str]:
+    def input_names(self) -> list[str]:
         """The names of the input nodes, in the same order."""
         return [node.name for node in self.variables]
 
     @property
-    def all_nodes(self) -> List[Node]:
+    def all_nodes(self) -> list[Node]:
         """All nodes, followed by the nodes in bodies of loops."""
         inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
         return [*self.nodes, *inner]
 
     @cached_property
-    def marks(self) -> FrozenSet[str]:
+    def marks(self) -> frozenset[str]:
         """The marks of `autocast` regions on operators, bodies of loops included."""
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
@@ -210,13 +212,13 @@ class Graph:
         return any(name.startswith("_sg_mkldnn") for name in self.operators)
 
     @property
-    def operators(self) -> FrozenSet[str]:
+    def operators(self) -> frozenset[str]:
         """The names of all operators as called, bodies of loops included."""
         inner = (body.operators for node in self.nodes for body in node.subgraphs)
         return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
 
     @property
-    def layer_names(self) -> List[str]:
+    def layer_names(self) -> list[str]:
         """The names of all operator nodes, each once, bodies of loops included."""
         inner = (
             name for node in self.nodes for body in node.subgraphs for name in body.layer_names
@@ -228,7 +230,7 @@ class Graph:
 # ---------------------------------------------------------------------- dtypes
 
 #: The inferred output dtypes of single nodes: a cache.
-_inferred: Dict[Any, Tuple[str, ...]] = {}
+_inferred: dict[Any, tuple[str, ...]] = {}
 
 #: Attributes that no dtype depends on: left out, so that a model's convolutions share a cache key.
 _OF_SHAPES = frozenset(
@@ -243,7 +245,7 @@ _UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 VERSION = {"mxnet_version": ["int", 10901]}
 
 
-def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for inputs of `dtypes`.
 
     MXNet infers them on a graph of that node alone (0.1 ms, cached).
@@ -261,16 +263,16 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
     return outputs
 
 
-def _infer_uncached(node: Node, dtypes: Sequence[str]) -> Tuple[str, ...]:
+def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     """Return the dtypes that MXNet infers for the outputs of `node`; float32 where it can't."""
     attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
     inferred = infer_types(single_node_graph(node, attrs, node.num_outputs).to_symbol())
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
-def infer_dtypes(graph: Graph, usage: Usage) -> Dict[Output, str]:
+def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
     """Return the dtype of every output, as MXNet infers it without mxamp."""
-    found: Dict[Output, str] = {}
+    found: dict[Output, str] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             found[i, 0] = variable_dtype(node, usage)
@@ -298,8 +300,8 @@ def single_node_graph(node: Node, inputs: Sequence[Mapping[str, str]], outputs: 
 
 
 def infer_types(
-    symbol: Symbol, known: Optional[Mapping[str, str]] = None, partial: bool = False
-) -> Optional[Tuple[Tuple[str, ...], ...]]:
+    symbol: Symbol, known: Mapping[str, str] | None = None, partial: bool = False
+) -> tuple[tuple[str, ...], ...] | None:
     """Return the inferred dtypes of a symbol's arguments, outputs and auxiliary states.
 
     `known` maps names of arguments to dtypes. With `partial`, unknown dtypes are "other"; otherwise
@@ -327,7 +329,7 @@ def infer_types(
     )
 
 
-def argument_dtypes(symbol: Symbol, type_dict: Optional[Mapping[str, Any]]) -> Dict[str, str]:
+def argument_dtypes(symbol: Symbol, type_dict: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the dtype of every argument of `symbol`, by name; float32 where unknown."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
     names = symbol.list_arguments()
@@ -351,7 +353,7 @@ def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
     return handle
 
 
-def _unescape(escape: "re.Match[str]") -> str:
+def _unescape(escape: re.Match[str]) -> str:
     """Return the character of a matched escape that MXNet can't read, and others unchanged."""
     text = escape.group()
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
@@ -393,7 +395,7 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
     )
 
 
-def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shape]:
+def step_shapes(node: Node, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
     """Return the known shapes of the inputs of a `foreach` body, by name.
 
     `shapes` are the shapes of the node's inputs, data first: a step reads one slice of each.
@@ -407,7 +409,7 @@ def step_shapes(node: Node, shapes: Sequence[Optional[Shape]]) -> Dict[str, Shap
     }
 
 
-def body_inputs(node: Node, position: int) -> Dict[int, int]:
+def body_inputs(node: Node, position: int) -> dict[int, int]:
     """Return the position of the loop's input that each input of a body reads, by position."""
     if node.operator == "_foreach":
         # Positions in the body, in the order of the node's inputs.
@@ -421,6 +423,6 @@ def body_inputs(node: Node, position: int) -> Dict[int, int]:
     return dict(enumerate(_positions(node, f"{name}_input_locs")))
 
 
-def _positions(node: Node, attribute: str) -> List[int]:
+def _positions(node: Node, attribute: str) -> list[int]:
     """Return the integers in an attribute of a loop; none if it lacks the attribute."""
     return parse_integers(node.attrs.get(attribute, "[]"))

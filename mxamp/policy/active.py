@@ -7,8 +7,10 @@ Where "auto" has chosen float32, `FLOAT32` takes the place of a policy: mixed pr
 `autocast()` and loss scaling, which follow the dtype around them, stay off too.
 """
 
+from __future__ import annotations
+
 from contextvars import ContextVar
-from typing import Any, Iterator, Optional, Set
+from typing import Any, Iterator
 
 from .policy import FLOAT32, Choice, Policy
 
@@ -33,31 +35,29 @@ class Region:
 
     __slots__ = ("mark", "outer", "policy")
 
-    def __init__(
-        self, policy: Optional[Choice], mark: Optional[Mark], outer: "Optional[Region]"
-    ) -> None:
+    def __init__(self, policy: Choice | None, mark: Mark | None, outer: Region | None) -> None:
         self.policy, self.mark, self.outer = policy, mark, outer
 
 
 #: The innermost region; a global, as any context variable.
-_innermost: "ContextVar[Optional[Region]]" = ContextVar("mxamp_region", default=None)
+_innermost: ContextVar[Region | None] = ContextVar("mxamp_region", default=None)
 
 
 class _Process:
     """The state of the whole process, which `init` and `shutdown` write."""
 
-    policy: Optional[Choice] = None
+    policy: Choice | None = None
 
     def __init__(self) -> None:
         #: Operators that computed in a half precision, for the summary of an automatic run.
-        self.lowered: Set[str] = set()
+        self.lowered: set[str] = set()
 
 
 #: A global, as are MXNet's functions that `init` patches.
 process = _Process()
 
 
-def current_policy() -> Optional[Policy]:
+def current_policy() -> Policy | None:
     """Return the policy in force for the calling code, None where mixed precision is off.
 
     >>> import mxamp as amp
@@ -92,7 +92,7 @@ def _regions() -> Iterator[Region]:
         region = region.outer
 
 
-def nearest_policy() -> Optional[Choice]:
+def nearest_policy() -> Choice | None:
     """Return the policy of the innermost region that has one, else the policy of `init`.
 
     `FLOAT32` if "auto" has chosen float32 there.
@@ -106,13 +106,13 @@ def chose_float32() -> bool:
     return nearest_policy() is FLOAT32
 
 
-def current_mark() -> Optional[Mark]:
+def current_mark() -> Mark | None:
     """Return the mark of graph nodes made now, None for no mark."""
     region = _innermost.get()
     return None if region is None else region.mark
 
 
-def push_policy(policy: Optional[Choice], mark: Optional[Mark] = None) -> None:
+def push_policy(policy: Choice | None, mark: Mark | None = None) -> None:
     """Put `policy` in force for the calling thread or task; None turns casting off.
 
     Without a `mark`, nodes get the one of the region around.
@@ -123,7 +123,7 @@ def push_policy(policy: Optional[Choice], mark: Optional[Mark] = None) -> None:
     _innermost.set(Region(policy, mark, outer))
 
 
-def push_autocast(policy: Optional[Choice], mark: Mark) -> None:
+def push_autocast(policy: Choice | None, mark: Mark) -> None:
     """Begin an `autocast` region; `autocast()` takes the mark of the region that it continues."""
     if mark.text == ON:
         for region in _regions():

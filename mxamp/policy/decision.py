@@ -4,8 +4,10 @@
 all call it, so that they agree bit for bit.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from typing import Mapping, Sequence
 
 from ..errors import ArgumentError
 from ..framework.operators import auxiliary_states, registry
@@ -46,12 +48,12 @@ class Decision:
     inputs to copy before the cast (see `_inputs_to_copy`).
     """
 
-    reads: Tuple[Optional[str], ...]
+    reads: tuple[str | None, ...]
     reason: str
     precision: str = "as is"  #: the dtype of the computation, for reports
-    through: Optional[str] = None
-    keep_outputs: Tuple[int, ...] = ()
-    guards: FrozenSet[int] = frozenset()
+    through: str | None = None
+    keep_outputs: tuple[int, ...] = ()
+    guards: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
         """Return whether to round output number `output`, computed in `dtype`, to `through`."""
@@ -73,8 +75,8 @@ def decide(
     attributes: Mapping[str, str],
     dtypes: Sequence[str],
     policy: Policy,
-    layer: Optional[str] = None,
-    kept: Optional[Reason] = None,
+    layer: str | None = None,
+    kept: Reason | None = None,
 ) -> Decision:
     """Return the casts of `policy` for a call of `operator` with inputs of these `dtypes`.
 
@@ -133,12 +135,8 @@ def decide(
 
 
 def _class_and_reason(
-    rule: Rule,
-    attributes: Mapping[str, str],
-    policy: Policy,
-    layer: Optional[str],
-    kept: Optional[str],
-) -> Tuple[str, str]:
+    rule: Rule, attributes: Mapping[str, str], policy: Policy, layer: str | None, kept: str | None
+) -> tuple[str, str]:
     """Return the class of an operator in this call, and the reason for it."""
     sparse = is_true(attributes.get(SPARSE_GRADIENT, "False"))
     if sparse or rule.op_class == "untouched":
@@ -169,13 +167,8 @@ def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
 
 
 def _compute_dtype(
-    op_class: str,
-    reason: str,
-    floats: "set[str]",
-    dtypes: "set[str]",
-    policy: Policy,
-    given: bool,
-) -> Tuple[str, str]:
+    op_class: str, reason: str, floats: set[str], dtypes: set[str], policy: Policy, given: bool
+) -> tuple[str, str]:
     """Return the dtype that an operator of this class computes in, and the reason.
 
     `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
@@ -200,7 +193,7 @@ def _compute_dtype(
     return dtype, follows if dtype == "float32" else f"{follows}: {reason}"
 
 
-def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> FrozenSet[int]:
+def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> frozenset[int]:
     """Return which of an operator's `count` inputs are never cast: statistics, indices, mutable."""
     operator = registry().get(rule.operator)
     if operator is None:
@@ -213,7 +206,7 @@ def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> Froze
 
 def _deciding_dtypes(
     rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]
-) -> Set[str]:
+) -> set[str]:
     """Return the dtypes of the float inputs that are not among the rule's `follow_inputs`."""
     operator = registry().get(rule.operator)
     if operator is None or not rule.follow_inputs:
@@ -239,11 +232,11 @@ def _needs_onednn(attributes: Mapping[str, str]) -> bool:
 def _detour(
     rule: Rule,
     attributes: Mapping[str, str],
-    missing: Optional[str],
+    missing: str | None,
     dtypes: Sequence[str],
     dtype: str,
     policy: Policy,
-) -> Optional[Tuple[str, str]]:
+) -> tuple[str, str] | None:
     """Return the dtype to compute in, and why, if the kernel of `dtype` is missing or wrong."""
     if dtype == policy.target_dtype and missing is not None:
         return rule.computes, missing
@@ -259,8 +252,8 @@ def _detour(
 
 
 def _inputs_to_copy(
-    operator: str, attributes: Mapping[str, str], dtype: str, reads: Tuple[Optional[str], ...]
-) -> FrozenSet[int]:
+    operator: str, attributes: Mapping[str, str], dtype: str, reads: tuple[str | None, ...]
+) -> frozenset[int]:
     """Return the positions of the inputs to copy before the cast: weights in blocked layouts.
 
     After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked

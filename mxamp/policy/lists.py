@@ -4,6 +4,8 @@ mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`; the tests 
 could get wrong. docs/policy-files.md describes the format.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -12,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Tuple, Union
+from typing import Any, Iterable, Mapping, NamedTuple
 
 from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ..framework.operators import Operator, registry, resolve
@@ -71,7 +73,7 @@ class OperatorList(NamedTuple):
 
     rules: Mapping[str, Rule]  #: by canonical operator name
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
-    fp32_layers: Tuple[str, ...]
+    fp32_layers: tuple[str, ...]
     #: faster equivalents that graphs get before they run: name, and measured gain
     substitutions: Mapping[str, str]
 
@@ -91,14 +93,14 @@ def own_data(dtype: str) -> str:
     return json.dumps(read_toml(lists_folder() / f"{dtype}.toml"), sort_keys=True)
 
 
-def read_toml(path: Union[str, Path]) -> Dict[str, Any]:
+def read_toml(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     if not os.fspath(path):
         raise ArgumentError("the path of the policy file is empty: give the path of a TOML file")
     try:
-        data: Dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         return data
     except FileNotFoundError:
         raise ArgumentError(f"there is no policy file {str(path)!r}") from None
@@ -133,7 +135,7 @@ def _label(kind: str, number: int) -> str:
     return f"[[{kind}]] table {number + 1}"
 
 
-def _check_keys(given: Table, keys: Table, prefix: str, others: Tuple[str, ...] = ()) -> None:
+def _check_keys(given: Table, keys: Table, prefix: str, others: tuple[str, ...] = ()) -> None:
     """Raise unless a table has the required `keys` with valid values; errors also list `others`."""
     known = {name.rstrip("?"): kind for name, kind in keys.items()}
     for name, value in given.items():
@@ -178,7 +180,7 @@ def _words(kind: Any) -> str:
 
 @lru_cache(maxsize=8)
 def list_from_json(
-    text: str, device: str, features: FrozenSet[str], custom: CustomClasses
+    text: str, device: str, features: frozenset[str], custom: CustomClasses
 ) -> OperatorList:
     """Return the operator list that checked tables describe, for a kind of device.
 
@@ -199,11 +201,11 @@ class _RuleBuilder:
     """Builds the rules of an operator list from its TOML tables; `by_name` holds the result."""
 
     def __init__(
-        self, data: Table, device: str, features: FrozenSet[str], custom: CustomClasses
+        self, data: Table, device: str, features: frozenset[str], custom: CustomClasses
     ) -> None:
         self._data, self._device, self._features = data, device, features
-        self._given_by: Dict[str, str] = {}  # the label of the table with the operator's class
-        self.by_name: Dict[str, Rule] = {}
+        self._given_by: dict[str, str] = {}  # the label of the table with the operator's class
+        self.by_name: dict[str, Rule] = {}
         for kind, add in (
             ("group", self._add_group),
             ("conditional", self._add_conditional),
@@ -220,13 +222,13 @@ class _RuleBuilder:
         if custom:
             self._amend_rule("Custom", by_op_type=custom)
 
-    def _add_group(self, table: Table, names: List[str], where: str) -> None:
+    def _add_group(self, table: Table, names: list[str], where: str) -> None:
         """Add the rules of a [[group]] table; `where` labels the table in errors."""
         for name in names:
             given = table.get("override", False)
             self._add_rule(Rule(name, table["class"], table["reason"], given=given), where)
 
-    def _add_conditional(self, table: Table, names: List[str], where: str) -> None:
+    def _add_conditional(self, table: Table, names: list[str], where: str) -> None:
         """Add the rules of a [[conditional]] table, or its conditions to existing rules."""
         ranged, values = table.get("beyond_range", False), table.get("values")
         if bool(values) if ranged else values is None:
@@ -246,7 +248,7 @@ class _RuleBuilder:
                 )
             self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
-    def _table_conditions(self, operator: Operator, table: Table) -> Tuple[Condition, ...]:
+    def _table_conditions(self, operator: Operator, table: Table) -> tuple[Condition, ...]:
         """Return the conditions of a [[conditional]] table for one operator."""
         attributes = table["attribute"]
         return tuple(
@@ -261,7 +263,7 @@ class _RuleBuilder:
             for attribute in ([attributes] if isinstance(attributes, str) else attributes)
         )
 
-    def _add_missing(self, table: Table, names: List[str], _where: str) -> None:
+    def _add_missing(self, table: Table, names: list[str], _where: str) -> None:
         """Record in the rules the kernels that a [[missing]] table says are missing here."""
         if table["device"] != self._device or table.get("unless") in self._features:
             return
@@ -269,7 +271,7 @@ class _RuleBuilder:
             computes = table.get("computes", "float32")
             self._amend_rule(name, missing=table["reason"], computes=computes)
 
-    def _add_by_shape(self, table: Table, names: List[str], _where: str) -> None:
+    def _add_by_shape(self, table: Table, names: list[str], _where: str) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
         rule = ShapeRule(Reason(table["rule"], table["reason"]), table.get("limit", 0))
         if table.get("device", self._device) != self._device:
@@ -303,9 +305,9 @@ class _RuleBuilder:
         self.by_name[name] = replace(there, **changes)
 
 
-def _operator_names(patterns: Iterable[str]) -> List[str]:
+def _operator_names(patterns: Iterable[str]) -> list[str]:
     """Return the names of the operators that canonical names and patterns ending in * match."""
-    names: List[str] = []
+    names: list[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
             names += [name for name in registry() if name.startswith(pattern[:-1])]

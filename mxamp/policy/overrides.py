@@ -1,9 +1,11 @@
 """Changes to a policy: checks of the given operators and layers, and the changed rules."""
 
+from __future__ import annotations
+
 import fnmatch
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import AbstractSet, Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import Block
@@ -35,7 +37,7 @@ def exact_pattern(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
-def layer_patterns(argument: str, layers: Any) -> List[Sequence[str]]:
+def layer_patterns(argument: str, layers: Any) -> list[Sequence[str]]:
     """Return the name patterns of each given layer: one for a name, several for a block."""
     if isinstance(layers, Block):
         layers = [layers]
@@ -47,7 +49,7 @@ def layer_patterns(argument: str, layers: Any) -> List[Sequence[str]]:
     return [[one] if isinstance(one, str) else _block_patterns(argument, one) for one in listed]
 
 
-def unknown_layers(patterns: Iterable[str], layers: Sequence[str]) -> List[UnknownNameError]:
+def unknown_layers(patterns: Iterable[str], layers: Sequence[str]) -> list[UnknownNameError]:
     """Return an error for each pattern that matches none of the names `layers`."""
     unmatched = (pattern for pattern in patterns if not fnmatch.filter(layers, pattern))
     return [unknown("layer", pattern, layers, LAYER_NAMES) for pattern in unmatched]
@@ -76,7 +78,7 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
 
 def _is_plain_sequence(block: Block) -> bool:
     """Return whether a block is a Gluon sequence with Gluon's own forward function."""
-    forward: Tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
+    forward: tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
     own = getattr(type(block), "hybrid_forward", None), type(block).forward
     return isinstance(block, (Sequential, HybridSequential)) and any(one in forward for one in own)
 
@@ -98,19 +100,19 @@ class Change:
     Operators are canonical names, sorted; None stands for a list that is not given.
     """
 
-    low: Optional[Tuple[str, ...]] = None
-    fp32: Optional[Tuple[str, ...]] = None
-    widest: Optional[Tuple[str, ...]] = None
-    conditional: Optional[Tuple[Tuple[str, str, Tuple[str, ...]], ...]] = None
+    low: tuple[str, ...] | None = None
+    fp32: tuple[str, ...] | None = None
+    widest: tuple[str, ...] | None = None
+    conditional: tuple[tuple[str, str, tuple[str, ...]], ...] | None = None
     replace_lists: bool = False
-    fp32_layers: Tuple[str, ...] = ()
-    substitutions: Optional[Tuple[str, ...]] = None
+    fp32_layers: tuple[str, ...] = ()
+    substitutions: tuple[str, ...] | None = None
     untuned: bool = False
     in_float32: bool = False
-    neutral: Optional[str] = None  #: why no operator is cast
-    operator_list: Optional[str] = None  #: a whole list in place of the one before, as JSON
+    neutral: str | None = None  #: why no operator is cast
+    operator_list: str | None = None  #: a whole list in place of the one before, as JSON
 
-    def given(self) -> Dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """Return the fields that say something, by name."""
         kept = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
         return {name: value for name, value, default in kept if value != default}
@@ -131,10 +133,10 @@ class Change:
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 
-    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> Dict[str, Rule]:
+    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
         """Return `rules` with operators moved to other classes, as `Policy.override` describes."""
         operators = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
-        classes: Dict[str, str] = {}
+        classes: dict[str, str] = {}
         for op_class, names in operators.items():
             for name in names or ():
                 if classes.setdefault(name, op_class) != op_class:
@@ -151,7 +153,7 @@ class Change:
         return result
 
 
-def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
+def without_rules_for_speed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return `rules` without the shape rules that only affect speed."""
     return {
         name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
@@ -159,7 +161,7 @@ def without_rules_for_speed(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     }
 
 
-def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
+def in_float32(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return `rules` with all operators and custom operators of class low moved to class fp32."""
     result = without_rules_for_speed(rules)
     for name, rule in result.items():
@@ -172,7 +174,7 @@ def in_float32(rules: Mapping[str, Rule]) -> Dict[str, Rule]:
     return result
 
 
-def neutral_rules(rules: Mapping[str, Rule], reason: str) -> Dict[str, Rule]:
+def neutral_rules(rules: Mapping[str, Rule], reason: str) -> dict[str, Rule]:
     """Return `rules` with every operator in the dtype of its inputs, as in plain MXNet.
 
     Inputs of different float dtypes, which MXNet refuses, are widened.
@@ -190,14 +192,14 @@ def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
     return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
-def _detour_rules(rule: Rule) -> Tuple[ShapeRule, ...]:
+def _detour_rules(rule: Rule) -> tuple[ShapeRule, ...]:
     """Return an operator's shape rules that exist because a low-precision kernel is missing."""
     return tuple(one for one in rule.by_shape if one.reason.is_detour)
 
 
 def checked_substitutions(
-    names: Optional[Iterable[str]], known: Mapping[str, str]
-) -> Optional[Tuple[str, ...]]:
+    names: Iterable[str] | None, known: Mapping[str, str]
+) -> tuple[str, ...] | None:
     """Return names of substitutions, sorted; raise unless all are `known`."""
     if names is None:
         return None
@@ -208,13 +210,13 @@ def checked_substitutions(
     return tuple(sorted(set(listed)))
 
 
-def checked_layers(layers: Layers) -> Tuple[str, ...]:
+def checked_layers(layers: Layers) -> tuple[str, ...]:
     """Return the name patterns of `fp32_layers`, without repetitions."""
     patterns = layer_patterns("fp32_layers", layers)
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
-def checked_operators(op_class: str, names: Names) -> Optional[Tuple[str, ...]]:
+def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
     """Return the canonical names of the operators given for a class; raise for unknown ones."""
     if names is None:
         return None
@@ -222,7 +224,7 @@ def checked_operators(op_class: str, names: Names) -> Optional[Tuple[str, ...]]:
     return tuple(sorted({resolve(name).name for name in listed}))
 
 
-def _listed(argument: str, names: Any, kind: str = "a list of names") -> List[Any]:
+def _listed(argument: str, names: Any, kind: str = "a list of names") -> list[Any]:
     """Return an argument as a list; raise for a string, and for what is no iterable."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"{argument} must be {kind}, not {shown(names)}")
@@ -237,8 +239,8 @@ def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
 
 
 def checked_conditional(
-    conditional: Optional[Iterable[Conditional]],
-) -> Optional[Tuple[Tuple[str, str, Tuple[str, ...]], ...]]:
+    conditional: Iterable[Conditional] | None,
+) -> tuple[tuple[str, str, tuple[str, ...]], ...] | None:
     """Return `Policy.override`'s `conditional` with canonical names and values as text."""
     if conditional is None:
         return None
@@ -258,10 +260,10 @@ def checked_conditional(
 
 
 def _conditions_by_operator(
-    conditional: Iterable[Tuple[str, str, Tuple[str, ...]]], dtype: str
-) -> Dict[str, Tuple[Condition, ...]]:
+    conditional: Iterable[tuple[str, str, tuple[str, ...]]], dtype: str
+) -> dict[str, tuple[Condition, ...]]:
     """Return the conditions of each operator."""
-    conditions: Dict[str, Tuple[Condition, ...]] = {}
+    conditions: dict[str, tuple[Condition, ...]] = {}
     for name, attribute, values in conditional:
         default = resolve(name).defaults.get(attribute)
         condition = Condition(attribute, values, default=default, dtype=dtype)
@@ -271,7 +273,7 @@ def _conditions_by_operator(
 
 def _with_empty_classes(
     rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
-) -> Dict[str, Rule]:
+) -> dict[str, Rule]:
     """Return `rules` with the operators of the `replaced` classes made neutral."""
     result = {}
     for name, rule in rules.items():
@@ -285,9 +287,9 @@ def _with_empty_classes(
 
 
 def _set_classes(
-    rules: Dict[str, Rule],
+    rules: dict[str, Rule],
     classes: Mapping[str, str],
-    conditions: Mapping[str, Tuple[Condition, ...]],
+    conditions: Mapping[str, tuple[Condition, ...]],
 ) -> None:
     """Change in `rules` the classes and conditions of operators, by canonical name."""
     for name, op_class in classes.items():

@@ -1,5 +1,7 @@
 """A policy: which precision each operator computes in, as an immutable value."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import logging
@@ -7,7 +9,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Iterable, List, Literal, Mapping, Optional, Tuple, Union
+from typing import Any, FrozenSet, Iterable, Literal, Mapping, Tuple, Union
 
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework import machine
@@ -46,17 +48,17 @@ class Caches:
 
     def __init__(self) -> None:
         #: `patches.eager`: the casts of each operator, by its handle.
-        self.eager: Optional[Any] = None
+        self.eager: Any | None = None
         #: `patches.announcements`: the layers of graphs under this policy; None once they have been
         #: compared with `fp32_layers`.
-        self.layers: Optional["set[str]"] = set()
+        self.layers: set[str] | None = set()
         #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
-        self.regions: Dict[str, Policy] = {}
+        self.regions: dict[str, Policy] = {}
 
 
 #: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
 #: custom operators.
-_custom_classes: Dict[str, str] = {}
+_custom_classes: dict[str, str] = {}
 
 
 def set_custom_class(op_type: str, op_class: str) -> None:
@@ -80,7 +82,7 @@ def here() -> Here:
 
 #: One policy object for each value in use: code that makes an equal policy in each step finds the
 #: cached graphs and casts.
-_policies: "weakref.WeakValueDictionary[Policy, Policy]" = weakref.WeakValueDictionary()
+_policies: weakref.WeakValueDictionary[Policy, Policy] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +109,7 @@ class Policy:
 
     target_dtype: str
     device: str
-    changes: Tuple[Change, ...] = ()
+    changes: tuple[Change, ...] = ()
     _here: Here = field(default_factory=here)
 
     @cached_property
@@ -127,7 +129,7 @@ class Policy:
         return self._list.rules
 
     @cached_property
-    def fp32_layers(self) -> Tuple[str, ...]:
+    def fp32_layers(self) -> tuple[str, ...]:
         """The layers that stay in float32: names of nodes, * and ? stand for any characters."""
         return self._list.fp32_layers
 
@@ -159,7 +161,7 @@ class Policy:
         """Whether any operator computes in the target dtype; False after `in_float32`."""
         return any(rule.lowers for rule in self.rules.values())
 
-    def operators(self, op_class: str) -> List[str]:
+    def operators(self, op_class: str) -> list[str]:
         """Return the operators of one class, sorted.
 
         >>> "Convolution" in Policy.default("float16", "cpu").operators("low")
@@ -186,7 +188,7 @@ class Policy:
     def _hash(self) -> int:
         return hash((self.target_dtype, self.device, self.changes, self._here))
 
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _policy, (self.target_dtype, self.device, self.changes)
 
     @cached_property
@@ -196,7 +198,7 @@ class Policy:
 
     @classmethod
     @checked_call()
-    def default(cls, target_dtype: Any = "float16", device: Any = None) -> "Policy":
+    def default(cls, target_dtype: Any = "float16", device: Any = None) -> Policy:
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
         >>> Policy.default("float16", device="gpu").target_dtype
@@ -216,7 +218,7 @@ class Policy:
 
     @classmethod
     @checked_call()
-    def load(cls, path: Union[str, Path], device: Any = None) -> "Policy":
+    def load(cls, path: str | Path, device: Any = None) -> Policy:
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
         ::
@@ -245,7 +247,7 @@ class Policy:
         return policy
 
     @checked_call()
-    def save(self, path: Union[str, Path]) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the policy to a TOML file, from which `load` makes the same policy.
 
         ::
@@ -271,15 +273,15 @@ class Policy:
         return json.dumps(self._data)
 
     @property
-    def _data(self) -> Dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         """The tables of the policy's file."""
         changes = [one.given() for one in self.changes]
-        data: Dict[str, Any] = {"format": 2, "dtype": self.target_dtype, "device": self.device}
+        data: dict[str, Any] = {"format": 2, "dtype": self.target_dtype, "device": self.device}
         if changes and "operator_list" in changes[0]:
             data = {**json.loads(changes.pop(0)["operator_list"]), **data}
         return {**data, "change": changes} if changes else data
 
-    def _warn_of_file(self, path: Union[str, Path], data: Mapping[str, Any]) -> None:
+    def _warn_of_file(self, path: str | Path, data: Mapping[str, Any]) -> None:
         """Log lists that have changed since the file was written, and kernels that it lacks."""
         if not self.changes or self.changes[0].operator_list is None:
             if data.get("lists") not in (None, list_number(self.target_dtype)):
@@ -298,12 +300,12 @@ class Policy:
         low: Names = None,
         fp32: Names = None,
         widest: Names = None,
-        conditional: Optional[Iterable[Conditional]] = None,
+        conditional: Iterable[Conditional] | None = None,
         *,
         replace_lists: bool = False,
         fp32_layers: Layers = (),
-        substitutions: Optional[Iterable[str]] = None,
-    ) -> "Policy":
+        substitutions: Iterable[str] | None = None,
+    ) -> Policy:
         """Return a policy with some operators in other classes, given by any of their names.
 
         >>> policy = Policy.default("float16", "cpu").override(fp32=["Convolution"])
@@ -333,7 +335,7 @@ class Policy:
         )
         return self.changed(change)
 
-    def untuned(self) -> "Policy":
+    def untuned(self) -> Policy:
         """Return the policy without substitutions and without rules by shape for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
@@ -343,7 +345,7 @@ class Policy:
         """
         return self.changed(Change(untuned=True))
 
-    def in_float32(self) -> "Policy":
+    def in_float32(self) -> Policy:
         """Return the policy with nothing lowered: every operator of class low is in class fp32.
 
         >>> Policy.default("bfloat16").in_float32().operators("low")
@@ -354,13 +356,13 @@ class Policy:
         """
         return self.changed(Change(in_float32=True))
 
-    def changed(self, change: Change) -> "Policy":
+    def changed(self, change: Change) -> Policy:
         """Return the policy after one more change; itself where that changes nothing."""
         policy = _policy(self.target_dtype, self.device, (*self.changes, change), self._here)
         return self if policy._list == self._list else policy
 
 
-def _policy(dtype: str, device: str, changes: Tuple[Change, ...] = (), *now: Here) -> Policy:
+def _policy(dtype: str, device: str, changes: tuple[Change, ...] = (), *now: Here) -> Policy:
     """Return the policy with these fields: the existing object if there is one."""
     policy = Policy(dtype, device, changes, *now)
     return _policies.setdefault(policy, policy)
@@ -372,7 +374,7 @@ def _own_policy(dtype: str, device: str, now: Here) -> Policy:
     return _policy(dtype, device, (), now)
 
 
-def policy_from_data(data: Mapping[str, Any], device: Optional[str] = None) -> Policy:
+def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
     """Return the policy of a file's tables, or of `Policy.text`; raise for any mistake.
 
     `device` is the kind of device that is asked for. Files of mxamp 1 are whole operator lists.
@@ -397,7 +399,7 @@ def policy_from_data(data: Mapping[str, Any], device: Optional[str] = None) -> P
     return policy
 
 
-def _changed_by_table(policy: Policy, table: Dict[str, Any]) -> Policy:
+def _changed_by_table(policy: Policy, table: dict[str, Any]) -> Policy:
     """Return a policy with the change of a [[change]] table."""
     if table == {"untuned": True}:
         return policy.untuned()
@@ -435,7 +437,7 @@ Choice = Union[Policy, _Float32]
 
 
 def requested_policy(
-    target_dtype: Any, *lists: Any, policy: Optional[Policy] = None, ctx: Any = None
+    target_dtype: Any, *lists: Any, policy: Policy | None = None, ctx: Any = None
 ) -> Policy:
     """Return the policy that the arguments of `convert_*` describe.
 
@@ -458,7 +460,7 @@ def requested_policy(
 
 
 def chosen_policy(
-    target_dtype: Any, *lists: Any, policy: Optional[Policy] = None, ctx: Any = None
+    target_dtype: Any, *lists: Any, policy: Policy | None = None, ctx: Any = None
 ) -> Choice:
     """Return the policy that the arguments of `init` describe, or `FLOAT32`.
 

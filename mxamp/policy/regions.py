@@ -5,10 +5,12 @@ made, not while they run. So each node made in a region gets a mark, an attribut
 policy under which the node is cast later. Marks are saved with the graph; MXNet ignores them.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import Iterable, Mapping, Optional
+from typing import Iterable, Mapping
 
 from ..errors import ArgumentError
 from ..framework import machine
@@ -37,7 +39,7 @@ CAST_WORDS = {
 }
 
 
-def mark_of(dtype: Optional[str], enabled: bool, given: Optional[Choice]) -> Mark:
+def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> Mark:
     """Return the mark of an `autocast` region with these arguments."""
     if not enabled:
         return Mark(OFF, is_off=True)
@@ -49,7 +51,7 @@ def mark_of(dtype: Optional[str], enabled: bool, given: Optional[Choice]) -> Mar
 # ---------------------------------------------------------------------- policies of nodes
 
 
-def policy_inside(dtype: Optional[str], outer: Optional[Choice]) -> Choice:
+def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
     """Return the policy of an `autocast(dtype)` region in code under the policy `outer`."""
     dtype = machine.fast_dtype() if is_auto(dtype) else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
@@ -80,7 +82,7 @@ def _policy_in_region(policy: Policy, mark: str) -> Policy:
     return region.override(fp32_layers=policy.fp32_layers)
 
 
-def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Optional[str]:
+def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> str | None:
     """Return the dtype for a node that copies an argument of a `float_function` or its like.
 
     None for any other node, and where mixed precision is off.
@@ -92,7 +94,7 @@ def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) 
     return region.target_dtype if cast == TARGET_INSIDE and region.lowers else "float32"
 
 
-def _policy_of_mark(policy: Policy, mark: str) -> Optional[Policy]:
+def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     """Return the policy that a mark stands for in a graph under `policy`; None for no casts."""
     if mark in (OFF, ON):
         return policy if mark == ON else None
@@ -147,7 +149,7 @@ def region_reason(mark: str, policy: Policy) -> str:
 # ---------------------------------------------------------------------- marks of graphs
 
 
-def marks_of(attributes: Iterable[Mapping[str, str]]) -> "frozenset[str]":
+def marks_of(attributes: Iterable[Mapping[str, str]]) -> frozenset[str]:
     """Return the marks of `autocast` regions among the attributes of a graph's nodes."""
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
@@ -159,7 +161,7 @@ def node_policies(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
         yield policy_for_node(policy, {REGION: mark})
 
 
-def policy_for_regions(marks: "frozenset[str]") -> Optional[Policy]:
+def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     """Return the policy for graph nodes in regions with these marks while mixed precision is off.
 
     None if mixed precision is on, and if no region casts anything.

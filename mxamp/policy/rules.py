@@ -1,7 +1,9 @@
 """Rules: the class of each operator, its exceptions, and the reasons."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Mapping, NamedTuple, Optional, Tuple
+from typing import Mapping, NamedTuple, Tuple
 
 from .values import out_of_range, same_value
 
@@ -52,11 +54,11 @@ class Condition:
     """
 
     attribute: str
-    values: Tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     beyond_range: bool = False
-    default: Optional[str] = None
+    default: str | None = None
     dtype: str = "float16"
-    reason: Optional[str] = None  #: None: the rule's reason
+    reason: str | None = None  #: None: the rule's reason
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
         """Return whether a call with these attributes, else the default, meets the condition."""
@@ -104,14 +106,14 @@ class Rule:
     operator: str
     op_class: str  #: one of `CLASSES`
     reason: str
-    conditions: Tuple[Condition, ...] = ()
-    keep_inputs: Tuple[str, ...] = ()  #: inputs that are never cast
-    follow_inputs: Tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
-    keep_outputs: Tuple[int, ...] = ()
-    missing: Optional[str] = None  #: why the kernel in the target dtype is missing; None: it exists
+    conditions: tuple[Condition, ...] = ()
+    keep_inputs: tuple[str, ...] = ()  #: inputs that are never cast
+    follow_inputs: tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
+    keep_outputs: tuple[int, ...] = ()
+    missing: str | None = None  #: why the kernel in the target dtype is missing; None: it exists
     computes: str = "float32"  #: the dtype to compute in where the kernel is missing
     by_op_type: CustomClasses = ()  #: classes of registered custom operators
-    by_shape: Tuple[ShapeRule, ...] = ()
+    by_shape: tuple[ShapeRule, ...] = ()
     given: bool = False  #: given by the user: nothing is substituted for the operator
 
     @property
@@ -138,8 +140,8 @@ Shape = Tuple[int, ...]
 
 
 def long_sum_reason(
-    rule: Rule, attributes: Mapping[str, str], first_shape: Optional[Shape]
-) -> Optional[Reason]:
+    rule: Rule, attributes: Mapping[str, str], first_shape: Shape | None
+) -> Reason | None:
     """Return why the rule long_sums keeps a matrix product in float32; None if it does not.
 
     `first_shape` is the shape of the first input. Some kernels sum in half precision, which loses
@@ -154,7 +156,7 @@ def long_sum_reason(
 
 
 def has_long_sums(
-    limit: int, operator: str, attributes: Mapping[str, str], first_shape: Optional[Shape]
+    limit: int, operator: str, attributes: Mapping[str, str], first_shape: Shape | None
 ) -> bool:
     """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
 

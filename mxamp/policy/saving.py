@@ -1,5 +1,7 @@
 """Writing the TOML file of a policy, and which lists it belongs to."""
 
+from __future__ import annotations
+
 import json
 import re
 import zlib

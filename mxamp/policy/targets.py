@@ -1,6 +1,8 @@
 """Checks of arguments: target dtypes, kinds of devices, classes of operators."""
 
-from typing import Any, Optional, Sequence
+from __future__ import annotations
+
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -75,7 +77,7 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_device(dtype: str, device: Optional[str]) -> str:
+def check_device(dtype: str, device: str | None) -> str:
     """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
     if device is None:
         # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
@@ -87,7 +89,7 @@ def check_device(dtype: str, device: Optional[str]) -> str:
     return device
 
 
-def device_type(ctx: Any, argument: str = "ctx") -> Optional[str]:
+def device_type(ctx: Any, argument: str = "ctx") -> str | None:
     """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None.
 
     `argument` is the name of the public argument, for messages.

@@ -1,10 +1,12 @@
 """Attribute values of operators, which MXNet keeps as text, and the ranges of dtypes."""
 
+from __future__ import annotations
+
 import ast
 import math
 import re
 import struct
-from typing import Any, List, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple
 
 
 class _Range(NamedTuple):
@@ -22,10 +24,7 @@ RANGES: Mapping[str, _Range] = {
 }
 
 #: The least number of each dtype that rounds to infinity: half a step above the largest.
-INFINITE_FROM: Mapping[str, float] = {
-    "float16": 65520.0,
-    "bfloat16": (2 - 2.0**-8) * 2.0**127,
-}
+INFINITE_FROM: Mapping[str, float] = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
 
 # Old models, saved by Python 2, have (3L, 3L).
 _LONG = re.compile(r"(?<=\d)L")
@@ -129,7 +128,7 @@ def is_dilated(attributes: Mapping[str, Any]) -> bool:
     return any(number != "1" for number in _split_numbers(attributes.get("dilate", "()")))
 
 
-def parse_integers(text: str) -> List[int]:
+def parse_integers(text: str) -> list[int]:
     """Return the numbers in the text of a shape or a list of axes; an empty list for "None".
 
     >>> parse_integers("(0, 1)"), parse_integers("[2L,]"), parse_integers("None")
@@ -138,7 +137,7 @@ def parse_integers(text: str) -> List[int]:
     return [] if text == "None" else [int(number) for number in _split_numbers(text)]
 
 
-def _split_numbers(text: Any) -> List[str]:
+def _split_numbers(text: Any) -> list[str]:
     """Return the digits of each number in text such as "(3, 3)" or "[2L,]"."""
     inner = _LONG.sub("", str(text).strip("()[] ,"))
     return [number.strip() for number in inner.split(",")] if inner else []

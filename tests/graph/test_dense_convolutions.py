@@ -12,7 +12,8 @@ import mxamp as amp
 from helpers import exported, operators_of, randn, values, with_avx512
 from mxamp.graph.speed import dense_convolutions
 from mxamp.graph.speed.dense_convolutions import make_dense_convolutions
-from mxamp.graph.speed.fuse import FUSED, FusionPass
+from mxamp.graph.speed.fuse import FusionPass
+from mxamp.graph.speed.fusible import FUSED
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

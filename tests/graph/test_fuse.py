@@ -15,7 +15,8 @@ from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
 from mxamp.cli.main import main
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fuse import FUSED, PASSES
+from mxamp.graph.speed.fuse import PASSES
+from mxamp.graph.speed.fusible import FUSED
 
 S = mx.sym
 B = amp.Policy.default("bfloat16")

@@ -1,8 +1,10 @@
 """Builder of a rewritten graph: unique names, and one cast per tensor and dtype."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
-from typing import AbstractSet, Dict, List, NamedTuple, Optional, Tuple
+from typing import AbstractSet, NamedTuple
 
 from mxnet.util import is_np_shape
 
@@ -50,7 +52,7 @@ class Entry(NamedTuple):
 
     output: Output
     dtype: str
-    source: Optional["Entry"] = None
+    source: Entry | None = None
     by_choice: bool = False
 
 
@@ -61,7 +63,7 @@ class Builder:
     """
 
     def __init__(self, graph: Graph, accumulated: AbstractSet[str], device: str = "cpu") -> None:
-        self.nodes: List[Node] = []
+        self.nodes: list[Node] = []
         self._accumulated = accumulated
         # On GPUs, amp_cast of an empty array launches an empty grid, which is an error. `Cast`
         # checks the size. Only NumPy semantics allow empty arrays.
@@ -72,9 +74,9 @@ class Builder:
             for node in graph.nodes
             if node.op != "amp_cast" and not is_inserted_cast(node)
         )
-        self._casts: Dict[Tuple[Output, str], Entry] = {}
-        self._copies: Dict[Output, Output] = {}
-        self._roots: Dict[int, str] = {}
+        self._casts: dict[tuple[Output, str], Entry] = {}
+        self._copies: dict[Output, Output] = {}
+        self._roots: dict[int, str] = {}
 
     def add(self, node: Node) -> int:
         """Append a node with its final name; return its index."""
@@ -92,7 +94,7 @@ class Builder:
             self.nodes[i] = replace(self.nodes[i], name=self.unique_name(name))
         self._names.reserve(name)
 
-    def cast(self, entry: Entry, dtype: str, name: Optional[str] = None) -> Entry:
+    def cast(self, entry: Entry, dtype: str, name: str | None = None) -> Entry:
         """Return `entry` in `dtype`, adding a cast unless one exists.
 
         With `name`, the cast takes that name.
@@ -118,7 +120,7 @@ class Builder:
             self.nodes[i] = replace(self.nodes[i], name=name)
         return made
 
-    def cast_down_choices(self, entries: List[Entry], target: str) -> List[Entry]:
+    def cast_down_choices(self, entries: list[Entry], target: str) -> list[Entry]:
         """Cast the entries that are float32 by choice to `target`, if all other floats have it."""
         floats = [entry for entry in entries if entry.dtype in CASTABLE]
         if not any(e.dtype == target for e in floats):
@@ -163,7 +165,7 @@ class Builder:
             return self.add_copy(entry.output)
         return entry.output
 
-    def _insert(self, op: str, output: Output, suffix: str, attrs: Dict[str, str]) -> int:
+    def _insert(self, op: str, output: Output, suffix: str, attrs: dict[str, str]) -> int:
         """Add an operator that reads `output`, named after its producer; return its index."""
         producer = self.nodes[output[0]]
         group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}

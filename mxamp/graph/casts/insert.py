@@ -5,50 +5,22 @@ without mxamp ("plain") and to an entry of the new graph. Nodes are identified b
 block that is called twice gives two nodes the same name.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
-from typing import (
-    AbstractSet,
-    Any,
-    Dict,
-    FrozenSet,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Type,
-)
+from typing import AbstractSet, Any, Iterator, NamedTuple, Sequence
 
 from mxnet.symbol import Symbol
 
 from ...errors import AmpError
+from ...policy import regions
 from ...policy.active import record_lowered
 from ...policy.decision import CASTABLE, Decision, decide
 from ...policy.policy import Policy
-from ...policy.regions import (
-    CAST,
-    REGION,
-    WIDEST_INSIDE,
-    argument_dtype,
-    policy_for_node,
-    with_region_reason,
-)
+from ...policy.regions import CAST, REGION
 from ...policy.values import is_true
-from ..ir import (
-    CASTS,
-    TAKES_EMPTY,
-    Graph,
-    Node,
-    Output,
-    Usage,
-    body_usage,
-    collector_paused,
-    infer_outputs,
-    rewrites_bodies,
-    variable_dtype,
-)
+from .. import ir
+from ..ir import CASTS, Graph, Node, Output, Usage
 from ..speed.substitutions import NONE, Choices, with_choices
 from .builder import HALVES, Builder, Entry, casts_like_conversions, is_converted, is_inserted_cast
 
@@ -58,16 +30,16 @@ class Rewrite:
     """A new graph, and the decision for each operator in it, by index of the new node."""
 
     graph: Graph
-    decisions: Dict[int, Decision] = field(default_factory=dict)
+    decisions: dict[int, Decision] = field(default_factory=dict)
     #: The rewritten bodies of loops, by index of the loop.
-    bodies: Dict[int, List["Rewrite"]] = field(default_factory=dict)
+    bodies: dict[int, list[Rewrite]] = field(default_factory=dict)
 
     @property
     def casts(self) -> int:
         """The number of casts in the graph, bodies of loops included."""
         return _count_casts(self.graph)
 
-    def decided(self) -> Iterator[Tuple[Graph, Node, Decision]]:
+    def decided(self) -> Iterator[tuple[Graph, Node, Decision]]:
         """Yield (graph, node, decision) for each operator; bodies of loops follow their loop."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
@@ -77,7 +49,9 @@ class Rewrite:
 
 def _count_casts(graph: Graph) -> int:
     inner = sum(_count_casts(body) for node in graph.nodes for body in node.subgraphs)
-    return inner + sum(node.op == "amp_cast" or TAKES_EMPTY in node.attrs for node in graph.nodes)
+    return inner + sum(
+        node.op == "amp_cast" or ir.TAKES_EMPTY in node.attrs for node in graph.nodes
+    )
 
 
 #: The attribute for the precision of nodes that compute in float32 on rounded values. MXNet ignores
@@ -119,12 +93,12 @@ class _Rewriter:
 
     def __init__(self, graph: Graph, policy: Policy, usage: Usage) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
-        self.promoted: Dict[str, Set[str]] = {}  #: the dtypes of each promote_function's arguments
+        self.promoted: dict[str, set[str]] = {}  #: the dtypes of each promote_function's arguments
         self.builder = Builder(graph, usage.accumulated, policy.device)
-        self.values: Dict[Output, _Value] = {}
+        self.values: dict[Output, _Value] = {}
         # Graphs call the same operators over and over.
-        self.decided: Dict[Tuple[Any, ...], Decision] = {}
-        self.inferred: Dict[Tuple[Any, ...], Tuple[Sequence[str], Sequence[str]]] = {}
+        self.decided: dict[tuple[Any, ...], Decision] = {}
+        self.inferred: dict[tuple[Any, ...], tuple[Sequence[str], Sequence[str]]] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, widened: AbstractSet[str]) -> Rewrite:
@@ -162,11 +136,11 @@ class _Rewriter:
 
     def _add_variable(self, node: Node) -> _Value:
         """Add an input of the graph; return its value."""
-        plain = variable_dtype(node, self.usage)
+        plain = ir.variable_dtype(node, self.usage)
         held = self.policy.target_dtype if node.name in self.usage.stored else plain
         return _Value(Entry((self.builder.add(node), 0), held), plain)
 
-    def _add_cast(self, node: Node, source: _Value) -> Optional[_Value]:
+    def _add_cast(self, node: Node, source: _Value) -> _Value | None:
         """Return the value of a cast in the old graph; None to add it as an operator."""
         uncast = _input_of_inserted_cast(node, source, self.policy.target_dtype)
         if uncast is not None:
@@ -181,8 +155,9 @@ class _Rewriter:
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Return an argument of a decorated user function, cast to the dtype that it requires."""
-        dtype, cast = argument_dtype(self.policy, node.attrs, self.usage.off), node.attrs[CAST]
-        if dtype is not None and cast.startswith(WIDEST_INSIDE):
+        dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.off)
+        cast = node.attrs[CAST]
+        if dtype is not None and cast.startswith(regions.WIDEST_INSIDE):
             dtypes = self.promoted.setdefault(cast, set())
             dtypes.update({value.entry.dtype for value in inputs} & CASTABLE)
             dtype = dtype if cast in self.widened else None
@@ -194,9 +169,9 @@ class _Rewriter:
 
     def _add_operator(
         self, node: Node, inputs: Sequence[_Value], bodies: Sequence[Rewrite]
-    ) -> List[_Value]:
+    ) -> list[_Value]:
         """Add an operator with the casts around it; return the values of its outputs."""
-        policy = policy_for_node(self.policy, node.attrs, self.usage.off)
+        policy = regions.policy_for_node(self.policy, node.attrs, self.usage.off)
         rule = policy.rule(node.operator)
         op_class = rule.op_class
         entries = [value.entry for value in inputs]
@@ -244,14 +219,14 @@ class _Rewriter:
         layer = (original or node).name if policy.fp32_layers else None
         dtypes = [entry.dtype for entry in entries]
         decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept)
-        decision = with_region_reason(decision, node.attrs, self.policy)
+        decision = regions.with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
         return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
 
     def _round_outputs(
-        self, node: Node, decision: Decision, reads: Sequence[Entry], made: List[Entry]
-    ) -> List[Entry]:
+        self, node: Node, decision: Decision, reads: Sequence[Entry], made: list[Entry]
+    ) -> list[Entry]:
         """Return an operator's outputs `made`, rounded to the dtype that its decision names."""
         if decision.through is not None:
             return [
@@ -286,18 +261,18 @@ class _Rewriter:
         """Return the rewritten bodies of a loop or a branch, unchanged where that is not safe."""
         if not node.subgraphs:
             return ()
-        if not rewrites_bodies(node, self.usage.training):
+        if not ir.rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
         return [
-            _with_casts(body, self.policy, body_usage(self.usage, node, k, dtypes))
+            _with_casts(body, self.policy, ir.body_usage(self.usage, node, k, dtypes))
             for k, body in enumerate(node.subgraphs)
         ]
 
 
 def _call_key(
     policy: Policy, node: Node, inputs: Sequence[_Value], entries: Sequence[Entry]
-) -> Tuple[Any, ...]:
+) -> tuple[Any, ...]:
     """Return a key that calls share within a graph if their decisions and dtypes are the same."""
     original = node.stands_for
     return (
@@ -313,7 +288,7 @@ def _call_key(
     )
 
 
-def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> Optional[_Value]:
+def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> _Value | None:
     """Return the input of a cast that a conversion has inserted; None for a cast by hand.
 
     None too for a cast that widens half precision other than `target`: operators would compute in
@@ -336,11 +311,11 @@ def _are_castable(values: Sequence[_Value]) -> bool:
 
 def _output_dtypes(
     node: Node, inputs: Sequence[_Value], reads: Sequence[Entry]
-) -> Tuple[Sequence[str], Sequence[str]]:
+) -> tuple[Sequence[str], Sequence[str]]:
     """Return the dtypes of a node's outputs without mxamp, and for the entries that it `reads`."""
     plain, dtypes = [value.plain for value in inputs], [entry.dtype for entry in reads]
-    before = infer_outputs(node, plain)
-    return before, before if dtypes == plain else infer_outputs(node, dtypes)
+    before = ir.infer_outputs(node, plain)
+    return before, before if dtypes == plain else ir.infer_outputs(node, dtypes)
 
 
 def _multicast_dtype(dtypes: Sequence[str], cast_narrow: bool) -> str:
@@ -359,7 +334,7 @@ OTHER_ORDER = (
 )
 
 
-def region_marks(symbol: Symbol) -> FrozenSet[str]:
+def region_marks(symbol: Symbol) -> frozenset[str]:
     """Return the marks of the `autocast` regions in a symbol.
 
     A converted symbol has none: its casts are part of it.
@@ -370,7 +345,7 @@ def region_marks(symbol: Symbol) -> FrozenSet[str]:
     return frozenset() if is_converted(graph) else graph.marks
 
 
-@collector_paused()
+@ir.collector_paused()
 def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Graph:
     """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
@@ -386,12 +361,12 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices
 
 def rewritten_symbol(
     graph: Graph,
-    symbol_class: Type[Symbol],
+    symbol_class: type[Symbol],
     policy: Policy,
     usage: Usage,
     choices: Choices = NONE,
     reverse: bool = False,
-) -> Optional[Symbol]:
+) -> Symbol | None:
     """Return the symbol of the rewritten graph; None if there is nothing to cast.
 
     Inputs and outputs keep their names, order and dtypes. `reverse` reverses the inputs.
@@ -406,7 +381,7 @@ def rewritten_symbol(
     return runnable_symbol(rewritten, symbol_class, graph.input_names)
 
 
-def runnable_symbol(graph: Graph, symbol_class: Type[Symbol], inputs: Sequence[str]) -> Symbol:
+def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:
     """Return the symbol of a rewritten graph; raise if its inputs are not in order `inputs`."""
     symbol = graph.to_symbol(symbol_class)
     after = symbol.list_inputs()

@@ -1,7 +1,9 @@
 """Variables of a converted graph: recorded dtypes, and casts made offline."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import AbstractSet, Dict, List, Mapping, Optional, Set, Tuple
+from typing import AbstractSet, Mapping
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -21,7 +23,7 @@ def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
     nodes = list(graph.nodes)
-    before: Set[int] = set()
+    before: set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
         node, code = nodes[i], DTYPE_CODES.get(dtypes.get(nodes[i].name, "float32"))
         if i in before or _contains_cast(node):
@@ -37,19 +39,19 @@ def _contains_cast(node: Node) -> bool:
     return inner or node.op in CASTS
 
 
-def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> Tuple[Graph, Dict[str, str]]:
+def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Graph, dict[str, str]]:
     """Return the graph without casts of variables that all consumers cast to `dtype`.
 
     Each such variable gets the dtype itself, recorded in its `__dtype__`. Also returns the new
     dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
     """
     view = View(graph, {})
-    cast_variables: Dict[str, str] = {}
+    cast_variables: dict[str, str] = {}
     nodes, edit = graph.nodes, Edit(graph, {})
 
-    def casts_behind(i: int) -> Optional[List[int]]:
+    def casts_behind(i: int) -> list[int] | None:
         """Return the casts between node i and its consumers; None if any reads another dtype."""
-        found: List[int] = []
+        found: list[int] = []
         if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
         for j, _ in view.consumers[i, 0]:
@@ -93,7 +95,7 @@ def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
         return variable is not node and variable.is_variable and "bfloat16" in between
 
     edit = Edit(graph, {})
-    made: Dict[int, Output] = {}
+    made: dict[int, Output] = {}
     for i, node in enumerate(graph.nodes):
         if reads_through_copy(node):
             source = node.inputs[0][0]
@@ -115,7 +117,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
 def with_merged_variables(graph: Graph) -> Graph:
     """Return the graph with variables of equal name merged, since they are one parameter."""
     edit = Edit(graph, {})
-    first: Dict[str, int] = {}
+    first: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable and first.setdefault(node.name, i) != i:
             kept = first[node.name]
@@ -124,7 +126,7 @@ def with_merged_variables(graph: Graph) -> Graph:
     return edit.applied()
 
 
-def count_range_errors(before: NDArray, after: NDArray) -> Tuple[int, int]:
+def count_range_errors(before: NDArray, after: NDArray) -> tuple[int, int]:
     """Return how many values a cast turned from finite to infinite, and from nonzero to zero."""
     overflown = vanished = 0
     for old, new in zip(float32_parts(before), float32_parts(after)):

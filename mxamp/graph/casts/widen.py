@@ -1,7 +1,9 @@
 """Half precision taken out of a graph: the float32 graph of a model in float16 or bfloat16."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import AbstractSet, Dict, FrozenSet, Mapping, NamedTuple, Sequence, Tuple
+from typing import AbstractSet, Mapping, NamedTuple, Sequence
 
 from ...framework.machine import DTYPE_CODES
 from ...policy.active import OFF
@@ -26,8 +28,8 @@ class Widened(NamedTuple):
     """
 
     graph: Graph
-    variables: FrozenSet[str]
-    roundings: Tuple[str, ...]
+    variables: frozenset[str]
+    roundings: tuple[str, ...]
 
 
 def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
@@ -53,7 +55,7 @@ def widened(
     each widens it. With `restore` the graph's outputs keep their dtypes too.
     """
     view, edit = View(graph, {}), Edit(graph, {})
-    found: Dict[Output, str] = {}
+    found: dict[Output, str] = {}
     variables, roundings = set(), {}
     for i, node in enumerate(graph.nodes):
         inputs = [found[output] for output in node.inputs]
@@ -128,7 +130,7 @@ def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
     return edit.applied()
 
 
-def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> Dict[str, str]:
+def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> dict[str, str]:
     """Return attributes with float32 in place of half precision."""
     return {
         name: _IN_FLOAT32.get(text, text) if name in names else text for name, text in attrs.items()

@@ -7,8 +7,10 @@ value of each head side by side. One dense layer with interleaved weights comput
 GluonNLP's models compute it themselves, and call MXNet's float32 operators for the products.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -50,7 +52,7 @@ class _Projection(NamedTuple):
     """Queries, keys or values: a dense layer's output, or a third of it, split into heads."""
 
     dense: int  #: the node
-    third: Optional[int]  #: None for the whole output
+    third: int | None  #: None for the whole output
     heads: int
     size: int
 
@@ -93,13 +95,13 @@ def fuse_attention(view: FusionView, edit: Edit) -> None:
 # ---------------------------------------------------------------------- matching
 
 
-def _scores_above(view: FusionView, i: int, heads: int) -> Optional[_Scores]:
+def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
     """Return the scores of the attention whose second product is node i; None for other nodes."""
     nodes = view.graph.nodes
     if _transposes(nodes[i]) != (False, False) or not _is_lowered(view, i):
         return None
     reader, (source, _) = i, nodes[i].inputs[0]
-    reshapes: List[Node] = []
+    reshapes: list[Node] = []
     while nodes[source].op in _BETWEEN or nodes[source].operator == "Reshape":
         if nodes[source].operator == "Reshape":
             reshapes.insert(0, nodes[source])
@@ -119,7 +121,7 @@ def _scores_above(view: FusionView, i: int, heads: int) -> Optional[_Scores]:
     return _Scores(reader, source, scalar**power)
 
 
-def _transposes(product: Node) -> Tuple[bool, bool]:
+def _transposes(product: Node) -> tuple[bool, bool]:
     """Return which inputs a batch_dot transposes."""
     first, second = (product.attrs.get(f"transpose_{name}", "False") for name in "ab")
     return is_true(first), is_true(second)
@@ -131,10 +133,10 @@ def _is_lowered(view: FusionView, i: int) -> bool:
     return policy_for_node(view.policy, node.attrs) is view.policy and not view.stays_float32(node)
 
 
-def _projection(view: FusionView, product: int, position: int) -> Optional[_Projection]:
+def _projection(view: FusionView, product: int, position: int) -> _Projection | None:
     """Return the projection that a product reads, alone, as input `position`; None for others."""
     nodes = view.graph.nodes
-    chain: List[Node] = []
+    chain: list[Node] = []
     source, third = nodes[product].inputs[position]
     while nodes[source].operator in ("Reshape", "transpose") and view.is_read_once(source):
         chain.insert(0, nodes[source])
@@ -182,7 +184,7 @@ def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bo
     )
 
 
-def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> Optional[int]:
+def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | None:
     """Return the node whose output joins the heads of product i; None unless that is all of it."""
     chain = []
     for _ in range(3):
@@ -206,7 +208,7 @@ def _swaps_heads(chain: Sequence[Node]) -> bool:
     return parse_integers(chain[1].attrs.get("axes", "()")) == [0, 2, 1, 3]
 
 
-def _shapes_behind(chain: Sequence[Node], shape: Shape) -> List[Shape]:
+def _shapes_behind(chain: Sequence[Node], shape: Shape) -> list[Shape]:
     """Return the shape after each operator of a chain for data of `shape`; none where unknown."""
     linked = [node.with_inputs([(k, 0)]) for k, node in enumerate(chain)]
     graph = Graph([Node("null", "data"), *linked], [(k + 1, 0) for k in range(len(chain))], VERSION)
@@ -252,7 +254,7 @@ def _replace(
 
 def _lower_interleaved(view: FusionView, edit: Edit) -> None:
     """Replace the products that read interleaved arrays in float32."""
-    low: Dict[Output, Output] = {}
+    low: dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
         if node.op not in _INTERLEAVED or view.policy.rule(node.op).given:
             continue
@@ -269,13 +271,13 @@ def _lower_interleaved(view: FusionView, edit: Edit) -> None:
         edit.redirect((i, 0), product)
 
 
-def _add_scores(edit: Edit, name: str, heads: Output, count: Dict[str, str]) -> Output:
+def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> Output:
     """Add oneDNN's product for scores, of an interleaved array in bfloat16."""
     return edit.add_node(Node(_SCORES, name, count, [heads], [_scores_body(count)]))
 
 
 def _add_mixed(
-    edit: Edit, name: str, heads: Output, shares: Output, count: Dict[str, str]
+    edit: Edit, name: str, heads: Output, shares: Output, count: dict[str, str]
 ) -> Output:
     """Add oneDNN's product of shares, in float32, and the values of an interleaved array."""
     inputs = [heads, _add_low(edit, name, shares)]
@@ -306,13 +308,13 @@ def _interleaved(
 # product instead.
 
 
-def _scores_body(count: Dict[str, str]) -> Graph:
+def _scores_body(count: dict[str, str]) -> Graph:
     """Return the graph inside the product for scores, which writes float32."""
     heads = mx.sym.amp_cast(mx.sym.var("heads"), dtype="float32")
     return Graph.from_symbol(mx.sym.contrib.interleaved_matmul_selfatt_qk(heads, **count))
 
 
-def _mixed_body(count: Dict[str, str]) -> Graph:
+def _mixed_body(count: dict[str, str]) -> Graph:
     """Return the graph inside the product with values, which writes float32."""
     inputs = [mx.sym.var("heads"), mx.sym.var("shares")]
     mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*inputs, **count)

@@ -1,7 +1,8 @@
 """Batches of large matrix products as dense layers, which have bfloat16 kernels."""
 
+from __future__ import annotations
+
 import math
-from typing import Optional
 
 from ...policy.values import is_true
 from .passes import Call, Detail, Parts
@@ -13,7 +14,7 @@ _LEAST = 2**23
 _LOW = {"dtype": "bfloat16"}
 
 
-def match_large_products(call: Call) -> Optional[Detail]:
+def match_large_products(call: Call) -> Detail | None:
     """Return (pairs, units) for a batch_dot of large matrices; else None.
 
     The units are the columns of a product.

@@ -5,7 +5,9 @@ convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNo
 back to a reference kernel, about 20 times slower, in float32 too.
 """
 
-from typing import Any, Optional, Tuple
+from __future__ import annotations
+
+from typing import Any
 
 from .passes import BLOCK, COLORS, PLANAR_AXES, Call, Detail, Parts
 
@@ -15,7 +17,7 @@ _LARGEST_KERNEL = 7
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
 
 
-def match_narrow_groups(call: Call) -> Optional[Detail]:
+def match_narrow_groups(call: Call) -> Detail | None:
     """Return the weight's shape of a convolution that `merged_groups` makes faster; else None."""
     weight = _planar_weight(call)
     if weight is None:
@@ -56,13 +58,13 @@ def merged_groups(parts: Parts, detail: Detail) -> None:
     parts.add("Convolution", "", data, masked, *bias, **attrs)
 
 
-def _planar_weight(call: Call) -> Optional[Tuple[int, ...]]:
+def _planar_weight(call: Call) -> tuple[int, ...] | None:
     """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
     plain = call.attrs.get("layout", "None") in ("None", "NCHW")
     return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
 
 
-def match_image_convolution(call: Call) -> Optional[Detail]:
+def match_image_convolution(call: Call) -> Detail | None:
     """Return () for a convolution of color images that `image_convolution` fits; else None."""
     weight = _planar_weight(call)
     fits = (

@@ -4,9 +4,10 @@ The rows of the data become the pixels of one image. oneDNN packs the weight of 
 but the weight of a dense layer in each call, which takes longer than the product with a few rows.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
-from typing import Dict, List, Optional, Set
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
@@ -57,7 +58,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
     images.restore_matrices()
 
 
-def _large_weight_name(view: FusionView, node: Node) -> Optional[str]:
+def _large_weight_name(view: FusionView, node: Node) -> str | None:
     """Return the name of the weight of a dense layer to replace; None for other nodes."""
     if node.op != "FullyConnected" or not flattens_data(node.attrs):
         return None
@@ -94,9 +95,9 @@ class _Images:
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit
-        self.by_output: Dict[Output, Output] = {}  #: by output of the source graph
-        self._read: Dict[Output, Output] = {}  # by matrix of the source graph
-        self._on_images: Set[int] = set()  # nodes of the source graph that read an image
+        self.by_output: dict[Output, Output] = {}  #: by output of the source graph
+        self._read: dict[Output, Output] = {}  # by matrix of the source graph
+        self._on_images: set[int] = set()  # nodes of the source graph that read an image
 
     def add_convolution(self, i: int, node: Node) -> None:
         """Replace dense layer i of the source graph with a convolution."""
@@ -117,7 +118,7 @@ class _Images:
             matrix = self._edit.add("Reshape", f"{name}_matrix", [image], **_TO_MATRIX)
             self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
-    def _replace(self, i: int, node: Node, inputs: List[Output]) -> None:
+    def _replace(self, i: int, node: Node, inputs: list[Output]) -> None:
         """Replace node i of the source graph with `node`, whose output is an image."""
         self._on_images.add(i)
         self.by_output[i, 0] = self._edit.add_node(node.with_inputs(inputs))

@@ -1,12 +1,14 @@
 """Equivalents of operators, made of operators with faster kernels on CPUs."""
 
-from typing import Any, Optional, Sequence, Tuple
+from __future__ import annotations
+
+from typing import Any, Sequence
 
 from ...policy.values import is_true, parse_integers
 from .passes import Attributes, Call, Detail, Parts, has_elements
 
 
-def match_relu6(call: Call) -> Optional[Detail]:
+def match_relu6(call: Call) -> Detail | None:
     """Return () for a `clip` that is min(max(x, 0), 6) of an array with elements; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     return () if bounds == (0, 6) and has_elements(call) else None
@@ -26,7 +28,7 @@ def relu6(parts: Parts, _detail: Detail) -> None:
     parts.add("_minimum_scalar", "", relu, scalar="6")
 
 
-def match_layer_norm(call: Call) -> Optional[Detail]:
+def match_layer_norm(call: Call) -> Detail | None:
     """Return () for a LayerNorm over the last axis; else None."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not is_true(attrs.get("output_mean_var", "False"))
@@ -61,7 +63,7 @@ def layer_norm(parts: Parts, _detail: Detail) -> None:
     add("reshape_like", "", made, x)
 
 
-def match_masked_softmax(call: Call) -> Optional[Detail]:
+def match_masked_softmax(call: Call) -> Detail | None:
     """Return () for a softmax of rows with lengths, along the last axis; else None."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
@@ -100,7 +102,7 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
     add("where", "", mask, shares, zeros)
 
 
-def match_split(call: Call) -> Optional[Detail]:
+def match_split(call: Call) -> Detail | None:
     """Return (number of axes or 0, *bounds) for a split along the last axis; else None.
 
     Along the last axis, MXNet copies element by element. In training, equal parts are split along a
@@ -117,7 +119,7 @@ def match_split(call: Call) -> Optional[Detail]:
     return (axes, *bounds) if all(a < b for a, b in zip(bounds, bounds[1:])) else None
 
 
-def _split_bounds(shape: Tuple[int, ...], attrs: Attributes, training: bool) -> Detail:
+def _split_bounds(shape: tuple[int, ...], attrs: Attributes, training: bool) -> Detail:
     """Return the detail of `match_split`, also where parts are empty."""
     sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
     if sections:
@@ -129,7 +131,7 @@ def _split_bounds(shape: Tuple[int, ...], attrs: Attributes, training: bool) -> 
     return (0, *starts, shape[-1])
 
 
-def split(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
+def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
     """Before: a split along the last axis. After: slices, or a split along a new axis.
 
     Conditions: no part is empty.

@@ -4,7 +4,9 @@
 fuses, fold each BatchNorm into the product before it, and pad channels.
 """
 
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -15,19 +17,9 @@ from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, View, without_shape
 from ..inspect import run_node
 from ..ir import Graph, Node, Output
+from . import fusible
 from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
-from .fusible import (
-    FUSED,
-    PRODUCTS,
-    FusionView,
-    check_fused,
-    check_fusible,
-    float32_array,
-    inner_nodes,
-    with_barriers,
-    without_barriers,
-)
 from .pad_channels import pad_channels
 from .passes import BLOCK, Call
 from .substitutions import ACTIVATIONS, match_call
@@ -45,44 +37,44 @@ _FOURTH_CHANNEL = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
 class FusionPass(NamedTuple):
     """A pass of fusion: it reads the view and records its changes in the edit."""
 
-    rewrite: Callable[[FusionView, Edit], None]
-    name: Optional[str] = None  #: in a policy's substitutions; None for a pass that always runs
+    rewrite: Callable[[fusible.FusionView, Edit], None]
+    name: str | None = None  #: in a policy's substitutions; None for a pass that always runs
 
 
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
-) -> Tuple[Graph, Params, Policy]:
+) -> tuple[Graph, Params, Policy]:
     """Return a float32 model with oneDNN's fused operators, and a policy that lowers them.
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
     or the graph already contains fused operators without a bfloat16 kernel.
     """
-    check_fusible(params, policy)
+    fusible.check_fusible(params, policy)
     values = dict(params)
     for fusion_pass in PASSES:
         graph, values = apply_pass(fusion_pass, graph, values, policy)
-    view = FusionView(graph, values, policy)
+    view = fusible.FusionView(graph, values, policy)
     graph = _fused_by_mxnet(graph)
     if not policy.lowers:
-        return graph, values, policy.override(fp32=FUSED)
+        return graph, values, policy.override(fp32=fusible.FUSED)
     layers = [
         node.name
         for node in graph.nodes
-        if node.op in FUSED and any(map(view.stays_float32, inner_nodes(node)))
+        if node.op in fusible.FUSED and any(map(view.stays_float32, fusible.inner_nodes(node)))
     ]
-    check_fused(graph, layers, policy)
-    return graph, values, policy.override(low=FUSED, fp32_layers=layers)
+    fusible.check_fused(graph, layers, policy)
+    return graph, values, policy.override(low=fusible.FUSED, fp32_layers=layers)
 
 
 def apply_pass(
     fusion_pass: FusionPass, graph: Graph, params: Params, policy: Policy
-) -> Tuple[Graph, Params]:
+) -> tuple[Graph, Params]:
     """Return the graph after a pass, and the parameters that it still reads."""
     if fusion_pass.name is not None and fusion_pass.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
-    fusion_pass.rewrite(FusionView(graph, params, policy), edit)
+    fusion_pass.rewrite(fusible.FusionView(graph, params, policy), edit)
     graph = edit.applied()
     inputs = set(graph.input_names)
     return graph, {name: value for name, value in edit.params.items() if name in inputs}
@@ -90,9 +82,9 @@ def apply_pass(
 
 def _fused_by_mxnet(graph: Graph) -> Graph:
     """Return the graph with oneDNN's fused operators, made by MXNet's `get_backend_symbol`."""
-    apart, made = with_barriers(graph, before_norms=True)
+    apart, made = fusible.with_barriers(graph, before_norms=True)
     together = Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN"))
-    return _without_shared_weights(without_barriers(together, made))
+    return _without_shared_weights(fusible.without_barriers(together, made))
 
 
 def _without_shared_weights(graph: Graph) -> Graph:
@@ -107,7 +99,7 @@ def _without_shared_weights(graph: Graph) -> Graph:
             continue
         [body] = node.subgraphs
         outside = iter(node.inputs)
-        outputs: List[Output] = []
+        outputs: list[Output] = []
         for inner in body.nodes:
             if inner.is_variable:
                 outputs.append(next(outside))
@@ -121,7 +113,7 @@ def _without_shared_weights(graph: Graph) -> Graph:
 # ---------------------------------------------------------------------- no-ops and activations
 
 
-def _drop_no_ops(view: FusionView, edit: Edit) -> None:
+def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
     """Before: copies and Dropouts, no-ops in inference. After: none.
 
     Conditions: one output is read, and no graph output would become an input itself.
@@ -141,7 +133,7 @@ def _drop_no_ops(view: FusionView, edit: Edit) -> None:
             edit.redirect((i, 0), source)
 
 
-def _arrange_parameters(view: FusionView, edit: Edit) -> None:
+def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
     """Before: an array that is only arranged from parameters. After: a parameter of its own.
 
     Conditions: the array is no graph output.
@@ -151,7 +143,7 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
     vectors that Gluon makes of them.
     """
     nodes = view.graph.nodes
-    values: Dict[Output, NDArray] = {}
+    values: dict[Output, NDArray] = {}
     for i, node in enumerate(nodes):
         if node.is_variable and node.name in view.params:
             values[i, 0] = view.params[node.name]
@@ -167,7 +159,7 @@ def _arrange_parameters(view: FusionView, edit: Edit) -> None:
                 edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
 
 
-def _rename_activations(view: FusionView, edit: Edit) -> None:
+def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
     """Before: relu, sigmoid or tanh. After: `Activation`, which oneDNN fuses.
 
     Conditions: an operator of `mx.nd`, whose arrays are never empty.
@@ -180,7 +172,7 @@ def _rename_activations(view: FusionView, edit: Edit) -> None:
 # ---------------------------------------------------------------------- BatchNorm
 
 
-def fold_into_producers(view: FusionView, edit: Edit) -> None:
+def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
     """Before: a product and a BatchNorm. After: the product with other weight and bias.
 
     Conditions: the product and the parameters have no other consumer, and the policy does not keep
@@ -210,10 +202,10 @@ def fold_into_producers(view: FusionView, edit: Edit) -> None:
 def _normalizes_channels(norm: Node, product: Node) -> bool:
     """Return whether a BatchNorm's axis is the axis of a product's output channels."""
     rows = product.op == "FullyConnected" and not flattens_data(product.attrs)
-    return product.op in PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
+    return product.op in fusible.PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
 
-def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> Tuple[Any, Any]:
+def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> tuple[Any, Any]:
     """Return the factor and the summand of a BatchNorm with these `attrs` and `statistics`.
 
     `statistics` are gamma, beta, mean and variance.
@@ -232,11 +224,13 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
     """
     product = edit.node(i)
     weight, *biases = (edit.params[name].asnumpy() for name in names)
-    edit.params[names[0]] = float32_array(weight * scale.reshape(-1, *[1] * (weight.ndim - 1)))
+    edit.params[names[0]] = fusible.float32_array(
+        weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    )
     if biases:
-        edit.params[names[1]] = float32_array(biases[0] * scale + shift)
+        edit.params[names[1]] = fusible.float32_array(biases[0] * scale + shift)
         return
-    bias = edit.add_parameter(f"{product.name}_folded_bias", float32_array(shift))
+    bias = edit.add_parameter(f"{product.name}_folded_bias", fusible.float32_array(shift))
     inputs = [*product.inputs[:_BIAS], bias]
     edit.change(i, inputs=inputs, attrs={**product.attrs, "no_bias": "False"})
 
@@ -244,7 +238,7 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
 # ---------------------------------------------------------------------- images
 
 
-def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
+def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
     """Before: convolutions of color images. After: of images with a fourth channel of zeros.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
@@ -252,7 +246,7 @@ def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
     A 1x1 convolution in float32 adds the channel: it is one kernel, three times as fast as
     oneDNN's concatenation.
     """
-    images: Dict[Output, Output] = {}
+    images: dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
         name = _substituted_weight_name(view, node, "image_convolution")
         if name is None:
@@ -268,11 +262,13 @@ def _add_fourth_channels(view: FusionView, edit: Edit) -> None:
 def _add_channel_by_convolution(edit: Edit, name: str, data: Output) -> Output:
     """Add a convolution that appends a channel of zeros to color images; return its output."""
     name = edit.unique_name(name)
-    weight = edit.add_parameter(f"{name}_weight", float32_array(np.eye(4, 3).reshape(4, 3, 1, 1)))
+    weight = edit.add_parameter(
+        f"{name}_weight", fusible.float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
+    )
     return edit.add_node(Node("Convolution", name, _FOURTH_CHANNEL, [data, weight]))
 
 
-def _merge_groups(view: FusionView, edit: Edit) -> None:
+def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
     """Before: narrow groups of convolutions. After: groups of 16 channels, with zeros between.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
@@ -295,12 +291,12 @@ def _merge_groups(view: FusionView, edit: Edit) -> None:
 
 def _set_weight(edit: Edit, i: int, name: str, values: Any) -> None:
     """Set the weight of node i to values of another shape."""
-    edit.params[name] = float32_array(values)
+    edit.params[name] = fusible.float32_array(values)
     variable = edit.node(i).inputs[1][0]
     edit.change(variable, attrs=without_shape(edit.node(variable)))
 
 
-def _substituted_weight_name(view: FusionView, node: Node, substitution: str) -> Optional[str]:
+def _substituted_weight_name(view: fusible.FusionView, node: Node, substitution: str) -> str | None:
     """Return the name of the weight of a convolution that a substitution fits; None for others."""
     name = view.own_parameter(node, 1)
     if name is None:

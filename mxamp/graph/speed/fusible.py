@@ -1,8 +1,10 @@
 """Limits of MXNet's fusion for oneDNN: what it can fuse, and barriers against its errors."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
-from typing import AbstractSet, Any, Container, FrozenSet, Iterable, Mapping, Set, Tuple
+from typing import AbstractSet, Any, Container, Iterable, Mapping
 
 import mxnet as mx
 import numpy as np
@@ -60,7 +62,7 @@ class FusionView(View):
     policy: Policy
 
     @cached_property
-    def _kept_by_shape(self) -> FrozenSet[str]:
+    def _kept_by_shape(self) -> frozenset[str]:
         """The names of the operators that shape rules keep in float32."""
         shapes = {name: array.shape for name, array in self.params.items()}
         choices = choose(self.graph, self.policy, Usage(shapes=shapes, converting=True))
@@ -139,7 +141,7 @@ def _has_no_bfloat16(node: Node) -> bool:
 # ---------------------------------------------------------------------- barriers
 
 
-def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, AbstractSet[str]]:
+def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, AbstractSet[str]]:
     """Return an inference graph with no-ops as barriers against wrong fusion, and their names.
 
     MXNet fuses a product with the operator that reads it, in executors and in
@@ -148,7 +150,7 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> Tuple[Graph, Abst
     barrier before each BatchNorm, which MXNet would otherwise fold in the dtype of the weight.
     """
     view, edit = View(graph, {}), Edit(graph, {})
-    barriers: Set[str] = set()
+    barriers: set[str] = set()
     for i, node in enumerate(graph.nodes):
         for position, output in enumerate(node.inputs):
             source = graph.nodes[output[0]]

@@ -6,21 +6,10 @@ zeros, and its consumers get zero weights for the added channels. The original c
 values, since only zeros are added to their sums.
 """
 
+from __future__ import annotations
+
 import math
-from typing import (
-    AbstractSet,
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import AbstractSet, Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -42,7 +31,7 @@ class Channels(NamedTuple):
     """The channels of a tensor, on its axis 1."""
 
     runs: Runs
-    added_by: FrozenSet[int] = frozenset()  #: the padded convolutions
+    added_by: frozenset[int] = frozenset()  #: the padded convolutions
     bound: float = 0.0  #: the largest magnitude that a padding channel may have
 
     @property
@@ -60,7 +49,7 @@ class Channels(NamedTuple):
         """The number of all channels."""
         return self.own + self.added
 
-    def times(self, count: int) -> "Channels":
+    def times(self, count: int) -> Channels:
         """Return channels with `count` channels in place of each."""
         return self._replace(runs=tuple((own * count, added * count) for own, added in self.runs))
 
@@ -74,7 +63,7 @@ def concatenated_channels(parts: Sequence[Channels]) -> Channels:
             runs.append((own, added))
         else:
             runs[-1] = (before + own, added)
-    added_by: FrozenSet[int] = frozenset().union(*(part.added_by for part in parts))
+    added_by: frozenset[int] = frozenset().union(*(part.added_by for part in parts))
     return Channels(tuple(runs), added_by, max(part.bound for part in parts))
 
 
@@ -172,7 +161,7 @@ _PRODUCTS = frozenset({"elemwise_mul", "broadcast_mul", "_npi_multiply"})
 _SAME_CHANNELS = _SUMS | _PRODUCTS
 
 
-def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Optional[Channels]:
+def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Channels | None:
     """Return the output channels of a node that treats all channels alike; else None."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
@@ -210,7 +199,7 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
     rule = view.policy.rule("Convolution")
     if rule.given or rule.missing is not None:
         return
-    unpadded: Set[int] = set()
+    unpadded: set[int] = set()
     while True:
         plan = _Plan(view, unpadded)
         plan.propagate()
@@ -236,11 +225,11 @@ class _Plan:
 
     def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
-        self.refused: Set[int] = set()  #: more convolutions to leave unpadded
-        self._channels: Dict[Output, Channels] = {}
-        self._paddings: Dict[int, List[_Padding]] = {}  # by index of the variable
-        self._attrs: Dict[int, Dict[str, str]] = {}
-        self._sliced_inputs: Set[Tuple[int, int]] = set()  # (node, position)
+        self.refused: set[int] = set()  #: more convolutions to leave unpadded
+        self._channels: dict[Output, Channels] = {}
+        self._paddings: dict[int, list[_Padding]] = {}  # by index of the variable
+        self._attrs: dict[int, dict[str, str]] = {}
+        self._sliced_inputs: set[tuple[int, int]] = set()  # (node, position)
         self._read_by_dense_layers = _nodes_read_by_dense(view.graph)
 
     def propagate(self) -> None:
@@ -262,14 +251,14 @@ class _Plan:
             edit.change(i, attrs=without_shape(variable))
         for i, attrs in self._attrs.items():
             edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
-        slices: Dict[Output, Output] = {}
+        slices: dict[Output, Output] = {}
         for i, k in sorted(self._sliced_inputs):
             edit.set_input(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
         for place, output in enumerate(self.graph.heads):
             if self._added(output):
                 edit.set_head(place, self._sliced(edit, slices, output))
 
-    def _sliced(self, edit: Edit, slices: Dict[Output, Output], output: Output) -> Output:
+    def _sliced(self, edit: Edit, slices: dict[Output, Output], output: Output) -> Output:
         """Return an output without padding, adding a slice to `slices` unless it has one."""
         if output not in slices:
             name = f"{self.graph.nodes[output[0]].name}_channels"
@@ -307,23 +296,23 @@ class _Plan:
     # Each method returns the output channels for the channels of the inputs. None means that they
     # are unknown, or that the operator can't read its input's padding.
 
-    def _channels_after_other(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_other(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of an elementwise operator; None for other operators."""
         known = [one for one in inputs if one is not None]
         are_all_known = known and len(known) == len(inputs)
         return _channels_after_elementwise(node, known) if are_all_known else None
 
-    def _channels_after_concat(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_concat(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of a Concat; None unless it joins known channels."""
         known = [one for one in inputs if one is not None]
         on_channels = node.attrs.get("dim", "1") == "1" and len(known) == len(inputs)
         return concatenated_channels(known) if on_channels else None
 
-    def _channels_after_flatten(self, i: int, _node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_flatten(self, i: int, _node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of a Flatten that only dense layers read; None for others."""
         return inputs[0] if i in self._read_by_dense_layers else None
 
-    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of a convolution; None if it can't read padded data."""
         data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
@@ -355,7 +344,7 @@ class _Plan:
             self._add_filters(i, node, outputs, {"num_filter": filters, "num_group": groups})
         return outputs
 
-    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of a dense layer; None if it can't read padded data."""
         data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
@@ -365,7 +354,7 @@ class _Plan:
             self._pad_input(node, 1, _Padding(1, data.runs))
         return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else None
 
-    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Optional[Channels]:
+    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
         """Return the output channels of a BatchNorm; None if unknown."""
         data = inputs[0]
         changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
@@ -376,7 +365,7 @@ class _Plan:
                 self._pad_input(node, k, _Padding(0, data.runs, fill))
         return data
 
-    _CHANNELS_AFTER: Mapping[str, Callable[..., Optional[Channels]]] = {
+    _CHANNELS_AFTER: Mapping[str, Callable[..., Channels | None]] = {
         "Convolution": _channels_after_convolution,
         "FullyConnected": _channels_after_dense,
         "Concat": _channels_after_concat,
@@ -386,13 +375,13 @@ class _Plan:
 
     # ------------------------------------------------------------------ parameters
 
-    def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: Dict[str, str]) -> None:
+    def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: dict[str, str]) -> None:
         """Pad axis 0 of convolution i's weight and bias for `outputs`, and change its `attrs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
             self._pad_input(node, k, _Padding(0, outputs.runs))
 
-    def _weight_shape(self, node: Node) -> Optional[Tuple[int, ...]]:
+    def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
         """Return the shape of a node's weight if no other node reads its parameters; else None."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
@@ -402,10 +391,10 @@ class _Plan:
         self._paddings.setdefault(node.inputs[position][0], []).append(padding)
 
 
-def _nodes_read_by_dense(graph: Graph) -> Set[int]:
+def _nodes_read_by_dense(graph: Graph) -> set[int]:
     """Return the nodes that only dense layers read as data, directly or through a Flatten."""
-    found: Set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
-    read: Set[int] = set()
+    found: set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    read: set[int] = set()
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
         passes = not node.is_variable and node.operator in ("Flatten", "Dropout") and i in found

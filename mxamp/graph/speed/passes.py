@@ -5,8 +5,10 @@ The detail is the numbers that `build` needs to add the equivalent's operators, 
 equal details are equal.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any, Callable, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
@@ -52,12 +54,12 @@ class Call:
         return self.node.attrs
 
     @property
-    def shape(self) -> Optional[Tuple[int, ...]]:
+    def shape(self) -> tuple[int, ...] | None:
         """The shape of its first input, None where unknown."""
         return self.shapes[0] if self.shapes else None
 
     @property
-    def weight(self) -> Optional[Tuple[int, ...]]:
+    def weight(self) -> tuple[int, ...] | None:
         """The shape of its second input, None where unknown."""
         return self.shapes[1] if self.shapes[1:] else None
 
@@ -71,16 +73,14 @@ class Call:
 class Parts:
     """The operators of one equivalent, as nodes that an edit adds in place of node i."""
 
-    def __init__(self, edit: Edit, i: int, one: "Pass", inputs: Sequence[Output]) -> None:
+    def __init__(self, edit: Edit, i: int, one: Pass, inputs: Sequence[Output]) -> None:
         self.inputs: Sequence[Any] = inputs  #: the values that the replaced operator reads
         self._edit, self._i, self._pass = edit, i, one
         self._node = edit.node(i)
         self.attrs: Attributes = self._node.attrs  #: of the replaced operator
         self.float32 = FLOAT32_PART.format(name=one.name)  #: why some operators stay in float32
 
-    def add(
-        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: str
-    ) -> Any:
+    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
         """Add an operator; return its output.
 
         Without a suffix it takes the name and the outputs of the replaced operator. `keep` is the
@@ -89,13 +89,7 @@ class Parts:
         return self.add_all(op, suffix, 1, *inputs, keep=keep, **attrs)[0]
 
     def add_all(
-        self,
-        op: str,
-        suffix: str,
-        count: int,
-        *inputs: Any,
-        keep: Optional[str] = None,
-        **attrs: str,
+        self, op: str, suffix: str, count: int, *inputs: Any, keep: str | None = None, **attrs: str
     ) -> Sequence[Any]:
         """Add an operator with `count` outputs; return them."""
         node, why = self._node, self._pass.float32 or keep
@@ -159,11 +153,11 @@ class Pass(NamedTuple):
     """
 
     name: str  #: in operator lists, which hold its measured gain, and in the tests' matrix
-    ops: FrozenSet[str]
-    match: Callable[[Call], Optional[Detail]]
-    build: Callable[[Parts, Detail], Optional[Sequence[Any]]]
+    ops: frozenset[str]
+    match: Callable[[Call], Detail | None]
+    build: Callable[[Parts, Detail], Sequence[Any] | None]
     when: Callable[[Call], bool] = always
-    float32: Optional[str] = None  #: why all its operators compute in float32
+    float32: str | None = None  #: why all its operators compute in float32
     fits: Callable[[Sequence[str]], bool] = are_floats  #: the dtypes of the call's inputs
 
 

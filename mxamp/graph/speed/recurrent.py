@@ -5,9 +5,11 @@ product for the inputs of all steps, and one product per step for the state. Gat
 computed in float32.
 """
 
+from __future__ import annotations
+
 import math
 from functools import reduce
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Sequence
 
 from ...policy.values import is_true
 from ..ir import Graph, Node, Output
@@ -29,7 +31,7 @@ _RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
 _WIDE_ROW = 16
 
 
-def opened_inputs(graph: Graph, node: Node) -> List[Output]:
+def opened_inputs(graph: Graph, node: Node) -> list[Output]:
     """Return a node's inputs; for an RNN with joined parameters, each parameter in their place.
 
     A parameter that is only reshaped to be joined is read before the reshape.
@@ -44,7 +46,7 @@ def opened_inputs(graph: Graph, node: Node) -> List[Output]:
     return [data, *parameters, *states]
 
 
-def match_rnn(call: Call) -> Optional[Detail]:
+def match_rnn(call: Call) -> Detail | None:
     """Return (steps, rows, width, tensors, shaped) of an RNN that is faster unrolled; else None.
 
     Unrolled are calls with large states and few steps. `tensors` is the number of
@@ -67,7 +69,7 @@ def match_rnn(call: Call) -> Optional[Detail]:
     return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
 
 
-def match_layers(call: Call) -> Optional[Detail]:
+def match_layers(call: Call) -> Detail | None:
     """Return (rows, width, shaped) of an RNN that is faster as an RNN per layer; else None.
 
     Each layer's parameters are tensors of their own, which rows can hold. `shaped` is that of
@@ -93,7 +95,7 @@ def _is_special(attrs: Attributes) -> bool:
     return lengths or any(attrs.get(name, "None") != "None" for name in names)
 
 
-def _are_shaped(call: Call) -> Optional[int]:
+def _are_shaped(call: Call) -> int | None:
     """Return 1 if an RNN's parameters are matrices and biases, 0 if vectors, None if neither."""
     found = list(call.shapes[1 : -_state_count(call.attrs)])
     wanted = _shapes(call.attrs, (call.shape or ())[-1])
@@ -102,7 +104,7 @@ def _are_shaped(call: Call) -> Optional[int]:
     return 0 if found == [(math.prod(shape),) for shape in wanted] else None
 
 
-def _row_width(weights: Sequence[Tuple[int, ...]]) -> int:
+def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
     """Return the width of rows that hold a layer's weights, of these shapes, and its biases.
 
     It is the width of the weights if that fits, so that they need no other shape.
@@ -112,7 +114,7 @@ def _row_width(weights: Sequence[Tuple[int, ...]]) -> int:
     return width if width >= _WIDE_ROW else units
 
 
-def match_parameters(call: Call) -> Optional[Detail]:
+def match_parameters(call: Call) -> Detail | None:
     """Return (width,) where the joined vectors can be matrices with rows of this width; else None.
 
     The width is the greatest common divisor of the vectors' lengths.
@@ -144,7 +146,7 @@ def _state_count(attrs: Attributes) -> int:
     return 2 if attrs["mode"] == "lstm" else 1
 
 
-def _shapes(attrs: Attributes, width: int) -> List[Tuple[int, ...]]:
+def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
     """Return the shapes of an RNN's parameters in MXNet's order, for data of this width.
 
     Each direction of a layer has a weight for the input and one for the state. The biases of all
@@ -157,7 +159,7 @@ def _shapes(attrs: Attributes, width: int) -> List[Tuple[int, ...]]:
     return [*weights, *[(rows,)] * len(weights)]
 
 
-def rnn(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
+def rnn(parts: Parts, detail: Detail) -> Sequence[Any] | None:
     """Before: an RNN. After: dense layers for the inputs of all steps, and for each step's state.
 
     Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
@@ -169,7 +171,7 @@ def rnn(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
     parameters = _add_parameters(parts, others[:tensors], shapes, bool(shaped))
     begins = _add_begins(parts, others[tensors:], rows)
 
-    def add_layer(k: int, below: Any) -> Tuple[Any, Sequence[Any]]:
+    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
         run = _Layer(parts, f"l{k}", _of_layer(parameters, k))
         begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
         order = range(steps)[:: -1 if k % _directions(attrs) else 1]
@@ -179,7 +181,7 @@ def rnn(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
     return _add_layers(parts, data, add_layer)
 
 
-def layers(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
+def layers(parts: Parts, detail: Detail) -> Sequence[Any] | None:
     """Before: an RNN of several layers or directions. After: an RNN for each.
 
     Conditions: each parameter is a tensor of its own, and no elements drop between layers.
@@ -195,7 +197,7 @@ def layers(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
     begins = _add_begins(parts, others[len(shapes) :], rows)
     single = {**attrs, "num_layers": "1", "bidirectional": "False"}
 
-    def add_layer(k: int, below: Any) -> Tuple[Any, Sequence[Any]]:
+    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
         own = _of_layer(parameters, k)
         vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
         begin = [
@@ -212,14 +214,14 @@ def layers(parts: Parts, detail: Detail) -> Optional[Sequence[Any]]:
 
 
 def _add_layers(
-    parts: Parts, data: Any, add_layer: Callable[[int, Any], Tuple[Any, Sequence[Any]]]
-) -> Optional[Sequence[Any]]:
+    parts: Parts, data: Any, add_layer: Callable[[int, Any], tuple[Any, Sequence[Any]]]
+) -> Sequence[Any] | None:
     """Add all layers and the operator's outputs: also the last states, if it has them.
 
     `add_layer(k, below)` adds layer k, directions counted as layers, which reads `below`; it
     returns the layer's output and its last state (and cell).
     """
-    directions, ends = _directions(parts.attrs), []  # type: int, List[Sequence[Any]]
+    directions, ends = _directions(parts.attrs), []  # type: int, list[Sequence[Any]]
     below = data
     for layer in range(int(parts.attrs["num_layers"])):
         first = layer * directions
@@ -251,7 +253,7 @@ def _add_reverse(parts: Parts, name: str, tensor: Any) -> Any:
 
 
 def _add_vector(
-    parts: Parts, name: str, own: Sequence[Any], weights: Sequence[Tuple[int, ...]]
+    parts: Parts, name: str, own: Sequence[Any], weights: Sequence[tuple[int, ...]]
 ) -> Any:
     """Add the vector of a layer's parameters `own`, joined row by row.
 
@@ -289,14 +291,14 @@ def _add_concat(parts: Parts, name: str, tensors: Sequence[Any], axis: int) -> A
 
 
 def _add_parameters(
-    parts: Parts, tensors: Sequence[Any], shapes: Sequence[Tuple[int, ...]], shaped: bool
+    parts: Parts, tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], shaped: bool
 ) -> Sequence[Any]:
     """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
     """
-    added: List[Any] = []
+    added: list[Any] = []
     source, begin = tensors[0], 0
     if len(tensors) > 1:
         begin = len(tensors) // 2
@@ -340,7 +342,7 @@ class _Layer:
 
     def steps(
         self, data: Any, order: Sequence[int], begin: Sequence[Any]
-    ) -> Tuple[List[Any], Sequence[Any]]:
+    ) -> tuple[list[Any], Sequence[Any]]:
         """Add all steps; return the states by time, and the last state (and cell).
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.

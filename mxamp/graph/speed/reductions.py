@@ -4,9 +4,11 @@ MXNet's own kernels add one element after the other, in sums and in the gradient
 BLAS is about 20 times as fast.
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Mapping
 
 from ...policy.values import is_true, parse_integers
 from .passes import BLOCK, PLANAR_AXES, Attributes, Call, Detail, Parts
@@ -22,7 +24,7 @@ _OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
 _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
-def match_sum(call: Call) -> Optional[Detail]:
+def match_sum(call: Call) -> Detail | None:
     """Return (first axis, end axis, *shape) for a sum or mean that a product can do; else None.
 
     The axes are adjacent, the array has at least `_LEAST_ELEMENTS` elements, and each sum has at
@@ -46,7 +48,7 @@ def match_sum(call: Call) -> Optional[Detail]:
     return (first, last, 0 if first else shape[0], *shape[1:])
 
 
-def _summed_span(attrs: Attributes, axis_count: int) -> Optional[Tuple[int, int]]:
+def _summed_span(attrs: Attributes, axis_count: int) -> tuple[int, int] | None:
     """Return the first summed axis and the end of the summed axes; None if not adjacent."""
     summed = sorted(axis % axis_count for axis in parse_integers(attrs.get("axis", "()")))
     if not summed:
@@ -71,7 +73,7 @@ def mean(parts: Parts, detail: Detail) -> None:
     _add_mean(parts, parts.attrs, detail)
 
 
-def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: Optional[str] = None) -> None:
+def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: str | None = None) -> None:
     """Add the operators of a mean with these attributes."""
     first, last, *shape = detail
     sums = _add_sums(parts, detail, keep)
@@ -80,7 +82,7 @@ def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: Optional[st
     _add_result(parts, means, attrs, detail, keep)
 
 
-def _add_sums(parts: Parts, detail: Detail, keep: Optional[str] = None) -> Any:
+def _add_sums(parts: Parts, detail: Detail, keep: str | None = None) -> Any:
     """Add operators that sum the first input by a product with ones; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
@@ -98,7 +100,7 @@ def _add_sums(parts: Parts, detail: Detail, keep: Optional[str] = None) -> Any:
 
 
 def _add_result(
-    parts: Parts, sums: Any, attrs: Attributes, detail: Detail, keep: Optional[str] = None
+    parts: Parts, sums: Any, attrs: Attributes, detail: Detail, keep: str | None = None
 ) -> None:
     """Give the sums the shape of a sum's or a mean's output."""
     first, last, *shape = detail
@@ -111,7 +113,7 @@ def _add_result(
 _GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
 
 
-def match_pool(call: Call) -> Optional[Detail]:
+def match_pool(call: Call) -> Detail | None:
     """Return (height, width) of the parts of a map to average first; None for other calls.
 
     The call is a global average Pooling with a slow gradient. Where parts don't help, return the
@@ -168,7 +170,7 @@ _KINDS = tuple(dict.fromkeys(OPERATORS.values()))
 _LEAST_RESULT = 2**15
 
 
-def match_broadcast(call: Call) -> Optional[Detail]:
+def match_broadcast(call: Call) -> Detail | None:
     """Return the detail of a call that repeats an input along outer axes; else None.
 
     The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats

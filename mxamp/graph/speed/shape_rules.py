@@ -5,10 +5,12 @@ The rules here keep a slow operator in float32. The operator lists say which rul
 operators, and the measurements behind them.
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import AbstractSet, Callable, Dict, List, Mapping, Optional, Set, Tuple
+from typing import AbstractSet, Callable, Mapping
 
 from ...policy.policy import Policy
 from ...policy.regions import node_policies, policy_for_node
@@ -16,20 +18,9 @@ from ...policy.rules import Reason, Rule, has_long_sums
 from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
 from . import recurrent
+from . import shapes as layouts
 from .passes import COLORS, Call, Shapes
-from .shapes import (
-    Site,
-    channel_counts,
-    follows_concat,
-    has_blocked_kernel,
-    has_blocked_output,
-    input_shapes,
-    may_be_blocked,
-    nodes_before_norms,
-    nodes_before_products,
-    volume_readers,
-    volume_view_readers,
-)
+from .shapes import Site
 from .substitutions import ACTIVATIONS, ALL, BLOCKED, NONE, OPERATORS, Choices, Match, match_call
 
 # Dense layers in training gain with more rows than this, whatever the size of the weight.
@@ -50,7 +41,7 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
     """
     if not any(one.depends_on_shapes for one in node_policies(policy, graph.marks)):
         return NONE
-    return _choose(graph, policy, usage, input_shapes(graph, policy, usage))
+    return _choose(graph, policy, usage, layouts.input_shapes(graph, policy, usage))
 
 
 def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]) -> Choices:
@@ -70,15 +61,15 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
 
 
 def _matches(
-    graph: Graph, policies: List[Policy], policy: Policy, usage: Usage, known: Mapping[int, Shapes]
-) -> Dict[int, Match]:
+    graph: Graph, policies: list[Policy], policy: Policy, usage: Usage, known: Mapping[int, Shapes]
+) -> dict[int, Match]:
     """Return the match of each node to substitute, by index; none when converting."""
-    found: Dict[int, Match] = {}
+    found: dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
         return found
-    views = volume_view_readers(graph.nodes, policy, usage)
-    feeding = nodes_before_products(graph) if usage.training else ()
-    concats: Set[int] = set()
+    views = layouts.volume_view_readers(graph.nodes, policy, usage)
+    feeding = layouts.nodes_before_products(graph) if usage.training else ()
+    concats: set[int] = set()
     dtypes: Mapping[Output, str] = {}
     for i, node in enumerate(graph.nodes):
         if node.operator in OPERATORS and i not in views:
@@ -90,35 +81,35 @@ def _matches(
                 inputs = recurrent.opened_inputs(graph, node)
                 if ALL[match[0]].fits([dtypes[output] for output in inputs]):
                     found[i] = match
-        if follows_concat(_running(node, found.get(i)), concats):
+        if layouts.follows_concat(_running(node, found.get(i)), concats):
             concats.add(i)
     return found
 
 
-def _running(node: Node, match: Optional[Match]) -> Node:
+def _running(node: Node, match: Match | None) -> Node:
     """Return a node, as an `Activation` if that replaces it."""
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
 def _kept_reasons(
     graph: Graph,
-    policies: List[Policy],
+    policies: list[Policy],
     policy: Policy,
     usage: Usage,
     known: Mapping[int, Shapes],
     substituted: Mapping[int, Match],
-) -> Dict[int, Reason]:
+) -> dict[int, Reason]:
     """Return why operators stay in float32, by index of the operators that do."""
-    kept: Dict[int, Reason] = {}
-    blocked: Dict[Output, bool] = {}
+    kept: dict[int, Reason] = {}
+    blocked: dict[Output, bool] = {}
     running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
-    norms, readers = nodes_before_norms(running), _reader_counts(graph, usage.stored)
-    of_volumes = volume_readers(running, policy, usage)
+    norms, readers = layouts.nodes_before_norms(running), _reader_counts(graph, usage.stored)
+    of_volumes = layouts.volume_readers(running, policy, usage)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
         rule = policies[i].rule(node.operator)
-        if not rule.by_shape and i not in substituted and not may_be_blocked(node):
+        if not rule.by_shape and i not in substituted and not layouts.may_be_blocked(node):
             continue
         uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
         site = Site(
@@ -136,12 +127,12 @@ def _kept_reasons(
         if reason is not None:
             kept[i] = reason
         blocked[i, 0] = reason is None and (
-            site.has_blocks or has_blocked_output(site, running[i], rule.op_class, blocked)
+            site.has_blocks or layouts.has_blocked_output(site, running[i], rule.op_class, blocked)
         )
     return kept
 
 
-def _reason_to_keep(site: Site, rule: Rule) -> Optional[Reason]:
+def _reason_to_keep(site: Site, rule: Rule) -> Reason | None:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
     for one in reversed(rule.by_shape):
         if RULES[one.name](site, one.limit):
@@ -149,7 +140,7 @@ def _reason_to_keep(site: Site, rule: Rule) -> Optional[Reason]:
     return None
 
 
-def _reader_counts(graph: Graph, stored: AbstractSet[str]) -> "Counter[Output]":
+def _reader_counts(graph: Graph, stored: AbstractSet[str]) -> Counter[Output]:
     """Return the number of readers of each output, except of variables named in `stored`."""
     return Counter(
         output
@@ -172,7 +163,7 @@ def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Us
 # ---------------------------------------------------------------------- the rules
 
 
-def _row_count(site: Site, data: Tuple[int, ...]) -> int:
+def _row_count(site: Site, data: tuple[int, ...]) -> int:
     """Return the number of rows of a dense layer's data."""
     return data[0] if flattens_data(site.node.attrs) else math.prod(data[:-1])
 
@@ -217,10 +208,10 @@ def _has_odd_channels(site: Site) -> bool:
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
     itself is slower.
     """
-    both = channel_counts(site)
+    both = layouts.channel_counts(site)
     if both is None or site.has_blocks:
         return False
-    return both[0] <= COLORS or (site.feeds_norm and not has_blocked_kernel(site, both))
+    return both[0] <= COLORS or (site.feeds_norm and not layouts.has_blocked_kernel(site, both))
 
 
 def _has_long_sums(site: Site, limit: int) -> bool:
@@ -256,8 +247,8 @@ SMALL_CALL = "a small eager call: casting its inputs takes longer than bfloat16 
 
 
 def reason_to_keep_call(
-    rule: Rule, attrs: Dict[str, str], shapes: Shapes, training: bool
-) -> Optional[Reason]:
+    rule: Rule, attrs: dict[str, str], shapes: Shapes, training: bool
+) -> Reason | None:
     """Return why an eager call of a product with a float32 weight stays in float32, or None.
 
     Only a policy with rules about speed for the operator keeps calls by their size.

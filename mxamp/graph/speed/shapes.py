@@ -3,8 +3,10 @@
 From them, `shape_rules` decides which operators stay in float32 and which get a faster equivalent.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Dict, FrozenSet, Mapping, Optional, Sequence, Set, Tuple
+from typing import AbstractSet, Any, Mapping, Sequence
 
 from mxnet.base import MXNetError
 
@@ -46,7 +48,7 @@ class Site:
 # ---------------------------------------------------------------------- blocked layouts
 
 
-def channel_counts(site: Site) -> Optional[Tuple[int, int]]:
+def channel_counts(site: Site) -> tuple[int, int] | None:
     """Return the numbers of input and output channels of a convolution; None if unknown."""
     weight = site.shapes[1] if site.shapes[1:] else None
     if weight is None:
@@ -56,7 +58,7 @@ def channel_counts(site: Site) -> Optional[Tuple[int, int]]:
     return (weight[0], per_group) if transposed else (per_group, weight[0])
 
 
-def has_blocked_kernel(site: Site, counts: Tuple[int, int]) -> bool:
+def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
     """Return whether oneDNN has a blocked kernel for these numbers of input and output channels."""
     read, written = counts
     groups = int(site.node.attrs.get("num_group", "1"))
@@ -106,9 +108,9 @@ def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
     return _keeps_layout(node) and any(source in behind for source, _ in node.inputs)
 
 
-def nodes_before_norms(nodes: Sequence[Node]) -> FrozenSet[int]:
+def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
     """Return the indexes of nodes whose output reaches a BatchNorm in an unchanged layout."""
-    reaching: Set[int] = set()
+    reaching: set[int] = set()
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
         keeps = i in reaching and _keeps_layout(node)
@@ -137,7 +139,7 @@ _PASSING = frozenset({
 })  # fmt: skip
 
 
-def nodes_before_products(graph: Graph) -> FrozenSet[int]:
+def nodes_before_products(graph: Graph) -> frozenset[int]:
     """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
     feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
     for i in range(len(graph.nodes) - 1, -1, -1):
@@ -156,14 +158,14 @@ def nodes_before_products(graph: Graph) -> FrozenSet[int]:
 # the view.
 
 
-def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
     """Return the indexes of nodes that may read a 3-D convolution's output in a blocked layout.
 
     Operators that follow their inputs may keep the layout, whatever the shape. An input of five
     axes may be the result of an eager call.
     """
-    readers: Set[int] = set()
-    giving: Set[int] = set()
+    readers: set[int] = set()
+    giving: set[int] = set()
     for i, node in enumerate(nodes):
         if node.is_variable:
             held_low = usage.dtypes.get(node.name) == policy.target_dtype
@@ -182,14 +184,14 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> Froze
     return frozenset(readers)
 
 
-def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> FrozenSet[int]:
+def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
     """Return the indexes of nodes that may read a view of a 3-D convolution's output.
 
     An equivalent that begins with a view can't replace these nodes.
     """
-    readers: Set[int] = set()
-    volumes: Set[int] = set()
-    views: Set[int] = set()
+    readers: set[int] = set()
+    volumes: set[int] = set()
+    views: set[int] = set()
     for i, node in enumerate(nodes):
         if node.is_variable:
             if _is_volume(usage.shapes.get(node.name)):
@@ -210,7 +212,7 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
     return frozenset(readers)
 
 
-def _is_volume(shape: Optional[Shape]) -> bool:
+def _is_volume(shape: Shape | None) -> bool:
     """Return whether a shape is that of a batch of volumes."""
     return shape is not None and len(shape) == _VOLUME_AXES
 
@@ -236,17 +238,17 @@ def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
 # ---------------------------------------------------------------------- shapes of inputs
 
 #: The number of visible outputs of an operator, by call: a cache.
-_visible_counts: Dict[Any, int] = {}
+_visible_counts: dict[Any, int] = {}
 
 
-def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes]:
+def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> dict[int, Shapes]:
     """Return, by node index, the input shapes that shape rules and substitutions read."""
-    shapes: Dict[Output, Optional[Shape]] = {
+    shapes: dict[Output, Shape | None] = {
         (i, 0): usage.shapes[node.name]
         for i, node in enumerate(graph.nodes)
         if node.is_variable and usage.shapes.get(node.name) is not None
     }
-    wanted: Dict[int, Sequence[Optional[Output]]] = {}
+    wanted: dict[int, Sequence[Output | None]] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
             continue
@@ -269,7 +271,7 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> Dict[int, Shapes
 
 def _infer_shapes(
     graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
-) -> Dict[Output, Shape]:
+) -> dict[Output, Shape]:
     """Return the shapes of `outputs` that MXNet can infer from the `shapes` of variables."""
     if graph.symbol is not None:
         outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
@@ -304,7 +306,7 @@ def _visible_count(node: Node) -> int:
     return _visible_counts[key]
 
 
-def _is_known(shape: Optional[Shape]) -> bool:
+def _is_known(shape: Shape | None) -> bool:
     """Return whether an inferred shape has all its dimensions."""
     # Classic semantics write 0 for unknown dimensions, NumPy's -1.
     return bool(shape) and min(shape or ()) > 0

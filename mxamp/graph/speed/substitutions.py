@@ -6,23 +6,15 @@ it runs; symbols and saved models keep their operators. The operator list of a p
 substitutions, with their measured gains.
 """
 
-from typing import Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Tuple
+from __future__ import annotations
+
+from typing import Callable, Mapping, NamedTuple, Sequence, Tuple
 
 from ...policy.rules import Reason
 from ..edit import Edit
 from ..ir import Graph
-from . import batched_products, convolutions, equivalents, recurrent, reductions
-from .passes import (
-    Call,
-    Detail,
-    Parts,
-    Pass,
-    are_float32,
-    has_elements,
-    has_integer_lengths,
-    in_inference,
-    in_training,
-)
+from . import batched_products, convolutions, equivalents, passes, recurrent, reductions
+from .passes import Call, Detail, Parts, Pass
 
 Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the call
 
@@ -34,9 +26,9 @@ class Choices(NamedTuple):
     Graphs with equal choices share a compiled graph.
     """
 
-    kept: FrozenSet[Tuple[int, Reason]] = frozenset()
-    substituted: FrozenSet[Tuple[int, Match]] = frozenset()
-    bodies: FrozenSet[Tuple[Tuple[int, int], "Choices"]] = frozenset()
+    kept: frozenset[tuple[int, Reason]] = frozenset()
+    substituted: frozenset[tuple[int, Match]] = frozenset()
+    bodies: frozenset[tuple[tuple[int, int], Choices]] = frozenset()
 
 
 NONE = Choices()
@@ -58,10 +50,10 @@ _SPLITS = frozenset({"SliceChannel", "_split_v2"})
 def _activation(act_type: str) -> Pass:
     """Return the substitution of an operator of `mx.nd` and of `mx.np` by an `Activation`."""
 
-    def match(call: Call) -> Optional[Detail]:
+    def match(call: Call) -> Detail | None:
         # Only arrays of mx.np may be empty.
         known = call.shape is not None or call.operator == act_type
-        return () if known and has_elements(call) else None
+        return () if known and passes.has_elements(call) else None
 
     def build(parts: Parts, _detail: Detail) -> None:
         """Before: relu, sigmoid or tanh. After: Activation. Conditions: elements."""
@@ -79,22 +71,22 @@ def _lowers(operator: str) -> Callable[[Call], bool]:
 ALL: Mapping[str, Pass] = {one.name: one for one in (
     _activation("relu"), _activation("sigmoid"), _activation("tanh"),
     Pass("broadcast", frozenset(reductions.OPERATORS), reductions.match_broadcast,
-         reductions.broadcast, in_training, SUMS, are_float32),
+         reductions.broadcast, passes.in_training, SUMS, passes.are_float32),
     Pass("relu6", frozenset({"clip"}), equivalents.match_relu6, equivalents.relu6,
          lambda call: not call.training or call.feeds_products),
     Pass("layer_norm", frozenset({"LayerNorm"}), equivalents.match_layer_norm,
-         equivalents.layer_norm, in_training, SUMS),
+         equivalents.layer_norm, passes.in_training, SUMS),
     Pass("mean", frozenset({"mean", "_npi_mean"}), reductions.match_sum, reductions.mean,
          float32=SUMS),
     Pass("sum", frozenset({"sum", "_np_sum"}), reductions.match_sum, reductions.total,
          float32=SUMS),
     Pass("pool_in_parts", frozenset({"Pooling"}), reductions.match_pool,
-         reductions.pool_in_parts, in_training),
+         reductions.pool_in_parts, passes.in_training),
     Pass("image_convolution", frozenset({"Convolution"}), convolutions.match_image_convolution,
          convolutions.image_convolution, _lowers("Convolution")),
     Pass("merged_groups", frozenset({"Convolution"}), convolutions.match_narrow_groups,
          convolutions.merged_groups, lambda call: not (call.training and call.behind_concat),
-         fits=are_float32),
+         fits=passes.are_float32),
     Pass("rnn", frozenset({"RNN"}), recurrent.match_rnn, recurrent.rnn,
          lambda call: not call.training and call.lowers("FullyConnected")),
     Pass("rnn_layers", frozenset({"RNN"}), recurrent.match_layers, recurrent.layers,
@@ -105,14 +97,14 @@ ALL: Mapping[str, Pass] = {one.name: one for one in (
          batched_products.dense_products,
          lambda call: call.training and call.lowers("FullyConnected")),
     Pass("masked_softmax", frozenset({"softmax"}), equivalents.match_masked_softmax,
-         equivalents.masked_softmax, in_inference, SUMS, has_integer_lengths),
+         equivalents.masked_softmax, passes.in_inference, SUMS, passes.has_integer_lengths),
     Pass("split", _SPLITS, equivalents.match_split, equivalents.split, float32=IN_TRAINING),
 )}  # fmt: skip
 
 #: Convolutions that have a blocked kernel after these, whatever their numbers of channels.
 BLOCKED = frozenset({"image_convolution", "merged_groups"})
 
-_BY_OPERATOR: Dict[str, Sequence[Pass]] = {
+_BY_OPERATOR: dict[str, Sequence[Pass]] = {
     name: [one for one in ALL.values() if name in one.ops]
     for name in sorted({name for one in ALL.values() for name in one.ops})
 }
@@ -120,7 +112,7 @@ _BY_OPERATOR: Dict[str, Sequence[Pass]] = {
 OPERATORS = frozenset(_BY_OPERATOR)
 
 
-def match_call(call: Call) -> Optional[Match]:
+def match_call(call: Call) -> Match | None:
     """Return the match of a call's substitution; None without one that its policy allows.
 
     A user who sets the class of an operator turns its substitutions off.
