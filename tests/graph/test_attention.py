@@ -215,11 +215,6 @@ def test_outputs_equal_those_of_batch_dot(name, shape, in_float32):
     check(symbol, shape, 1e-5)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_outputs_in_bfloat16(name):
-    check(GRAPHS[name][0](), (2, 32, UNITS), 0.03)
-
-
 @pytest.mark.parametrize("name", LEFT)
 def test_other_graphs_stay(name):
     assert count_fused(LEFT[name](), B.override(fp32_layers=["kept"])) == 0
@@ -232,12 +227,6 @@ def test_other_graphs_stay(name):
 )
 def test_policies_that_keep_float32_keep_batch_dot(policy):
     assert count_fused(attend(from_one_layer(X)), policy) == 0
-
-
-def test_policies_that_keep_float32_keep_interleaved_products():
-    kept = B.override(fp32=list(attention._INTERLEAVED))
-    assert count_fused(interleaved(), kept) == 0
-    assert count_fused(interleaved(), B.in_float32()) == 0
 
 
 class Attention(nn.HybridBlock):

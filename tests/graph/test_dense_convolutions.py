@@ -101,12 +101,6 @@ def test_what_stays(name):
 
 
 @pytest.mark.usefixtures("small_weights_too")
-def test_data_of_any_axes_is_flattened():
-    for shape in ((2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 1, 1, 3)):
-        assert check(dense(dense(X)), shape).count("Convolution") == 2
-
-
-@pytest.mark.usefixtures("small_weights_too")
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -116,16 +110,6 @@ def test_any_sizes(rows, units, no_bias):
     for count in units[1:]:
         symbol = S.relu(dense(symbol, count, no_bias=no_bias))
     assert "FullyConnected" not in check(symbol, (rows, units[0]))
-
-
-@pytest.mark.usefixtures("small_weights_too")
-def test_what_a_policy_says_stays():
-    symbol = dense(X)
-    params, _ = model(symbol, (2, 12))
-    off = B.override(substitutions=set(B.substitutions) - {"dense_convolution"})
-    given_class = B.override(low=["FullyConnected"])
-    for policy in (off, given_class, B.in_float32()):
-        assert "Convolution" not in operators_of(after(DENSE, symbol, params, policy)[0])
 
 
 @pytest.mark.parametrize("units, inputs", [(8, 12), (200, 6000), (6000, 200)])
@@ -157,38 +141,3 @@ def test_fused_models_run_convolutions(tmp_path):
             assert abs(found - exact).max() < 0.02 * abs(exact).max()
     operators = operators_of(low._cached_graph[1])
     assert [operators.count(name) for name in FUSED] == [2, 1]
-
-
-def error_of(block, net, data):
-    exact, found = values(net(data)), values(block(data))
-    return abs(found - exact).max() / abs(exact).max()
-
-
-@with_avx512
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.usefixtures("small_weights_too")
-def test_they_run_in_float16_too(tmp_path, caplog):
-    """In MXNet's transpose bfloat16 is garbage, and ends processes."""
-    net, data = mlp(32), randn(3, 16)
-    net(data)
-    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, fuse=True)
-    low(data)
-    low = exported(low, tmp_path)
-    amp.init("float16", ctx=mx.cpu())
-    found = [values(low(randn(rows, 16))) for rows in (3, 1, 17)]
-    amp.shutdown()
-    assert "was fused" not in caplog.text
-    for one in found:
-        exact = values(net(randn(len(one), 16)))
-        assert abs(one - exact).max() < 0.02 * abs(exact).max()
-
-
-@with_avx512
-def test_conditions_on_dense_layers_hold():
-    net, data = nn.Dense(1024), randn(8, 1024)
-    net.initialize(mx.init.Xavier())
-    options = {"example_inputs": data, "fuse": True}
-    kept = [("FullyConnected", "num_hidden", ["1024"])]
-    exact = amp.convert_hybrid_block(net, "bfloat16", conditional_fp32_ops=kept, **options)
-    assert error_of(exact, net, data) < 1e-5
-    assert error_of(amp.convert_hybrid_block(net, "bfloat16", **options), net, data) > 1e-5

@@ -78,18 +78,3 @@ def test_what_can_not_be_folded_stays(name):
 
 def dense(data, **more):
     return mx.sym.FullyConnected(data, **{"num_hidden": 5, **more})
-
-
-@pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize(
-    "true, false", [("True", "False"), ("true", "false"), ("TRUE", "FALSE"), ("1", "0")]
-)
-def test_other_languages_write_true_otherwise(true, false):
-    fixed = mx.sym.BatchNorm(conv(X, no_bias=true), fix_gamma=true)
-    free = mx.sym.BatchNorm(conv(fixed, name="second", no_bias=false), fix_gamma=false)
-    symbol = dense(mx.sym.relu(dense(free, flatten=true)), name="rows", flatten=false)
-    params, data = model(symbol, (2, 16, 5, 5))
-    made, new = after(INTO_PRODUCERS, symbol, params, B)
-    assert "BatchNorm" not in operators_of(made)
-    same_values = zip(run(symbol, params, data), run(made, new, data))
-    assert all(np.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in same_values)

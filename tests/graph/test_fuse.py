@@ -5,7 +5,6 @@ import logging
 import mxnet as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from fusion import after, model, run
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -13,7 +12,6 @@ from mxnet.gluon import nn
 import mxamp as amp
 from digits import arrays, batches
 from helpers import check_python, exported, kind, operators_of, randn, same, with_avx512
-from mxamp.cli.main import main
 from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import PASSES
 from mxamp.graph.speed.fusible import FUSED
@@ -124,30 +122,6 @@ def test_images_get_a_fourth_channel(tmp_path):
 
 
 @with_avx512
-def test_convolutions_of_one_image_share_its_fourth_channel():
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.a, self.b = (nn.Conv2D(16, k, in_channels=3, padding=k // 2) for k in (1, 3))
-
-        def hybrid_forward(self, F, x):
-            return self.a(x) + self.b(x)
-
-    net, x = Net(), nd.random.normal(shape=(2, 3, 9, 7))
-    net.initialize(mx.init.Xavier())
-    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
-    graph = Graph.from_symbol(fast._cached_graph[1])
-    names = [node.name for node in graph.nodes if node.name.endswith("data_four_weight")]
-    assert len(names) == 1
-    four = fast.collect_params()[names[0]].data()
-    assert kind(four) == "float32"
-    assert not {"Concat", "zeros_like"} & set(operators_of(graph.to_symbol()))
-    plain = net(x).asnumpy()
-    assert np.linalg.norm(fast(x).asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
-
-
-@with_avx512
 def test_dense_layers_that_share_a_weight_stay_apart():
     """Each fused layer packs a copy of its weight: an unrolled cell would run slower for it."""
 
@@ -173,18 +147,6 @@ def test_dense_layers_that_share_a_weight_stay_apart():
 
 
 @with_avx512
-def test_images_under_numpy_semantics():
-    mx.npx.set_np()
-    net, x = image_network(), mx.np.random.normal(size=(30, 3, 12, 12))
-    net.hybridize()
-    plain = net(x).asnumpy()
-    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True)
-    out = fast(x)
-    assert isinstance(out, mx.np.ndarray)
-    assert 0 < np.linalg.norm(out.asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
-
-
-@with_avx512
 @pytest.mark.parametrize("how", ["by name", "by policy", "untuned"])
 def test_which_images_get_no_fourth_channel(how):
     net, x = image_network(), nd.random.normal(shape=(2, 3, 12, 12))
@@ -198,25 +160,6 @@ def test_which_images_get_no_fourth_channel(how):
     assert first.shape == (16, 3, 3, 3)
     assert kind(first) == ("bfloat16" if how == "untuned" else "float32")
     fast(x).wait_to_read()
-
-
-@pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("narrow, groups", [(1, 32), (2, 2), (4, 2), (8, 4), (16, 2)])
-def test_narrow_groups_are_merged(narrow, groups):
-    options = {"kernel": (3, 5), "num_filter": 32, "num_group": 32 // narrow, "name": "c"}
-    symbol = mx.sym.Convolution(mx.sym.var("data"), stride=(2, 1), **options)
-    params, data = model(symbol, (2, 32, 9, 11))
-    merge = next(one for one in PASSES if one.name == "merged_groups")
-    new, new_params = after(merge, symbol, params, B)
-    assert new.attr_dict()["c"]["num_group"] == str(groups)
-    assert new_params["c_weight"].shape == (32, 32 // groups, 3, 5)
-    [one], [other] = run(symbol, params, data), run(new, new_params, data)
-    np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-4)
-    # A weight that two convolutions read stays.
-    options.update(name="d", no_bias=True)
-    twice = mx.sym.Convolution(symbol, symbol.get_internals()["c_weight"], **options)
-    params, _ = model(twice, (2, 32, 19, 21))
-    assert after(merge, twice, params, B)[1]["c_weight"].shape == (32, narrow, 3, 5)
 
 
 @pytest.mark.usefixtures("unfused")
@@ -257,22 +200,6 @@ def test_a_module_binds_a_fused_model_with_an_arranged_addend():
 
 
 @with_avx512
-def test_layers_are_kept_in_float32_by_name():
-    net, test, _ = network(trained=0)
-    net(test[:2])
-    names = ["batchnorm0_fwd", "*_conv1_fwd", "dense0_fwd"]
-    fast = amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=names)
-    assert operators_of(fast._cached_graph[1]).count("BatchNorm") == 1
-    dtypes = {name: kind(p.data()) for name, p in fast.collect_params().items()}
-    kept = [name for name in dtypes if "_conv1_weight" in name or "dense0_weight" in name]
-    assert len(kept) >= 3
-    assert {dtypes[name] for name in kept} == {"float32"}
-    assert "bfloat16" in dtypes.values()
-    with pytest.raises(amp.UnknownNameError, match="conv0_fwd"):
-        amp.convert_hybrid_block(net, "bfloat16", fuse=True, excluded_sym_names=["conv0_fwt"])
-
-
-@with_avx512
 @pytest.mark.parametrize("policy, low", [
     (B.in_float32(), set()), (B.override(fp32=["FullyConnected"]), {"_sg_mkldnn_conv"}),
     (B.override(conditional=[("Convolution", "no_bias", [True, False])]), {"_sg_mkldnn_fully_connected"}),
@@ -292,39 +219,6 @@ def test_products_that_the_policy_keeps_in_float32_are_kept_when_they_are_fused(
     assert ("bfloat16" in kinds) == bool(low)
     if not low:
         np.testing.assert_allclose(fast(test[:2]).asnumpy(), plain, rtol=1e-4, atol=1e-5)
-
-
-@with_avx512
-def test_the_command(tmp_path):
-    net, test, _ = network(trained=0)
-    net(test[:2])
-    net.export(str(tmp_path / "net"))
-    arguments = ["convert", tmp_path / "net", "--out", tmp_path / "low", "--fuse"]
-    arguments += ["--check", "--input", "data:4,1,8,8", "--dtype"]
-    run_it = lambda dtype: CliRunner().invoke(main, [*map(str, arguments), dtype])  # noqa: E731
-    done = run_it("float16")
-    assert done.exit_code == 2
-    assert "bfloat16 or float32 on CPUs" in done.output
-    assert not list(tmp_path.glob("low*"))
-    assert run_it("bfloat16").exit_code == 0
-    assert "_sg_mkldnn_conv" in (tmp_path / "low-symbol.json").read_text()
-
-
-@pytest.mark.slow
-def test_without_avx512_it_says_so():
-    printed = check_python(
-        """
-        import mxamp as amp, mxnet as mx
-        net = mx.gluon.nn.Dense(2, in_units=3)
-        net.initialize()
-        try:
-            amp.convert_hybrid_block(net, "bfloat16", example_inputs=mx.nd.ones((1, 3)), fuse=True)
-        except amp.ArgumentError as error:
-            print(error)
-        """,
-        env={"DNNL_MAX_CPU_ISA": "AVX2"},
-    )
-    assert "avx512" in printed
 
 
 ACTIVATIONS = {
@@ -388,35 +282,6 @@ def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outpu
         assert error < 0.02
 
 
-@with_avx512
-def test_dropout_that_does_something_stays():
-    data = mx.sym.var("data")
-    always = mx.sym.FullyConnected(mx.sym.Dropout(data, mode="always"), num_hidden=3, name="fc")
-    twice = mx.sym.Dropout(mx.sym.Dropout(data))
-    idle = mx.sym.Group([mx.sym.FullyConnected(twice, num_hidden=3, name="fc"), twice])
-    params = {"fc_weight": randn(3, 4), "fc_bias": randn(3)}
-    for symbol, count in ((always, 1), (idle, 0)):
-        fused, _, _ = amp.convert_model(symbol, params, {}, "bfloat16", fuse=True)
-        assert operators_of(fused).count("Dropout") == count
-        assert set(fused.list_arguments()) == {"data", *params}
-
-
-@with_avx512
-def test_a_fused_convolution_before_a_transposition_in_float16():
-    """In MXNet's transpose bfloat16 is garbage, and ends processes."""
-    data = mx.sym.var("data")
-    symbol = mx.sym.Convolution(data, num_filter=16, kernel=(3, 3), no_bias=True, name="conv")
-    symbol = mx.sym.transpose(symbol, axes=(0, 2, 3, 1))
-    params, image = {"conv_weight": randn(16, 16, 3, 3)}, randn(3, 16, 8, 8)
-    low = amp.convert_model(symbol, params, {}, "bfloat16", fuse=True)
-    exact = symbol.bind(mx.cpu(), {**params, "data": image}).forward()[0].asnumpy()
-    with amp.autocast("float16"):
-        found = low[0].bind(mx.cpu(), {**low[1], "data": image}).forward()[0].asnumpy()
-    assert abs(found - exact).max() < 0.02 * abs(exact).max()
-    with pytest.raises(amp.ArgumentError, match="float16"):
-        amp.convert_model(*low, "float16")
-
-
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])
 def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
     """MXNet's are wrong, without a word. Behind it, layers train as on features that are given."""
@@ -438,16 +303,6 @@ def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
     loss.backward()
     assert (found == head.weight.grad().asnumpy()).all()
     assert "was fused for inference" in caplog.text
-
-
-@with_avx512
-def test_names_of_the_users_own_mean_nothing():
-    net = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
-    net = S.relu(S.negative(net, name="fc_0_amp_apart"))
-    args = {"fc_weight": randn(4, 3), "fc_bias": randn(4)}
-    fast = amp.convert_model(net, args, {}, "bfloat16", fuse=True)
-    found = amp.compare_models((net, args, {}), fast, {"data": randn(2, 3)})
-    assert found[0].relative < 0.01
 
 
 def fused_by_mxnet(norm=True, quantized=False):

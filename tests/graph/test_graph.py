@@ -6,7 +6,7 @@ import mxnet as mx
 import pytest
 
 from mxamp.graph.edit import Edit
-from mxamp.graph.ir import Graph, Node, infer_outputs, infer_types
+from mxamp.graph.ir import Graph
 from nets import NETS, Control, made
 
 
@@ -14,27 +14,10 @@ def var(name):
     return mx.sym.var(name)
 
 
-def dense(data, name):
-    return mx.sym.FullyConnected(data, no_bias=True, num_hidden=4, name=name)
-
-
 def test_json_round_trips():
     symbol = mx.sym.BatchNorm(mx.sym.Convolution(var("x"), num_filter=4, kernel=(3, 3)), name="bn")
     graph = Graph.from_symbol(symbol)
     assert Graph.from_json(json.loads(graph.to_symbol().tojson())) == graph
-
-
-def test_inference():
-    assert infer_outputs(Node("dot", "n"), ["float16", "float16"]) == ("float16",)
-    assert infer_outputs(Node("argmax", "n", {"axis": "1"}), ["float16"]) == ("float16",)
-    assert infer_outputs(Node("shape_array", "n"), ["float32"]) == ("int64",)
-    assert infer_outputs(Node("BatchNorm", "n", num_outputs=3), ["float16"] + ["float32"] * 4) == (
-        "float16", "float32", "float32",
-    )  # fmt: skip
-    assert infer_outputs(Node("Cast", "n", {"dtype": "bfloat16"}), ["float32"]) == ("bfloat16",)
-    assert infer_outputs(Node("dot", "n"), ["float16", "float32"]) == ("float32",)
-    assert infer_types(dense(var("x"), "fc")) is None
-    assert infer_types(dense(var("x"), "fc"), {"x": "float64"})[1] == ("float64",)
 
 
 def joined():

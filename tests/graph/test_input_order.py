@@ -6,7 +6,6 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import check_python
 from mxamp.graph.casts.insert import with_reversed_inputs
 from mxamp.graph.ir import Graph
 
@@ -72,33 +71,3 @@ def test_outputs_and_gradients_are_those_of_eager_calls(static, dtype):
         found.append([array.astype("float32").asnumpy() for array in arrays])
     for eager, hybrid in zip(*found):
         assert np.linalg.norm(eager - hybrid) <= 0.04 * np.linalg.norm(eager) + 1e-6
-
-
-PEAK = """
-    import sys
-    import mxamp as amp
-
-    if {mixed}:
-        amp.init("bfloat16")
-    import mxnet as mx
-
-    net = mx.gluon.nn.HybridSequential()
-    for _ in range(10):
-        net.add(mx.gluon.nn.Dense(2048, in_units=2048, use_bias=False))
-    net.initialize()
-    net.hybridize(static_alloc=True)
-    with mx.autograd.record():
-        loss = net(mx.nd.ones((160, 2048))).sum()
-    loss.backward()
-    mx.nd.waitall()
-    lines = open("/proc/self/status").read().splitlines()
-    print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.proof
-def test_gradients_in_half_precision_do_not_all_wait_for_the_end():
-    """Weights in bfloat16 take 84 MB here, and all of their gradients would take as much again."""
-    float32, mixed = (int(check_python(PEAK.format(mixed=mixed))) / 1024 for mixed in (False, True))
-    assert 70 < mixed - float32 < 150

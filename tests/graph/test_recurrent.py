@@ -127,50 +127,6 @@ class Inside(gluon.HybridBlock):
 
 
 @with_avx512
-@pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU, rnn.RNN])
-def test_layers_that_begin_with_zeros(kind):
-    size = 512 if kind is rnn.RNN else 420
-    net = Inside(kind(size, 2, bidirectional=True, layout="NTC", input_size=8))
-    net.initialize(mx.init.Uniform(0.05))
-    for k, parameter in enumerate(net.collect_params(".*bias").values()):
-        parameter.set_data(randn(*parameter.shape, seed=k))
-    net.hybridize()
-    for rows, steps in ((32, 2), (36, 2), (32, 3)):
-        x = randn(rows, steps, 8)
-        with amp.autocast("bfloat16"):
-            found = values(net(x))
-        with amp.autocast(enabled=False):
-            plain = values(net(x))
-        assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
-    symbol = net(mx.sym.var("data"))
-    with amp.autocast("bfloat16"):
-        executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=(32, 2, 8))
-        for name, parameter in net.collect_params().items():
-            executor.arg_dict[name][:] = parameter.data()
-        found = values(executor.forward(data=x[:, :2])[0])
-    plain = values(net(x[:, :2]))
-    assert 0 < np.linalg.norm(found - plain) < 1e-2 * np.linalg.norm(plain)
-
-
-@with_avx512
-def test_parameters_are_read_where_they_are():
-    """No vector is joined for an unrolled layer, unless something else reads it."""
-    net = Inside(rnn.LSTM(384, 2, input_size=8))
-    net.initialize()
-    symbol = net(mx.sym.var("data"))
-    nodes = Graph.from_symbol(symbol).nodes
-    [vector] = [node.name for node in nodes if node.op == "_rnn_param_concat"]
-    both = mx.sym.Group([symbol, symbol.get_internals()[f"{vector}_output"]])
-    shapes = {name: one.shape for name, one in net.collect_params().items()}
-    assert not {"RNN", "_rnn_param_concat"} & operators(symbol, **shapes)
-    plan = amp.explain(symbol, "bfloat16", mode="inference", input_shapes={"data": DATA, **shapes})
-    assert vector not in {node.name for node in plan.nodes}
-    plan = amp.explain(both, "bfloat16", mode="inference", input_shapes={"data": DATA, **shapes})
-    assert vector in {node.name for node in plan.nodes}
-    assert "RNN" not in {node.operator for node in plan.nodes}
-
-
-@with_avx512
 def test_joined_vectors_of_other_lengths_leave_the_layer_alone():
     size, width = LARGE["state_size"], DATA[2]
     lengths = [4 * size * width - 1, 4 * size * size + 1, 4 * size, 4 * size]
@@ -180,22 +136,6 @@ def test_joined_vectors_of_other_lengths_leave_the_layer_alone():
     symbol = mx.sym.RNN(mx.sym.var("data"), joined, *states, mode="lstm", **LARGE)
     shapes = {f"v{k}": (length,) for k, length in enumerate(lengths)}
     assert "RNN" in operators(symbol, **shapes)
-
-
-@with_avx512
-def test_executors_need_no_shape_of_the_parameters():
-    symbol = symbol_of("lstm", **LARGE)
-    rows, size = DATA[1], LARGE["state_size"]
-    shapes = {"data": DATA, "state": (1, rows, size), "cell": (1, rows, size)}
-    with amp.autocast("bfloat16"):
-        executor = symbol.simple_bind(mx.cpu(), grad_req="null", **shapes)
-        with amp.autocast(enabled=False):
-            plain = symbol.simple_bind(mx.cpu(), grad_req="null", **shapes)
-        for name, array in executor.arg_dict.items():
-            array[:] = randn(*array.shape) * 0.1
-            plain.arg_dict[name][:] = array
-        found, expected = (values(one.forward()[0]) for one in (executor, plain))
-    assert 0 < np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
 
 
 # ---------------------------------------------------------------------- parameters, joined
@@ -311,19 +251,6 @@ def test_where_each_layer_runs_alone():
     assert count_rnns(projected, {"data": DATA}) == 1
     symbol, shapes = stacked("rnn_tanh", 2, 1, 15, 15)
     assert count_rnns(symbol, {**shapes, "data": (2, ROWS, 15)}) == 1, "rows too narrow"
-
-
-@with_avx512
-def test_large_layers_run_alone_where_they_are_not_unrolled():
-    symbol, shapes = stacked("lstm", 2, 1, 16, 384, batch=16)
-    shapes["data"], policy = (2, 16, 16), amp.Policy.default("bfloat16")
-    assert count_rnns(symbol, shapes, policy, "inference") == 0
-    assert count_rnns(symbol, shapes, policy.in_float32(), "inference") == 2
-    assert count_rnns(symbol, shapes, policy.override(fp32_layers=["rnn"]), "inference") == 2
-    for size, batch in ((360, 16), (384, 8)):
-        symbol, shapes = stacked("lstm", 2, 1, 16, size, batch=batch)
-        shapes["data"] = (2, batch, 16)
-        assert count_rnns(symbol, shapes, policy, "inference") == 2
 
 
 def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():
