@@ -236,7 +236,7 @@ BAD = [
     (f"{CHECK} data:2,8 --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
     (f"{CHECK} data:2,8 --tolerance nan", ["--tolerance must be a number above 0, not nan"], 2),
-    ("m --out x --policy ''", ["the path of the policy file is empty"], 2),
+    ("m --out x --policy ''", ["can't be read"], 2),
     (f"attribute {F16} --out x", ["'attribute-symbol.json'", "Cannot find argument 'num_hiddn'"], 2),
     (f"nodes {F16} --out x", ["'nodes-symbol.json'", "list of nodes is empty"], 2),
     (f"heads {F16} --out x", ["'heads-symbol.json'", "list of heads is empty"], 2),

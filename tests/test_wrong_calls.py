@@ -145,7 +145,7 @@ WRONG = [
     # values that mean something else
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
     (lambda: amp.autocast(GPU), "give a policy by its keyword"),
-    (lambda: amp.init("float32"), r"call no init, give init_trainer a NoScaler\(\)"),
+    (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
     (lambda: amp.tune(net(), [(X, mx.nd.zeros(2))], metric="acuracy"), "not 'acuracy': acuracy is not registered"),
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
     (lambda: amp.decorate("sgd", use_dynamic_loss_scaling="False"), "must be True or False"),

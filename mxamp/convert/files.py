@@ -19,14 +19,7 @@ from ..policy.targets import DEFAULT_TARGET
 from .models import converted_model
 from .options import Options, conversion_policy, keeps_io_types
 from .outputs import OutputError, compare_models, has_half_values
-from .saved import (
-    IS_THERE,
-    files_to_write,
-    load_model,
-    model_files,
-    saved_semantics,
-    write_model,
-)
+from .saved import IS_THERE, files_to_write, load_model, model_files, saved_semantics, write_model
 
 logger = logging.getLogger("mxamp")
 

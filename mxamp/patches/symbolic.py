@@ -15,16 +15,7 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    Iterator,
-    Mapping,
-    Optional,
-    Sequence,
-)
+from typing import Any, Callable, Dict, FrozenSet, Iterator, Mapping, Optional, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call

@@ -104,7 +104,11 @@ def decide(
     missing, why = rule.missing, kept.text if kept is not None else None
     if kept is not None and kept.is_detour:
         missing, why = why, None
-    if operator == "Deconvolution" and missing and _needs_onednn(attributes):
+    if (
+        operator == "Deconvolution"
+        and missing
+        and (kernel_axes(attributes) == len("DHW") or is_dilated(attributes))
+    ):
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
         why = NO_FLOAT64
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
@@ -222,11 +226,6 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
     named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
     return any(len(letters) != len(set(letters)) for letters in named)
-
-
-def _needs_onednn(attributes: Mapping[str, str]) -> bool:
-    """Return whether only oneDNN can compute a transposed convolution."""
-    return kernel_axes(attributes) == len("DHW") or is_dilated(attributes)
 
 
 def _detour(

@@ -37,9 +37,6 @@ DROPPED = "the policy's substitution %r does not exist in this version of mxamp:
 #: An operator of the lists that CPU builds of MXNet lack.
 _GPU_ONLY = "CuDNNBatchNorm"
 
-#: Instructions of CPUs that kernels may need.
-_CPU_FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
-
 #: The keys of a file and of its tables: a type, a list of one, or the allowed values. Keys in ? may
 #: be left out.
 _TOP: Mapping[str, Any] = {
@@ -53,8 +50,8 @@ _REPEATED: Mapping[str, Mapping[str, Any]] = {
         "otherwise": rules.CLASSES, "reason": str, "override?": bool,
     },
     "missing": {
-        "device": DEVICES, "operators": [str], "reason": str, "unless?": _CPU_FEATURES,
-        "computes?": ("float32", "float64"),
+        "device": DEVICES, "operators": [str], "reason": str,
+        "unless?": ("avx512", "avx512_bf16", "amx_bf16"), "computes?": ("float32", "float64"),
     },
     "by_shape": {
         "rule": rules.SHAPE_RULES, "operators": [str], "reason": str, "device?": DEVICES,
@@ -97,8 +94,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
-    if not os.fspath(path):
-        raise ArgumentError("the path of the policy file is empty: give the path of a TOML file")
     try:
         data: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         return data
@@ -124,10 +119,10 @@ def check_data(data: Table) -> None:
         for i, table in enumerate(tables):
             _check_keys(table, keys, f"{_label(kind, i)}: ")
     for kind, entry in _NAMED.items():
-        if not isinstance(data.get(kind, {}), dict):
+        table = data.get(kind, {})
+        if not isinstance(table, dict):
             raise ArgumentError(f"{kind} must be written as one table, [{kind}]")
-        for name, value in data.get(kind, {}).items():
-            _check_value(name, value, entry, f"[{kind}]: ")
+        _check_keys(table, dict.fromkeys((f"{name}?" for name in table), entry), f"[{kind}]: ")
 
 
 def _label(kind: str, number: int) -> str:
@@ -138,20 +133,14 @@ def _label(kind: str, number: int) -> str:
 def _check_keys(given: Table, keys: Table, prefix: str, others: tuple[str, ...] = ()) -> None:
     """Raise unless a table has the required `keys` with valid values; errors also list `others`."""
     known = {name.rstrip("?"): kind for name, kind in keys.items()}
-    for name, value in given.items():
+    for name in given:
         if name not in known:
             raise UnknownNameError(f"{prefix}{unknown('key', name, (*known, *others))}")
-        _check_value(name, value, known[name], prefix)
-    for name, kind in keys.items():
-        if not name.endswith("?") and name not in given:
-            above = "" if prefix else ", above the first table"
-            needed = f"it must be {_words(kind)}{above}"
-            raise ArgumentError(f"{prefix}the key {name!r} is missing; {needed}")
-
-
-def _check_value(name: str, value: Any, kind: Any, prefix: str) -> None:
-    if not _fits(value, kind):
-        raise ArgumentError(f"{prefix}{name} must be {_words(kind)}, not {shown(value)}")
+    for name, kind in known.items():
+        if name not in given and name in keys:
+            raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {_words(kind)}")
+        if name in given and not _fits(given[name], kind):
+            raise ArgumentError(f"{prefix}{name} must be {_words(kind)}, not {shown(given[name])}")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -87,6 +87,7 @@ def _is_plain_sequence(block: Block) -> bool:
 Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
 
+TWO_LISTS = "operator {!r} is given as {} and as {}; leave it in one list"
 CONDITIONAL = (
     "conditional operators must be a list of (operator, attribute, [values]), such as "
     "('Activation', 'act_type', ['softrelu']), not {given}"
@@ -140,16 +141,23 @@ class Change:
         for op_class, names in operators.items():
             for name in names or ():
                 if classes.setdefault(name, op_class) != op_class:
-                    raise _two_lists_error(name, classes[name], op_class)
+                    raise ArgumentError(TWO_LISTS.format(name, classes[name], op_class))
         conditions = _conditions_by_operator(self.conditional or (), dtype)
         for name in conditions:
             if classes.get(name) in ("fp32", "widest"):
-                raise _two_lists_error(name, classes[name], "conditionally fp32")
+                raise ArgumentError(TWO_LISTS.format(name, classes[name], "conditionally fp32"))
         result = dict(rules)
         if self.replace_lists:
             replaced = {op_class for op_class, names in operators.items() if names is not None}
             result = _with_empty_classes(rules, replaced, self.conditional is None)
-        _set_classes(result, classes, conditions)
+        for name, op_class in classes.items():
+            old = result.get(name, UNLISTED)
+            result[name] = _moved(old, op_class, f"given as {op_class}", operator=name, given=True)
+        for name, of_one in conditions.items():
+            old = result.get(name, UNLISTED)
+            # In class fp32 the condition would have no effect, so the operator follows its input.
+            op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
+            result[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)
         return result
 
 
@@ -231,13 +239,6 @@ def _listed(argument: str, names: Any, kind: str = "a list of names") -> list[An
     return list(names)
 
 
-def _two_lists_error(name: str, one: str, other: str) -> ArgumentError:
-    """Return the error for an operator that is given in two classes."""
-    return ArgumentError(
-        f"operator {name!r} is given as {one} and as {other}; leave it in one list"
-    )
-
-
 def checked_conditional(
     conditional: Iterable[Conditional] | None,
 ) -> tuple[tuple[str, str, tuple[str, ...]], ...] | None:
@@ -284,19 +285,3 @@ def _with_empty_classes(
         else:
             result[name] = replace(rule, conditions=kept)
     return result
-
-
-def _set_classes(
-    rules: dict[str, Rule],
-    classes: Mapping[str, str],
-    conditions: Mapping[str, tuple[Condition, ...]],
-) -> None:
-    """Change in `rules` the classes and conditions of operators, by canonical name."""
-    for name, op_class in classes.items():
-        old = rules.get(name, UNLISTED)
-        rules[name] = _moved(old, op_class, f"given as {op_class}", operator=name, given=True)
-    for name, of_one in conditions.items():
-        old = rules.get(name, UNLISTED)
-        # In class fp32 the condition would have no effect, so the operator follows its input.
-        op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
-        rules[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)

@@ -18,9 +18,9 @@ from ..framework.keywords import checked_call
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
-from .lists import DROPPED, OperatorList, check_data, list_from_json, own_data, read_toml
+from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
-from .rules import SHOWN_CLASSES, SUBSTITUTIONS, UNLISTED, CustomClasses, Rule
+from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
 from .saving import list_number, origin, toml_text
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
@@ -31,14 +31,8 @@ BESIDE_LISTS = (
     "a policy contains operator lists: change it with policy.override, give none beside it"
 )
 OTHER_DEVICE = "the list is for the {own} only: load it without a device, not for the {given}"
-OTHER_LISTS = (
-    "%s changes the operator lists of mxamp %s, which have changed since: operators that it does "
-    "not name may be in other classes"
-)
-NO_KERNELS = (
-    "%s: MXNet has no %s kernel on a %s for %s: calls fail, or give wrong results. Copy the "
-    "[[missing]] tables of mxamp's own list"
-)
+OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
+NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
 
 
 class Caches:
@@ -180,13 +174,6 @@ class Policy:
         ]
         changes = f": {shortened(given)}" if given else ""
         return f"<Policy {self.target_dtype} on {self.device}{changes}>"
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.target_dtype, self.device, self.changes, self._here))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _policy, (self.target_dtype, self.device, self.changes)
@@ -405,11 +392,6 @@ def _changed_by_table(policy: Policy, table: dict[str, Any]) -> Policy:
         return policy.untuned()
     if table == {"in_float32": True}:
         return policy.in_float32()
-    wanted = table.get("substitutions")
-    if isinstance(wanted, list):
-        for name in set(wanted) - set(SUBSTITUTIONS):
-            logger.warning(DROPPED, name)
-        table["substitutions"] = [name for name in wanted if name in policy.substitutions]
     with prefix_errors("[[change]]"):
         return policy.override(**table)
 
@@ -473,10 +455,9 @@ def chosen_policy(
         return requested_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     device = targets.device_type(ctx) or machine.default_device()
     dtype = machine.fast_dtype(device)
-    if policy is None:
-        wanted = requested_policy(machine.default_dtype(device), *lists, ctx=device)
-    else:
-        wanted = requested_policy(DEFAULT_TARGET, *lists, policy=policy, ctx=ctx)
+    own = machine.default_dtype(device) if policy is None else DEFAULT_TARGET
+    where = device if policy is None else ctx
+    wanted = requested_policy(own, *lists, policy=policy, ctx=where)
     if dtype == "float32":
         return FLOAT32
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):

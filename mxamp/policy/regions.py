@@ -32,11 +32,7 @@ _POLICY = "policy "
 OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
 NOT_HERE_WORDS = "autocast({mark}) in the model's code, which is not for this device: no casts"
 ON_WORDS = "autocast({mark}) in the model's code: "
-CAST_WORDS = {
-    FLOAT32_INSIDE: "float_function in the model's code",
-    TARGET_INSIDE: "half_function in the model's code",
-    WIDEST_INSIDE: "promote_function in the model's code",
-}
+_DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
 def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> Mark:
@@ -99,7 +95,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     if mark in (OFF, ON):
         return policy if mark == ON else None
     if mark.startswith(_POLICY):
-        given = _policy_in_mark(mark)
+        given = _policy_in_mark(mark, here())
         return given if given.device == policy.device else None
     dtype = machine.fast_dtype(policy.device) if mark == AUTO else mark
     if dtype == policy.target_dtype:
@@ -109,20 +105,14 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     return Policy.default(dtype, policy.device)
 
 
-def _policy_in_mark(mark: str) -> Policy:
-    """Return the policy that a mark holds as text."""
-    return _parsed(mark, here())
-
-
 @lru_cache(maxsize=64)
-def _parsed(mark: str, _now: Here) -> Policy:
+def _policy_in_mark(mark: str, _now: Here) -> Policy:
+    """Return the policy that a mark holds as text."""
     try:
         return policy_from_data(json.loads(mark[len(_POLICY) :]))
     except ValueError:
-        raise ArgumentError(
-            f"the attribute {REGION}={mark!r} of a node is of a version of mxamp that this one "
-            "does not know"
-        ) from None
+        words = f"{REGION}={mark!r} is of a version of mxamp that this one does not know"
+        raise ArgumentError(words) from None
 
 
 def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
@@ -131,7 +121,8 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Pol
     if mark == OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
         return decision
     if cast is not None:
-        return replace(decision, reason=CAST_WORDS[cast.split()[0]])
+        decorator = f"{_DECORATORS[cast.split()[0]]}_function"
+        return replace(decision, reason=f"{decorator} in the model's code")
     if mark is None:
         return decision
     return replace(decision, reason=region_reason(mark, policy) + decision.reason)
@@ -154,13 +145,6 @@ def marks_of(attributes: Iterable[Mapping[str, str]]) -> frozenset[str]:
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
-def node_policies(policy: Policy, marks: Iterable[str]) -> Iterable[Policy]:
-    """Yield the policies for the nodes of a graph under `policy` with these marks."""
-    yield policy
-    for mark in marks:
-        yield policy_for_node(policy, {REGION: mark})
-
-
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     """Return the policy for graph nodes in regions with these marks while mixed precision is off.
 
@@ -174,7 +158,7 @@ def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     # Marks with a dtype come first; `autocast()` without arguments names none.
     for mark in sorted(marks - {OFF}, key=lambda one: (one != ON, one)):
         if mark.startswith(_POLICY):
-            return _policy_in_mark(mark)
+            return _policy_in_mark(mark, here())
         choice = policy_inside(None if mark == ON else mark, outer)
         if isinstance(choice, Policy):
             return choice

@@ -44,11 +44,7 @@ def toml_text(data: Mapping[str, Any]) -> str:
 
 def _is_table(value: Any) -> bool:
     """Return whether a value is written as a table or as several."""
-    return isinstance(value, dict) or (value != [] and _holds_tables(value))
-
-
-def _holds_tables(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return isinstance(value[0] if isinstance(value, list) and value else value, dict)
 
 
 def _key_line(key: str, value: Any) -> str:

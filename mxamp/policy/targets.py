@@ -19,10 +19,7 @@ TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
 
 NO_TARGET = "the target dtype must be {allowed}, not {given}"
-IN_FLOAT32 = (
-    "; float32 is what MXNet computes in without mixed precision: for a run in float32 call no "
-    "init, give init_trainer a NoScaler(), and write autocast(enabled=False)"
-)
+IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
 ONE_DTYPE = (

@@ -107,13 +107,6 @@ def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
     assert Policy.load(path) is policy and "have changed since" in caplog.text
 
 
-def test_substitutions_that_exist_no_longer_are_dropped(tmp_path, caplog):
-    path = saved(BF16.override(substitutions=["tanh"]), tmp_path)
-    path.write_text(path.read_text().replace('"tanh"', '"gone", "tanh"'))
-    assert list(Policy.load(path).substitutions) == ["tanh"]
-    assert "'gone' does not exist" in caplog.text
-
-
 def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     def on(*features):
         monkeypatch.setattr(machine, "onednn_features", lambda: frozenset(features))

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import AbstractSet, Callable, Mapping
 
 from ...policy.policy import Policy
-from ...policy.regions import node_policies, policy_for_node
+from ...policy.regions import REGION, policy_for_node
 from ...policy.rules import Reason, Rule, has_long_sums
 from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
@@ -39,7 +39,8 @@ def choose(graph: Graph, policy: Policy, usage: Usage) -> Choices:
 
     Rules about speed don't apply where a shape that they need is unknown.
     """
-    if not any(one.depends_on_shapes for one in node_policies(policy, graph.marks)):
+    inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
+    if not any(one.depends_on_shapes for one in (policy, *inside)):
         return NONE
     return _choose(graph, policy, usage, layouts.input_shapes(graph, policy, usage))
 

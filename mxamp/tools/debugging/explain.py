@@ -24,10 +24,7 @@ from ...framework.tables import PRECISION_COLORS
 from ...framework.wording import counted, one_of, shown
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
-from ...graph.casts.offline import (
-    is_inserted_copy,
-    without_copies_before_casts,
-)
+from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
 from ...graph.casts.widen import has_halves
 from ...graph.inspect import Tensor, precision_of_node
 from ...graph.ir import Graph, Output, Usage, body_usage, infer_outputs, rewrites_bodies
