@@ -220,15 +220,6 @@ def test_other_graphs_stay(name):
     assert count_fused(LEFT[name](), B.override(fp32_layers=["kept"])) == 0
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [B.in_float32(), B.override(fp32=["batch_dot"]), B.override(fp32=["FullyConnected"])],
-    ids=["float32", "batch_dot", "FullyConnected"],
-)
-def test_policies_that_keep_float32_keep_batch_dot(policy):
-    assert count_fused(attend(from_one_layer(X)), policy) == 0
-
-
 class Attention(nn.HybridBlock):
     def __init__(self):
         super().__init__()

@@ -121,47 +121,6 @@ def test_images_get_a_fourth_channel(tmp_path):
     assert same(exported(fast, tmp_path)(x), fast(x))
 
 
-@with_avx512
-def test_dense_layers_that_share_a_weight_stay_apart():
-    """Each fused layer packs a copy of its weight: an unrolled cell would run slower for it."""
-
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.shared, self.own = nn.Dense(16, in_units=16), nn.Dense(5, in_units=16)
-
-        def hybrid_forward(self, F, x):
-            for _ in range(3):
-                x = F.sigmoid(self.shared(F.sigmoid(self.shared(x))) + x)
-            return self.own(F.tanh(self.shared(x)))
-
-    net, x = Net(), randn(4, 16)
-    net.initialize(mx.init.Xavier())
-    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
-    operators = operators_of(fast._cached_graph[1])
-    assert operators.count("FullyConnected") == 7
-    assert operators.count("_sg_mkldnn_fully_connected") == 1
-    plain = net(x).asnumpy()
-    assert 0 < np.linalg.norm(fast(x).asnumpy() - plain) < 0.02 * np.linalg.norm(plain)
-
-
-@with_avx512
-@pytest.mark.parametrize("how", ["by name", "by policy", "untuned"])
-def test_which_images_get_no_fourth_channel(how):
-    net, x = image_network(), nd.random.normal(shape=(2, 3, 12, 12))
-    options = {
-        "by name": {"excluded_sym_names": ["*conv0_fwd"]},
-        "by policy": {"policy": B.override(substitutions=["relu6"])},
-        "untuned": {"policy": B.untuned()},
-    }[how]
-    fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True, **options)
-    first = fast.collect_params()[net[0].weight.name].data()
-    assert first.shape == (16, 3, 3, 3)
-    assert kind(first) == ("bfloat16" if how == "untuned" else "float32")
-    fast(x).wait_to_read()
-
-
 @pytest.mark.usefixtures("unfused")
 def test_arranged_parameters_become_parameters():
     S = mx.sym
@@ -219,67 +178,6 @@ def test_products_that_the_policy_keeps_in_float32_are_kept_when_they_are_fused(
     assert ("bfloat16" in kinds) == bool(low)
     if not low:
         np.testing.assert_allclose(fast(test[:2]).asnumpy(), plain, rtol=1e-4, atol=1e-5)
-
-
-ACTIVATIONS = {
-    "relu": lambda F, y: F.relu(y),
-    "sigmoid": lambda F, y: F.sigmoid(y),
-    "tanh": lambda F, y: F.tanh(y),
-    "clip": lambda F, y: F.clip(y, 0, 6),
-    "softrelu": lambda F, y: F.Activation(y, act_type="softrelu"),
-    "leaky": lambda F, y: F.LeakyReLU(y, act_type="leaky"),
-    "gelu": lambda F, y: F.LeakyReLU(y, act_type="gelu"),
-    "elu": lambda F, y: F.LeakyReLU(y, act_type="elu"),
-    "abs": lambda F, y: F.abs(y),
-    "square": lambda F, y: F.square(y),
-    "exp": lambda F, y: F.exp(y),
-}
-OUTPUTS = {
-    "last": lambda F, a, y: [a, y],
-    "first": lambda F, a, y: [y, a],
-    "among others": lambda F, a, y: [F.mean(y, axis=1), a, y],
-    "added": lambda F, a, y: [a + y],
-    "of a sum": lambda F, a, y: [F.relu(a + y), a + y],
-}
-
-
-@pytest.mark.matrix
-@with_avx512
-@pytest.mark.filterwarnings("ignore:Parameter .* is not used")
-@pytest.mark.parametrize("outputs", OUTPUTS)
-@pytest.mark.parametrize("behind", [*ACTIVATIONS, "sum", "norm"])
-@pytest.mark.parametrize("layer", ["dense", "convolution", "dense, dropout"])
-def test_what_others_read_or_the_net_returns_stays_as_it_is(layer, behind, outputs):
-    layer, _, dropout = layer.partition(", ")
-
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                dense = layer == "dense"
-                self.one, self.two = (
-                    nn.Dense(16, in_units=16) if dense else nn.Conv2D(16, 1, in_channels=16)
-                    for _ in range(2)
-                )
-                self.norm = nn.BatchNorm(in_channels=16)
-
-        def hybrid_forward(self, F, x):
-            y = F.Dropout(self.one(x)) if dropout else self.one(x)
-            if behind == "norm":
-                a = self.norm(y)
-            else:
-                a = self.two(x) + y if behind == "sum" else ACTIVATIONS[behind](F, y)
-            return OUTPUTS[outputs](F, a, y)
-
-    net = Net()
-    net.initialize(mx.init.Normal(0.3))
-    net.hybridize()
-    x = randn(40, 16) if layer == "dense" else randn(4, 16, 5, 5)
-    plain = net(x)
-    low = amp.convert_hybrid_block(net, "bfloat16", fuse=True)(x)
-    for mine, theirs in zip(low, plain):
-        error = np.linalg.norm((mine - theirs).asnumpy()) / np.linalg.norm(theirs.asnumpy())
-        assert error < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_avx512)])

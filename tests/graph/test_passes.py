@@ -29,6 +29,7 @@ from mxamp.graph.speed.fuse import PASSES
 from mxamp.graph.speed.substitutions import ALL
 from mxamp.patches import symbolic
 from mxamp.patches.cached_op import PolicyCachedOp
+from mxamp.policy.rules import SUBSTITUTIONS
 
 pytestmark = with_avx512
 
@@ -209,6 +210,7 @@ def small_weights_too(monkeypatch):
 
 def test_every_pass_has_a_pattern():
     assert set(SUBSTITUTED) == set(ALL)
+    assert set(SUBSTITUTIONS) - {"global_pool"} == set(BFLOAT16.substitutions)
     assert set(FUSED) == {one.rewrite.__name__ for one in PASSES}
 
 

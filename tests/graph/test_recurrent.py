@@ -95,25 +95,6 @@ def test_where_it_is_not_done(attrs, call):
     assert "RNN" in operators(symbol_of("lstm", **{**LARGE, **attrs}), **call)
 
 
-@with_avx512
-@pytest.mark.parametrize("kind", [rnn.LSTM, rnn.GRU])
-def test_layers_of_gluon(kind):
-    layer = kind(420, bidirectional=True, layout="NTC")
-    layer.initialize(mx.init.Uniform(0.1))
-    layer.hybridize()
-    rows, state = DATA[1], mx.nd.zeros((2, DATA[1], 420))
-    states = [state, state] if kind is rnn.LSTM else [state]
-    x = randn(rows, 3, 8)
-    plain, plain_states = layer(x, states)
-    with amp.autocast("bfloat16"):
-        found, found_states = layer(x, states)
-    assert not np.array_equal(values(found), values(plain))
-    for mine, theirs in zip((found, *found_states), (plain, *plain_states)):
-        assert mine.dtype == theirs.dtype
-        difference = np.linalg.norm(values(mine) - values(theirs))
-        assert difference < 1e-2 * np.linalg.norm(values(theirs))
-
-
 class Inside(gluon.HybridBlock):
     """A recurrent layer in a block: graphs of the whole make the zeros that it begins with."""
 

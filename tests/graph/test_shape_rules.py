@@ -110,17 +110,6 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
 # ---------------------------------------------------------------------- layouts
 
 
-def test_a_first_convolution_of_gray_images_and_its_norm_stay_in_float32():
-    net = sequential(
-        nn.Conv2D(64, 3), nn.BatchNorm(), nn.Activation("relu"), nn.Conv2D(64, 3), nn.BatchNorm(),
-        nn.Activation("relu"),
-    )  # fmt: skip
-    assert precisions(net, (2, 1, 8, 8)) == [
-        ("Convolution", "float32"), ("BatchNorm", "float32"), ("Activation", "float32"),
-        ("Convolution", "bfloat16"), ("BatchNorm", "bfloat16"), ("Activation", "bfloat16"),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "channels, groups, norm, low",
     [
@@ -234,36 +223,6 @@ def test_converted_convolutions_of_groups_follow_float32(groups):
         params = converted.collect_params()
         stored = {kind(params[net[i].weight.name].data()) for i in (0, 1, 3)}
         assert stored == {"bfloat16" if options else "float32"}
-
-
-class Shortcut(gluon.HybridBlock):
-    """A first convolution, and a residual connection from it."""
-
-    def __init__(self, join):
-        super().__init__()
-        self.join = join
-        with self.name_scope():
-            self.stem = nn.Conv2D(16, 3, padding=1, in_channels=1)
-            self.conv = nn.Conv2D(16, 3, padding=1, in_channels=16)
-
-    def hybrid_forward(self, F, x):
-        x = F.Pooling(self.stem(x), kernel=(2, 2), stride=(2, 2))
-        return self.join(F, x, self.conv(x))
-
-
-def test_a_shortcut_from_a_kept_layer_does_not_widen_what_follows():
-    shape = (2, 1, 8, 8)
-    for join in (lambda F, a, b: F.elemwise_add(a, b), lambda F, a, b: F.concat(a, b)):
-        net = Shortcut(join)
-        net.initialize()
-        *kept, conv, joined = precisions(net, shape)
-        assert [precision for _, precision in kept] == ["float32", "float32"]
-        assert conv == ("Convolution", "bfloat16")
-        assert joined[1] == "bfloat16"
-    # What is float32 for another reason still widens.
-    net = Shortcut(lambda F, a, b: F.elemwise_add(F.exp(a), b))
-    net.initialize()
-    assert precisions(net, shape)[-1][1] == "float32"
 
 
 # ---------------------------------------------------------------------- where they hold

@@ -7,7 +7,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, exported, kind, randn, same, values, with_avx512
+from helpers import exported, kind, randn, same, values, with_avx512
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import choose
 
@@ -205,22 +205,6 @@ def test_converted_models_run_and_load(view, tmp_path):
         assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
         with amp.autocast("bfloat16"):
             assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
-
-
-@with_avx512
-def test_executors_and_arrays_in_bfloat16():
-    symbol = view_symbol(no_bias=True)
-    data, weight = DATA, randn(16, 16, 3, 3, 3)
-    with amp.autocast("bfloat16"):
-        for arrays in ((data, weight), (down(data, "bfloat16"), down(weight, "bfloat16"))):
-            padded = mx.nd.concat(*[arrays[0].astype("float32")] * 2, dim=2).astype(arrays[0].dtype)
-            args = {"data": padded, "conv_weight": arrays[1]}
-            [out] = symbol.bind(mx.cpu(), args).forward()
-            conv = mx.nd.Convolution(
-                padded, arrays[1], kernel=(3, 3, 3), num_filter=16, no_bias=True
-            )
-            assert kind(out) == kind(arrays[0])
-            assert same(out, mx.nd.flatten(conv).astype(out.dtype))
 
 
 @with_avx512

@@ -6,8 +6,6 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import kind
-from mxamp.framework.operators import resolve
-from mxamp.patches import eager
 from mxamp.policy.rules import long_sum_reason
 
 GPU = amp.Policy.default("float16", "gpu")
@@ -57,28 +55,6 @@ def test_what_is_float32_for_its_sums_widens_what_it_meets():
     assert precisions(net, a=(2, 7, 20), b=(2, 20, 9), x=(2, 7, 3))["sum"] == "float16"
 
 
-def call(arrays, keys=(), vals=()):
-    return eager.Call(0, arrays, keys, vals, None, False, False)
-
-
-def test_eager_products_follow_their_shapes(monkeypatch):
-    monkeypatch.setattr(eager, "on_device", lambda *_: True)
-    casts = eager._Casts(resolve("_npi_matmul"), GPU)
-    short, long = nd.ones((4, 8)), nd.ones((8, 200))
-    assert casts.decide(call([short, long])).reads == ("float16", "float16")
-    assert casts.decide(call([long, nd.ones((200, 4))])) is None
-    half = casts.decide(call([long.astype("float16"), nd.ones((200, 4))]))
-    assert half.reads == ("float32", None)
-
-
-def test_decisions_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(eager, "_MANY_DECISIONS", 10)
-    casts = eager._Casts(resolve("_mul_scalar"), amp.Policy.default("float16", "cpu"))
-    for k in range(50):
-        casts.decide(call([nd.ones(2)], ("scalar",), (k / 7,)))
-    assert len(casts._decisions) <= 10
-
-
 def test_operands_of_which_only_the_shape_counts_do_not_widen():
     low = nd.ones((2, 3)).astype("float16")
     with amp.autocast("float16"):
@@ -102,14 +78,3 @@ def test_prelu_follows_its_data(tmp_path):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = mx.sym.LeakyReLU(net, mx.sym.var("gamma"), act_type="prelu", name="prelu")
     assert precisions(net, data=(2, 5))["prelu"] == "float16"
-
-
-def test_adaptive_pooling_stays_float16_and_sums_in_float32():
-    for device in ("cpu", "gpu"):
-        rule = amp.Policy.default("float16", device).rule("_contrib_AdaptiveAvgPooling2D")
-        assert rule.op_class == "neutral"
-        assert bool(rule.missing) == (device == "cpu")
-    with amp.autocast("float16"):
-        pooled = nd.contrib.AdaptiveAvgPooling2D(nd.ones((1, 1, 70, 70)).astype("float16"))
-        assert kind(pooled) == "float16"
-        assert pooled.asscalar() == 1

@@ -59,19 +59,6 @@ def test_blocks_stand_for_their_layers(net, case):
         assert all(node.precision == everywhere[node.name].precision for node in others)
 
 
-def test_blocks_in_every_way_of_running(net):
-    x = randn(64, 8)
-    policy = POLICY.untuned().override(fp32_layers=net[1])
-    net.hybridize()
-    with amp.autocast(policy=policy), amp.debugging.operator_stats() as stats:
-        net(x)
-    assert stats["FullyConnected"] == {"bfloat16": 14, "float32": 1}
-    converted = amp.convert_hybrid_block(net, "bfloat16", excluded_sym_names=[net[1]])
-    with amp.debugging.operator_stats() as stats:
-        converted(x)
-    assert stats["FullyConnected"]["float32"] == 1
-
-
 def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
     assert layer_patterns("here", rnn.LSTM(4, prefix="lstm_")) == [["lstm_*"]]
     assert layer_patterns("here", rnn.LSTMCell(4, prefix="cell_")) == [["cell_*"]]

@@ -3,14 +3,11 @@
 import re
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import mxamp as amp
 from mxamp.framework import machine
-from mxamp.framework.operators import registry
 from mxamp.policy.decision import decide
-from mxamp.policy.lists import lists_folder
 from mxamp.policy.policy import Policy
 
 DEFAULTS = [("float16", "cpu"), ("float16", "gpu"), ("bfloat16", "cpu")]
@@ -59,16 +56,6 @@ def test_changed_policies(tmp_path, name):
     text = path.read_text()
     found.save(path)
     assert path.read_text() == text
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_own_lists_with_other_names(tmp_path, name):
-    path = tmp_path / "own.toml"
-    text = (lists_folder() / f"{name}.toml").read_text()
-    path.write_text(text.replace('reason = "', 'reason = "\\"my\\" \\\\ \\u0001\\U0001f600'))
-    policy = Policy.load(path, "cpu")
-    assert '"my" \\ \x01😀' in policy.rule("Convolution").reason
-    assert Policy.load(saved(policy, tmp_path)) is policy
 
 
 def test_conditions_of_several_tables_and_attributes(tmp_path):
@@ -163,41 +150,6 @@ def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypa
 
 # ---------------------------------------------------------------------- anything
 
-TEXT = st.text(max_size=8)
-
 
 def tuples(*of, most=3):
     return st.lists(st.tuples(*of) if len(of) > 1 else of[0], max_size=most).map(tuple)
-
-
-NAMES = st.lists(st.sampled_from(sorted(registry())), max_size=3)
-CONDITIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["softmax", "log_softmax", "softmin"]), st.sampled_from(["axis", "temperature"]),
-        st.lists(TEXT, max_size=2),
-    ), max_size=3,
-)  # fmt: skip
-
-
-# Its own generator, which hypothesis looks for among objects that conftest has frozen.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:It looks like `register_random`")
-@settings(
-    max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],  # to shrink takes minutes
-)  # fmt: skip
-@given(
-    st.sampled_from(DEFAULTS), NAMES, CONDITIONS, st.booleans(), tuples(TEXT),
-    st.sampled_from(["", "untuned", "in_float32"]),
-)  # fmt: skip
-def test_any_policy(tmp_path, default, names, conditional, replace_lists, layers, then):
-    classes = {op_class: names[i : i + 1] for i, op_class in enumerate(("low", "fp32", "widest"))}
-    if len(set(names)) < len(names):
-        classes = {}
-    if set(names) & {name for name, _, _ in conditional}:
-        conditional = None
-    policy = Policy.default(*default).override(
-        **classes, conditional=conditional, replace_lists=replace_lists, fp32_layers=layers
-    )
-    policy = getattr(policy, then)() if then else policy
-    assert Policy.load(saved(policy, tmp_path)) is policy
