@@ -126,6 +126,7 @@ def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
     }
     left = {one for rule in changed.rules.values() for one in rule.by_shape}
     assert all(one.reason.is_detour for one in left)
+    assert bool(left) == (dtype == "bfloat16")
     for name in ("exp", "FullyConnected", "Activation", "Convolution"):
         assert changed.rule(name).shown_class == "fp32"
         decision = decide(name, {"act_type": "tanh"}, ["float32"] * 3, changed)

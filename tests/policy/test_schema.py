@@ -3,6 +3,7 @@
 import pytest
 
 import mxamp as amp
+from mxamp.framework.operators import registry
 from mxamp.policy.policy import Policy
 
 HEAD = 'format = 1\ndtype = "float16"\n'
@@ -26,6 +27,13 @@ def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path,
     assert [(" no float16 kernel on a CPU for dot:" in line) for line in caplog.messages] == [
         True
     ] * warned
+
+
+def test_prefixes_stand_for_all_operators_that_begin_so(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD + GROUP.replace('"dot"', '"dot", "_linalg_d*"'))
+    matching = [name for name in registry() if name.startswith("_linalg_d")]
+    assert Policy.load(path, "cpu").operators("low") == sorted([*matching, "dot"])
 
 
 def error_of(tmp_path, text):
