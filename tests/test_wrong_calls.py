@@ -82,8 +82,8 @@ WRONG = [
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "NoScaler of mxamp.*not a LossScaler"),
     # PyTorch's
     (lambda: amp.GradScaler().step(trainer()), r"step needs the batch size.*step\(trainer, batch_size\)"),
-    (lambda: amp.autocast("cuda", dtype="float16"), r"write autocast\('float16'\)"),
-    (lambda: amp.autocast(device_type="cuda", dtype="float16"), r"write autocast\('float16'\)"),
+    (lambda: amp.autocast("cuda", dtype="float16"), r"write autocast\('auto'\)"),
+    (lambda: amp.autocast(device_type="cuda", dtype="float16"), r"write autocast\('auto'\)"),
     (lambda: amp.autocast(target_dtype="bfloat16"), r"write autocast\(dtype="),
     (lambda: amp.autocast(cache_enabled=True), "leave it out"),
     (lambda: amp.autocast(custom_black_list=["exp"]), r"default\('float16'\)\.override\(fp32="),

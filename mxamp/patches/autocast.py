@@ -225,9 +225,9 @@ class autocast:
     """
 
     @checked_call(
-        dtype="the first argument is the dtype, and there is no device: write autocast('float16')",
-        device="arrays on the device of the policy are cast: write autocast('float16')",
-        device_type="arrays on the device of the policy are cast: write autocast('float16')",
+        dtype="the first argument is the dtype, and there is no device: write autocast('auto')",
+        device="arrays on the device of the policy are cast: write autocast('auto')",
+        device_type="arrays on the device of the policy are cast: write autocast('auto')",
         target_dtype="write autocast(dtype='bfloat16')",
         cache_enabled="casts of weights in a graph are made once anyway: leave it out",
         level="for levels there is initialize(net, trainer, opt_level='O1')",
