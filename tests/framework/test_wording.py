@@ -81,7 +81,7 @@ def trainer():
     (lambda: amp.register_custom_operator("a", np.float16), "kind must be .* or 'promote', not float16"),
     (lambda: amp.autocast(test_counts), "must be a dtype, not the function test_counts; write @amp.autocast"),
     (lambda: amp.GradScaler("cuda:0"), "init_scale must be .*, not 'cuda:0'"),
-    (lambda: amp.init("float32"), "not 'float32'; float32 is .* without mixed precision: .* call no init"),
+    (lambda: amp.init("float32"), "not 'float32'; for float32 call no init"),
     (lambda: amp.autocast(enabled="no"), "enabled must be True or False, not 'no'"),
     (lambda: amp.GradScaler(enabled="no"), "enabled must be True or False, not 'no'"),
     (lambda: amp.init_trainer(trainer(), "dynamic"), "such as LossScaler\\(\\) or StaticLossScaler\\(128\\), not 'dynamic'"),
