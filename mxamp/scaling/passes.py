@@ -324,7 +324,7 @@ def gradients_of(trainer: Trainer) -> Gradients:
     if found is None:
         found = trainer._amp_gradients = Gradients(trainer, 1.0)
         fresh = found.fresh()
-        if fresh and passes.scales != {1.0}:
+        if fresh and passes.scales - {1.0}:
             _take_earlier_passes(found, fresh)
     return found
 

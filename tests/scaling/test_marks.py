@@ -211,3 +211,18 @@ def test_svrg_on_several_devices():
     printed = [check_python(SVRG.format(way=way)) for way in ("plain", "decorate")]
     found = [np.array(ast.literal_eval(one.splitlines()[-1])) for one in printed]
     np.testing.assert_allclose(*found, rtol=1e-4)
+
+
+def test_a_plain_trainer_from_before_init_is_left_alone(caplog):
+    """Its gradients carry no scale, also before the first backward pass in mixed precision."""
+    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One())
+    old = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, update_on_kvstore=False)
+    with autograd.record():
+        loss = net(X).sum()
+    loss.backward()
+    other, trainer = make()
+    scaled(other, trainer)
+    assert "older than its trainer" not in caplog.text
+    old.step(1)
+    assert_weights(net, 0, -1)
