@@ -1,10 +1,11 @@
 """Convert a trained model for inference, save it, and serve it with MXNet alone.
 
-    python examples/convert_and_serve.py [--dtype float16] [--folder served]
+    python examples/convert_and_serve.py [--dtype float16] [--tune 30s] [--folder served]
 
-A net is exported as any Gluon net is. `convert_model` gives the same model with casts in its graph
-and half its bytes of parameters; what loads and runs it needs no mxamp. `compare_models` says how
-far the outputs are from float32's. `mxamp convert` does the same on the command line.
+A net is exported as any Gluon net is. `convert_files` writes the same model with casts in its graph
+and half its bytes of parameters; what loads and runs it needs no mxamp. With `--tune`, `tune` first
+measures the fastest way to run it here, and which layers have to stay in float32. `mxamp tune` and
+`mxamp convert` do the same on the command line.
 """
 
 import argparse
@@ -44,6 +45,7 @@ def serve(prefix, data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    parser.add_argument("--tune", metavar="TIME", help="tune first, for this time, such as 5m")
     parser.add_argument("--folder", type=Path, help="where the models go; by default nowhere")
     options = parser.parse_args()
     mx.random.seed(0)
@@ -53,18 +55,22 @@ def main():
         original, converted = str(folder / "model"), str(folder / f"model-{options.dtype}")
         exported(original)
 
-        model = mx.model.load_checkpoint(original, 0)
-        policy = amp.Policy.default(options.dtype, device="cpu")  # or "gpu"
-        low = amp.convert_model(*model, policy=policy, cast_optional_params=True)
-        mx.model.save_checkpoint(converted, 0, *low)
-        (error,) = amp.compare_models(model, low, amp.random_inputs(model, {"data": SHAPE}))
-
         data = mx.nd.random.normal(shape=SHAPE)
+        policy = amp.Policy.default(options.dtype, device="cpu")  # or "gpu"
+        how = {"cast_optional_params": True}
+        if options.tune:
+            model = mx.model.load_checkpoint(original, 0)
+            tuning = amp.tune(model, [{"data": data}], policy=policy, budget=options.tune)
+            policy, how = tuning.policy, tuning.convert_options
+            print(tuning)
+        amp.convert_files(original, converted, policy=policy, check_inputs={"data": data}, **how)
+
         wanted, served = serve(original, data), serve(converted, data)
         sizes = [Path(f"{prefix}-0000.params").stat().st_size for prefix in (original, converted)]
+    error = (served - wanted).norm() / wanted.norm()
     same = (wanted.argmax(1) == served.argmax(1)).sum().asscalar()
     print(f"{options.dtype}: {sizes[0]:,} -> {sizes[1]:,} bytes of parameters")
-    print(f"relative error {error.relative:.4f}, {same:.0f} of {len(data)} predictions the same")
+    print(f"relative error {error.asscalar():.4f}, {same:.0f} of {len(data)} predictions the same")
     print(f"outputs are {served.dtype.__name__}; mixed precision on: {amp.is_enabled()}")
 
 

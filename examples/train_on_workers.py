@@ -1,15 +1,16 @@
-"""Train on several workers with MXNet's parameter server, and go on from a checkpoint.
+"""Train on several workers: with MXNet's parameter server, or with Horovod.
 
     python examples/train_on_workers.py
     python examples/launch_workers.py -n 2 python examples/train_on_workers.py [--dtype float16]
+    horovodrun --gloo -np 2 -H localhost:2 python examples/train_on_workers.py --horovod
 
-The first trains alone, the second on two workers of this machine. Each worker takes its share of
-every batch. A step that overflows in one worker is skipped in all; the first steps in float16 are.
+The first trains alone, the others on two workers of this machine; `scripts/install_horovod` builds
+Horovod. Each worker takes its share of every batch. A step that overflows in one worker is skipped
+in all; the first steps in float16 are.
 """
 
 import argparse
 import os
-import tempfile
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
@@ -29,43 +30,57 @@ def batch(step, rank, workers):
     return mx.nd.array(points[rank::workers]), mx.nd.array(labels[rank::workers])
 
 
-def made(dtype, kvstore):
+def network():
     mx.random.seed(0)  # in all workers: each computes its first gradients with its own weights
     net = nn.HybridSequential()
     net.add(nn.Dense(64, activation="relu", in_units=INPUTS), nn.Dense(2, in_units=64))
-    net.initialize(mx.init.Xavier())
+    net.initialize(mx.init.Xavier())  # on GPUs with ctx=mx.gpu(number)
     net.hybridize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.2}, kvstore=kvstore)
-    scaler = amp.LossScaler(init_scale=2.0**20) if dtype == "float16" else None
-    amp.init_trainer(trainer, scaler)
-    return net, trainer
+    return net
+
+
+def with_horovod(net):
+    """Return a trainer, this worker's rank and the number of workers."""
+    import horovod.mxnet as hvd
+
+    hvd.init()
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    # compression=hvd.Compression.fp16 sends float16
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.2})
+    return trainer, hvd.rank(), hvd.size()
+
+
+def with_parameter_server(net):
+    """Return a trainer, this worker's rank and the number of workers."""
+    distributed = os.environ.get("DMLC_ROLE") == "worker"
+    store = mx.kv.create("dist_sync" if distributed else "device")
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.2}, kvstore=store)
+    return trainer, store.rank, store.num_workers
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--horovod", action="store_true")
     options = parser.parse_args()
-    distributed = os.environ.get("DMLC_ROLE") == "worker"
-    kvstore = mx.kv.create("dist_sync" if distributed else "device")
-    rank, workers = kvstore.rank, kvstore.num_workers
+    net = network()
+    made = with_horovod if options.horovod else with_parameter_server
+    trainer, rank, workers = made(net)
 
     amp.init(options.dtype, ctx=mx.cpu())  # or mx.gpu(number)
-    net, trainer = made(options.dtype, kvstore)
+    scaler = amp.LossScaler(init_scale=2.0**20) if options.dtype == "float16" else None
+    amp.init_trainer(trainer, scaler)
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     losses = []
-    for step in range(options.steps):
+    for step in range(80):
         x, y = batch(step, rank, workers)
         with autograd.record():
             loss = loss_function(net(x), y)
             with amp.scale_loss(loss, trainer) as scaled:
                 autograd.backward(scaled)
-        trainer.step(BATCH)  # the rows of all workers
+        # Horovod averages over workers; the parameter server adds up.
+        trainer.step(len(x) if options.horovod else BATCH)
         losses.append(loss.mean().asscalar())
-    if rank == 0:  # all have the same weights, optimizer states and loss scale
-        with tempfile.TemporaryDirectory() as folder:
-            net.save_parameters(f"{folder}/net.params")
-            trainer.save_states(f"{folder}/trainer.states")
     amp.shutdown()
 
     print(f"{options.dtype}: loss {losses[0]:.3f} -> {losses[-1]:.3f}, {workers} workers")
