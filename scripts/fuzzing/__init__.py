@@ -1,1 +1,1 @@
-"""Random programs, run in plain MXNet and with mixed precision: see `scripts/fuzz`."""
+"""Random programs for `scripts/fuzz`."""

@@ -5,15 +5,12 @@ import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple
 
 from .generating import random_program
-from .programs import Program
-from .shrinking import shrunk
-from .sources import source
-
-__all__ = ["FAILURES", "Finding", "Harvest", "Runner", "explained", "hunt"]
+from .programs import Program, shrunk
 
 #: What makes a program a finding.
 FAILURES = ("different", "error", "died", "hung")
@@ -22,26 +19,22 @@ LIFE = 300  #: programs of one worker
 TRIALS = 250  #: programs run to shrink one
 FOLDER = Path(__file__).resolve().parents[1]
 
-#: Reasons of known differences that are no defects of mxamp.
-NAN = "oneDNN's relu makes 0 of NaN: docs/bfloat16-on-cpus.md"
-_RELU = ("Activation", "relu", "clip", "npx.activation", "npx.relu", "np.clip")
-# Seen in one run of five in plain MXNet.
-FOREACH = "loops in graphs with static_shape read memory that was never written, in plain MXNet too"
-
-FROZEN = "plain MXNet gives no gradient to a dense layer's bias where its weight has none"
-CANCELED = "BatchNorm amplifies the rounding error of a difference of equal arrays"
-
-ENLARGED = "plain MXNet leaves parameters unwritten that partial_shaping=True has enlarged"
-
-#: By the features of a program.
+NAN = "oneDNN's relu makes 0 of NaN"
+#: Known differences that are no defects of mxamp, by the features of a program.
 EXPLAINED: Dict[FrozenSet[str], str] = {
-    **{frozenset({op, "not finite"}): NAN for op in _RELU},
-    frozenset({"contrib.foreach", "static_shape"}): FOREACH,
-    frozenset({"FullyConnected", "grad_req()"}): FROZEN,
-    frozenset({"npx.fully_connected", "grad_req()"}): FROZEN,
-    frozenset({"BatchNorm", "broadcast_sub"}): CANCELED,
-    frozenset({"BatchNorm", "reshape()"}): ENLARGED,
-}
+    **{frozenset({op, "not finite"}): NAN for op in
+       ("Activation", "relu", "clip", "npx.activation", "npx.relu", "np.clip")},
+    # Seen in one run of five in plain MXNet.
+    frozenset({"contrib.foreach", "static_shape"}):
+        "loops in graphs with static_shape read memory that was never written, as in plain MXNet",
+    **{frozenset({op, "grad_req()"}):
+       "plain MXNet gives no gradient to a dense layer's bias where its weight has none"
+       for op in ("FullyConnected", "npx.fully_connected")},
+    frozenset({"BatchNorm", "broadcast_sub"}):
+        "BatchNorm amplifies the rounding error of a difference of equal arrays",
+    frozenset({"BatchNorm", "reshape()"}):
+        "plain MXNet leaves parameters unwritten that partial_shaping=True has enlarged",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,18 +67,10 @@ class Harvest:
     findings: List[Finding] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
 
-    def count(self, program: Program, kind: str) -> None:
-        """Count a program and the kind of its result."""
-        with self.lock:
-            names = ["programs", kind, f"way {program.way}", f"policy {program.policy}"]
-            self.counts.update(names)
-            self.counts["events"] += len(program.steps) - 1
-            self.counts["operators"] += len(program.nodes)
-
 
 def _serve(pipe: Any, planted: str) -> None:
-    """Serve programs in a worker process; this process does not import MXNet."""
-    from .worker import serve
+    """Serve programs in a worker process."""
+    from .running import serve
 
     serve(pipe, planted)
 
@@ -93,18 +78,16 @@ def _serve(pipe: Any, planted: str) -> None:
 class Runner:
     """Runs programs in a worker process, which is replaced after a crash, a hang or an error."""
 
-    def __init__(self, limit: float = LIMIT, planted: str = "") -> None:
+    def __init__(self, planted: str = "") -> None:
         os.environ["PYTHONPATH"] = str(FOLDER) + os.pathsep + os.environ.get("PYTHONPATH", "")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # The fork server has imported everything and run nothing.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["fuzzing.worker"])
-        self._limit, self._planted = limit, planted
+        self._context.set_forkserver_preload(["fuzzing.running"])
+        self._planted = planted
         self._process: Any = None
         self._pipe: Any = None
-        self._count = 0
-        self._used = False
-        self._clean = True
+        self._count, self._clean = 0, True
 
     def run(self, program: Program) -> Tuple[str, str]:
         """Return the kind and the text of a program's result.
@@ -112,7 +95,7 @@ class Runner:
         The kind is "unstable" if the program fails only after other programs.
         """
         kind, text = self._run_once(program)
-        if kind in FAILURES and self._used and not (kind == "different" and self._clean):
+        if kind in FAILURES and self._count != 1 and not (kind == "different" and self._clean):
             # An earlier program may have corrupted memory, as errors in MXNet do.
             self.close()
             again, said = self._run_once(program)
@@ -128,16 +111,11 @@ class Runner:
         if self._process is None or self._count >= LIFE:
             self._start()
         self._count += 1
-        self._used = self._count > 1
         # The result if the worker falls silent: plain MXNet runs first, and may crash too.
         end = {"dies": "invalid", "hangs": "invalid"}
         try:
-            self._pipe.send({
-                "source": source(program), "noisy": source(program, noisy=True),
-                "policy": program.precision, "special": bool(program.special),
-                "dtypes": program.keeps_dtypes,
-            })  # fmt: skip
-            while self._pipe.poll(self._limit):
+            self._pipe.send(program.to_json())
+            while self._pipe.poll(LIMIT):
                 kind, text = self._pipe.recv()
                 if kind == "plain":
                     end = {"dies": "died", "hangs": "hung"}
@@ -147,7 +125,7 @@ class Runner:
                 else:
                     return str(kind), str(text)
             self.close()
-            return end["hangs"], f"took over {self._limit:g} s"
+            return end["hangs"], f"took over {LIMIT:g} s"
         except (EOFError, OSError):
             self._process.join(5)
             status = self._process.exitcode
@@ -158,9 +136,8 @@ class Runner:
         """Replace the worker by a new process."""
         self.close()
         self._pipe, other = self._context.Pipe()
-        self._process = self._context.Process(
-            target=_serve, args=(other, self._planted), daemon=True
-        )
+        arguments = (other, self._planted)
+        self._process = self._context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         other.close()
         try:
@@ -175,56 +152,39 @@ class Runner:
             self._process.kill()
             self._process.join()
             self._pipe.close()
-        self._process = None
+        self._process, self._count = None, 0
 
 
 def hunt(
-    runner: Runner,
-    numbers: Iterator[int],
-    harvest: Harvest,
-    known: Sequence[Finding],
+    runner: Runner, numbers: Iterator[int], harvest: Harvest, known: Sequence[Finding]
 ) -> None:
     """Run the random programs of some numbers; shrink failing ones, and add them to `harvest`.
 
     Programs that fail like a finding in `known` are counted alone.
     """
+
+    def is_known(program: Program) -> bool:
+        return any(one.is_like(program) for one in (*known, *harvest.findings))
+
+    def fails(kind: str, program: Program) -> bool:
+        return runner.run(program)[0] == kind and not is_known(program)
+
     for number in numbers:
         program = random_program(number)
         if not program.nodes:
             continue
         kind, text = runner.run(program)
-        if kind in FAILURES:
-            kind, text, program = _shrink(runner, kind, text, program, [*known, *harvest.findings])
-        if kind in FAILURES:
-            found = Finding(kind, text, program.features, program.precision, program, number)
-            kind = _add_finding(harvest, found, known)
-        harvest.count(program, kind)
-
-
-def _add_finding(harvest: Harvest, finding: Finding, known: Sequence[Finding]) -> str:
-    """Add a finding unless a similar one is known; return the kind to count."""
-    assert finding.program is not None
-    with harvest.lock:
-        if any(one.is_like(finding.program) for one in (*known, *harvest.findings)):
-            return "again"
-        harvest.findings.append(finding)
-        return finding.kind
-
-
-def _shrink(
-    runner: Runner, kind: str, text: str, program: Program, known: Sequence[Finding]
-) -> Tuple[str, str, Program]:
-    """Return the kind, the text and the program after shrinking; "again" if it is known."""
-
-    def fails(smaller: Program) -> bool:
-        return runner.run(smaller)[0] == kind and not like_known(smaller)
-
-    def like_known(one: Program) -> bool:
-        return any(finding.is_like(one) for finding in known)
-
-    if like_known(program):
-        return "again", text, program
-    program = shrunk(program, fails, TRIALS)
-    runner.close()
-    found, said = runner.run(program)
-    return ("unstable", text, program) if found != kind else (kind, said, program)
+        if kind in FAILURES and not is_known(program):
+            program = shrunk(program, partial(fails, kind), TRIALS)
+            runner.close()
+            first, (kind, text) = kind, runner.run(program)
+            kind = kind if kind == first else "unstable"
+        with harvest.lock:
+            if kind in FAILURES and is_known(program):
+                kind = "again"
+            elif kind in FAILURES:
+                harvest.findings.append(
+                    Finding(kind, text, program.features, program.precision, program, number)
+                )
+            names = ("programs", kind, f"way {program.way}", f"policy {program.policy}")
+            harvest.counts.update(names)
