@@ -1,4 +1,4 @@
-"""Pages of the site from outside docs/: examples, operator lists, project pages, signatures.
+"""Pages of the site from outside docs/: examples, operator lists, project pages.
 
 On a code host the pages in docs/ are read as they are, and their links lead to files. MkDocs calls
 these functions, which make pages of such files and let the links lead there.
@@ -19,8 +19,6 @@ PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
-#: A row of docs/api.md: a name, its signature and a line of help.
-ROW = re.compile(r"^\| `([\w.]+)(.*)` \| (.*) \|$", re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,9 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link files to their pages; add docstrings below the tables of the reference."""
-    if page.file.src_uri == "api.md":
-        markdown = _with_docstrings(markdown)
+    """Link files to their pages."""
     folder = (ROOT / "docs" / page.file.src_uri).parent
     markdown = LINK.sub(lambda found: f"]({_target(found[1], folder)}{found[2] or ''})", markdown)
     # A picture on a small screen: a touch shows it in full size, as on code hosts.
@@ -77,23 +73,3 @@ def _target(target: str, folder: Path) -> str:
     if name in PAGES:
         return PAGES[name]
     return _page_path(path) if path.suffix in LANGUAGES else target
-
-
-def _with_docstrings(markdown: str) -> str:
-    """Return the page with each section's docstrings below its table, to which the names link."""
-    head, *sections = re.split(r"^(?=## )", markdown, flags=re.M)
-    return head + "".join(map(_section, sections))
-
-
-def _section(text: str) -> str:
-    """Return a section of the reference with docstrings below its table."""
-    names = [found[1] for found in ROW.finditer(text)]
-    rows = ROW.sub(r"| [`\1`](#mxamp.\1) | \3 |", text)
-    # Classes show their methods, and modules their contents.
-    shown = [name for name in names if name != "debugging" and not _is_method(name)]
-    return rows.rstrip() + "\n\n" + "".join(f"::: mxamp.{name}\n\n" for name in shown)
-
-
-def _is_method(name: str) -> bool:
-    """Return whether a public name is a class's attribute."""
-    return name.split(".")[0][0].isupper() and "." in name
