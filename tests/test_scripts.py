@@ -223,17 +223,6 @@ def test_benchmarks_run(name, arguments, words):
         assert word in done.stdout
 
 
-@pytest.mark.slow
-def test_processes_that_are_killed_leave_whole_files():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "kill_test"), "--kills", "6", "--megabytes", "2"],
-        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for kind in ("ConvertFiles", "SaveStates"):
-        assert f"{kind}: 6 kills" in done.stdout
-
-
 def row(contender, ratio=None, least=None, greatest=None, model="mlp-64"):
     found = {"model": model, "mode": "training", "contender": contender}
     if ratio is None:
