@@ -36,8 +36,6 @@ docs: ## run the code blocks of README.md and docs/, check their links, and buil
 bench: setup ## compare whole models with float32, on one core; takes long, scripts/bench/models --model NAME does not
 	$(PYTHON) scripts/bench/models --rounds 3 --json bench.json
 
-pictures: ## draw docs/speed.svg and docs/speed.png anew; needs matplotlib in .venv
-	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.svg --bars --model resnet50-16 \
+pictures: ## draw docs/speed.svg anew; needs matplotlib in .venv
+	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.svg --model resnet50-16 \
 		--model mobilenet_v2-8 --model resnext50_32x4d-2 --model bert_base-4 --model lstm-8
-	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.png \
-		--contender stock --contender mxamp --contender torch --contender fused

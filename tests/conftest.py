@@ -54,9 +54,18 @@ def pytest_addoption(parser):
     )
 
 
+#: Tests of the project's own tools.
+TOOLING = {f"test_{name}.py" for name in (
+    "check_gpu", "examples", "fuzz", "notebooks", "packaging", "paper", "scripts", "setup", "site",
+    "wheel",
+)}  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.name in TOOLING:
+            item.add_marker("proof")
         # The case's id, not its position, decides: positions follow one parameter's order.
         if item.get_closest_marker("matrix") and zlib.crc32(item.name.encode()) % 16:
             item.add_marker("slow")
