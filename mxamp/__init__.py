@@ -11,16 +11,13 @@ it is first used. Importing mxamp imports MXNet and patches nothing; `init`, `au
 front ends do. Import mxamp before MXNet: it makes MXNet 1.9.1 importable on newer Python and NumPy.
 """
 
+import sys as _sys
+from pathlib import Path as _Path
 from typing import Any as _Any
-from typing import Optional as _Optional
 
 import lazy_loader as _lazy_loader
 
-from .cli import starting as _starting
-from .errors import InstallError as _InstallError
-
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
-_problem: _Optional[_InstallError] = None
 #: Names of mxamp 1.0, and what to use instead.
 _GONE = {
     "Benchmark": "what benchmark(...) returns",
@@ -29,24 +26,24 @@ _GONE = {
     "Tuning": "what tune(...) returns",
     "draw": "explain(...).to_dot(), the graph in Graphviz's language",
 }
-_starting.exit_on_ctrl_c()
-try:
-    if _starting.without_mxnet():
-        raise _InstallError("this command of `mxamp` does not import MXNet")
+
+
+def _is_command() -> bool:
+    """Return whether this process is the command `mxamp`, which imports MXNet only if needed."""
+    program = (getattr(_sys, "argv", None) or [""])[0]
+    if program == "-m":  # as long as Python looks for the package
+        given = getattr(_sys, "orig_argv", [])  # from Python 3.10 on
+        return "mxamp" in given[given.index("-m") + 1 :][:1] if "-m" in given else False
+    return _Path(program).name == "mxamp"
+
+
+if not _is_command():
     from .framework.compat import import_mxnet as _import_mxnet
 
-    with _starting.outside_collector():
-        _import_mxnet()
-except _InstallError as _error:
-    # The command `mxamp` reports the error itself, in one line.
-    if not _starting.is_starting():
-        raise
-    _problem = _error
+    _import_mxnet()
 
 
 def __getattr__(name: str) -> _Any:
-    if _problem is not None and not name.startswith("__"):
-        raise _InstallError(str(_problem))
     if name in _GONE:
         raise AttributeError(f"mxamp.{name} is gone; use {_GONE[name]}")
     # Stored, so that the next use does not come here.

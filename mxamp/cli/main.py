@@ -1,16 +1,15 @@
 """The command `mxamp`: a group that loads the module of a command when it is called."""
 
 import importlib
+import os
 from typing import Any, Dict, List, Optional, Tuple
 
 import click
 
 from .._version import __version__
-from ..errors import AmpError, unknown
+from ..errors import AmpError, InstallError, unknown
+from ..framework.compat import import_mxnet
 from .output import examples, exit_with
-from .starting import INTERRUPTED, STATUS
-
-__all__ = ["COMMANDS", "main"]
 
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
@@ -22,6 +21,9 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "run": ("run", "Run a Python script in mixed precision, loss scaling included."),
     "tune": ("tune", "Measure a saved model, and find its fastest policy."),
 }
+
+#: `run` starts Python anew, and a setting may make the import end the process: `doctor` says so.
+_WITHOUT_MXNET = ("doctor", "run")
 
 _EXAMPLES = examples(
     "mxamp doctor",
@@ -35,25 +37,20 @@ class _Commands(click.Group):
     """A group that loads a command's module when it runs, and prints errors as one line."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command; print its error, click's own included, as one line with status 2."""
+        """Run a command; print its error, click's own included, as one line."""
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.Abort:
-            exit_with(INTERRUPTED, STATUS)
+            exit_with("interrupted", 130)
         except click.UsageError as error:
             where = f" ({error.ctx.command_path} --help)" if error.ctx else ""
             exit_with(f"error: {error.format_message()}{where}", 2)
         except click.ClickException as error:
             exit_with(f"error: {error.format_message()}", 2)
+        except InstallError as error:
+            exit_with(f"error: {error}", 1)
         except (AmpError, OSError) as error:
             exit_with(f"error: {error}", 2)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; Ctrl-C ends it with one line."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            exit_with(INTERRUPTED, STATUS)
 
     def list_commands(self, ctx: click.Context) -> List[str]:
         """Return the names of all commands."""
@@ -63,6 +60,9 @@ class _Commands(click.Group):
         """Import the module of a command, and return the command; None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name not in _WITHOUT_MXNET:
+            os.environ.pop("MXNET_ENABLE_AUTO_MIXED_PRECISION", None)  # it is for scripts
+            import_mxnet()
         module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command

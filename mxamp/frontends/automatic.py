@@ -89,28 +89,23 @@ _run = _AutomaticRun()
 def start(
     dtype: Optional[str] = None,
     policy: Optional[Policy] = None,
-    name: str = "automatic mixed precision",
-    instead: str = INSTEAD,
 ) -> None:
     """Turn on mixed precision and loss scaling for a program that uses neither.
 
     `dtype` is by default float16 with a GPU, else bfloat16. Does nothing if it is "auto" and that
-    means float32. Errors and log lines call the caller `name`. `instead` says how to turn mixed
-    precision on despite "auto". Raises `StateError` if mixed precision is on already.
+    means float32. Raises `StateError` if mixed precision is on already.
     """
     if current_policy() is not None:
-        raise StateError(f"{name} comes before anything else, and mixed precision is on already")
-    if policy is not None and dtype is not None:
-        raise ArgumentError("a policy holds its target dtype: give policy or dtype, not both")
+        raise StateError(f"{VARIABLE} comes before anything else: mixed precision is on already")
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     if not isinstance(chosen, Policy):
-        announce_float32(instead)
+        announce_float32(INSTEAD)
         return
     switch_on(chosen)
     announce(chosen)
     scaler = LossScaler() if chosen.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
-    _run.begin(SharedScale(scaler, name))
+    _run.begin(SharedScale(scaler, VARIABLE))
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -124,8 +119,6 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     if value not in (*_ON, *TARGETS_OR_AUTO):
         raise ArgumentError(UNKNOWN_VALUE.format(os.environ[VARIABLE]))
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
-    if imported_by_mxamp and (program == "-m" or Path(program).name == "mxamp"):
-        return  # the command `mxamp`
     script = Path(program).read_bytes() if os.path.isfile(program) else b""
     if imported_by_mxamp or imports_mxamp(script):
         show_log()
@@ -137,7 +130,9 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
         contrib_patches.open()
         return
     show_log()
-    start(value if value in TARGETS_OR_AUTO else None, name=VARIABLE)
+    path = os.environ.get("MXAMP_POLICY")
+    policy = Policy.load(path) if path else None
+    start(value if value in TARGETS_OR_AUTO else None, policy)
 
 
 # ------------------------------------------------------------ programs that use mxamp themselves

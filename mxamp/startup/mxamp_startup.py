@@ -2,8 +2,11 @@
 
 Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts, and that runs
 `install`. The hook reads the environment when the program imports MXNet, so a program or notebook
-may set the variable before. It loads mxamp only then, and only if the variable
-MXNET_ENABLE_AUTO_MIXED_PRECISION is set.
+may set a variable before. It loads mxamp only then, and only if the first of these is set:
+
+MXNET_ENABLE_AUTO_MIXED_PRECISION   a dtype, "auto" or "1"
+MXAMP_POLICY                        the policy file of `mxamp run --policy`
+MXAMP_STATS                         `mxamp run --stats`: print operator statistics at the end
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -12,7 +15,7 @@ import sys
 
 
 class _Finder:
-    """An import finder that loads MXNet through mxamp if the variable is set."""
+    """An import finder that loads MXNet through mxamp if the first variable is set."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
@@ -36,12 +39,19 @@ class _Loader:
     def create_module(self, spec):
         del spec
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        by_mxamp = "mxamp" in sys.modules
-        import mxamp  # noqa: F401
+        import gc
 
-        _start_automatic_run(by_mxamp)
-        import mxnet as module
+        enabled, by_mxamp = gc.isenabled(), "mxamp" in sys.modules
+        gc.disable()  # scanning MXNet's 100,000 objects would take a tenth of the run's start
+        try:
+            import mxamp  # noqa: F401
 
+            _start_automatic_run(by_mxamp)
+            import mxnet as module
+        finally:
+            gc.freeze()
+            if enabled:
+                gc.enable()
         self.attributes = module.__spec__, module.__loader__
         return module
 
@@ -50,17 +60,40 @@ class _Loader:
 
 
 def _start_automatic_run(imported_by_mxamp):
-    """Turn mixed precision on, or print the error.
+    """Turn mixed precision on, or print the error; with a policy file, an error ends the process.
 
     `imported_by_mxamp`: the program has imported mxamp, which imports MXNet.
     """
+    import os
+
     from mxamp.errors import AmpError
     from mxamp.frontends.automatic import start_from_environment
 
+    if os.environ.pop("MXAMP_STATS", ""):  # popped: not for the processes that this one starts
+        _print_statistics_at_exit()
     try:
         start_from_environment(imported_by_mxamp)
-    except AmpError as error:
+    except (AmpError, OSError) as error:
         print(f"mxamp: {error}", file=sys.stderr)
+        if os.environ.get("MXAMP_POLICY"):
+            sys.exit(2)
+
+
+def _print_statistics_at_exit():
+    """Count the operators that run from now on, and print the counts when Python ends."""
+    import atexit
+
+    from mxamp.tools.debugging.operator_counts import operator_stats
+
+    context = operator_stats()
+    counted = context.__enter__()
+
+    def finish():
+        context.__exit__(None, None, None)
+        sys.stdout.flush()
+        print(f"\n{counted}", file=sys.stderr)
+
+    atexit.register(finish)
 
 
 def install():

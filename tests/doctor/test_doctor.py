@@ -17,7 +17,6 @@ from helpers import ROOT, run_python
 from installations import H100, HEALTHY, ON_T4, T4, cpu
 from mxamp.cli import doctor as module
 from mxamp.cli.main import main
-from mxamp.cli.starting import without_mxnet
 from mxamp.tools.doctor.collect import collect
 
 WITHOUT_MXNET = """
@@ -149,32 +148,6 @@ def test_wrong_usage_is_one_line():
     done = command("doctor", "--wrong")
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "argv, given, without",
-    [
-        (["/usr/bin/mxamp", "doctor"], None, True),
-        (["-m", "doctor", "--json"], ["python", "-m", "mxamp", "doctor", "--json"], True),
-        (["-m", "doctor"], ["python", "-m", "hospital", "doctor"], False),
-        (["-m", "doctor"], None, True),
-        (["/usr/bin/mxamp", "run", "doctor"], None, False),
-        (["/usr/bin/mxamp"], None, True),
-        (["/usr/bin/mxamp", "--help"], None, True),
-        (["/usr/bin/mxamp", "explain", "--help"], None, False),
-        (["-m"], ["python", "-m", "mxamp"], True),
-        (["-m"], ["python", "-m", "hospital"], False),
-        (["-m", "--help"], None, False),
-        (["-m"], None, False),
-        (["train.py", "doctor"], None, False),
-        (["-c"], None, False),
-        ([], None, False),
-    ],
-)
-def test_only_these_commands_start_without_mxnet(monkeypatch, argv, given, without):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", given, raising=False)
-    assert without_mxnet() is without
 
 
 @pytest.mark.slow
