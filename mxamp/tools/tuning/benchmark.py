@@ -22,7 +22,7 @@ from ...scaling.scaler import NoScaler
 from ...scaling.trainer import init_trainer
 from ..debugging.batches import Batch, batches_of, check_loss
 from ..debugging.blocks import blocks_in
-from ..debugging.isolated import arrays_in, loss_of, restored
+from ..debugging.measured import arrays_in, copied, loss_of
 from ..debugging.results import Result, Table
 from .turns import (
     MOST_ROUNDS,
@@ -201,9 +201,8 @@ def benchmark(
     Parameters
     ----------
     net : Block
-        The float32 model. Parameters, gradients, statistics and hybridization are restored
-        afterwards, also after an error. Parameters with deferred initialization get a shape, and
-        the state of MXNet's random number generator, which can't be read, changes.
+        The float32 model. A deep copy runs. Parameters with deferred initialization get a shape,
+        and the state of MXNet's random number generator, which can't be read, changes.
     batch : NDArray or tuple
         The arguments of one call; with a loss, the label is the last element. An iterable of
         batches, such as a DataLoader, gives its first batch.
@@ -224,7 +223,7 @@ def benchmark(
     ArgumentError
         The model is no block, not in float32 or does not run on the batch.
 
-    Holds a copy of the parameters and gradients, and the converted model.
+    Holds a copy of the model, and the converted model.
     """
     if not isinstance(net, Block):
         raise ArgumentError(NOT_A_BLOCK.format(given=shown(net)))
@@ -236,18 +235,17 @@ def benchmark(
     policy = Policy.default(target_dtype or default_dtype(device), device)
     with autocast(enabled=False):
         _run_once(net, data)
-        used = [block for block in (net, loss) if isinstance(block, Block)]
-        with restored(used):
-            pairs = _pairs(net, data, loss, policy)
-            count = 0
-            while count < _LEAST or (count < MOST_ROUNDS and time.monotonic() < ends):
-                for pair in pairs:
-                    pair.run_round()
-                count += 1
-            notes: List[str] = []
-            if isinstance(net, HybridBlock) and net._cached_graph:
-                best = max(pair.low.speedup for pair in pairs)
-                notes = channels_note(net._cached_graph[1], policy.target_dtype, best)
+        net = copied(net, data.inputs)
+        pairs = _pairs(net, data, loss, policy)
+        count = 0
+        while count < _LEAST or (count < MOST_ROUNDS and time.monotonic() < ends):
+            for pair in pairs:
+                pair.run_round()
+            count += 1
+        notes: List[str] = []
+        if isinstance(net, HybridBlock) and net._cached_graph:
+            best = max(pair.low.speedup for pair in pairs)
+            notes = channels_note(net._cached_graph[1], policy.target_dtype, best)
     timings = tuple(pair.timing() for pair in pairs)
     return Benchmark(policy.target_dtype, policy.device, count, timings, tuple(notes))
 

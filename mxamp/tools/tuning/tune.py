@@ -34,6 +34,7 @@ from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.gluon import Block, HybridBlock
 
+from ...convert.blocks import build_block, trace
 from ...convert.files import DETECTION
 from ...convert.models import convert_hybrid_block, convert_model
 from ...convert.outputs import Distance, error_reason
@@ -53,7 +54,7 @@ from ...policy.targets import DEFAULT_TARGET, check_target
 from ...scaling.scaler import positive_number, whole_number
 from ..debugging.batches import batches_of, block_of, check_loss
 from ..debugging.explain import explain
-from ..debugging.isolated import arrays_in, copied, explained_errors, loss_of
+from ..debugging.measured import arrays_in, explained_errors, loss_of
 from .turns import (
     Timed,
     channels_note,
@@ -486,15 +487,13 @@ class _Model:
         self.batches = list(itertools.islice(batches, MOST_BATCHES))
         self.more = next(iter(batches), None) is not None
         inputs = self.batches[0].inputs
+        check_float32(model)
         with explained_errors(model, inputs, labelled, label_by="loss= or metric="):
             try:
-                self.block = copied(model, inputs)
-                if self.block is model:
-                    model(*inputs)
-                    raise ArgumentError(NO_GRAPH.format(name=model.name))
+                model(*inputs)  # the error of a model that does not run; deferred parameters
+                self.block = _traced_copy(model, inputs)
             except MXNetError as error:
                 raise ArgumentError(NOT_MEASURED.format(why=error_reason(error))) from None
-        check_float32(self.block)
         self.block.hybridize(static_alloc=True, static_shape=True)
         self.variables, self.symbol = self.block._cached_graph
         self.graph = Graph.from_symbol(self.symbol)
@@ -636,6 +635,16 @@ class _Model:
         """Have the block run another graph, with outputs nested as in Gluon's format."""
         self.block._cached_graph, self.block._out_format = (self.variables, symbol), nesting
         self.block._clear_cached_op()
+
+
+def _traced_copy(net: Block, inputs: Sequence[Any]) -> HybridBlock:
+    """Return the graph of `net` as a block with parameters of its own."""
+    try:
+        traced = trace(net, inputs)
+    except Exception as error:  # the user's own code runs in the trace
+        raise ArgumentError(NO_GRAPH.format(name=net.name)) from error
+    context = arrays_in(inputs)[0].context
+    return build_block(net, traced, traced.symbol, traced.param_values(), [context])
 
 
 def _outputs(output: Any) -> Results:

@@ -23,7 +23,7 @@ from ...graph.ir import Graph
 from ...policy.active import pop_region, push_policy
 from ...policy.policy import Policy
 from ...scaling.trainer import scale_loss
-from ..debugging.isolated import arrays_in
+from ..debugging.measured import arrays_in
 
 BUDGET = (
     "`budget` must be a number of seconds above 0, or a text such as '90s', '5m' or '1h', not "
