@@ -4,21 +4,11 @@ The block keeps one `CachedOp` for each policy, dtypes and choices by shape. It 
 graph.
 """
 
-import functools
+from __future__ import annotations
+
 import logging
 from dataclasses import replace
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
-)
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -28,6 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, on_device
+from ..framework.patching import Original
 from ..graph.casts.builder import is_converted
 from ..graph.casts.insert import region_marks, rewritten_symbol
 from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
@@ -56,46 +47,31 @@ _STATIC_SHAPE = "static_shape"
 _SCALE = -1
 
 
-def build_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_call_cached_op` that runs the graph rewritten for the policy in force."""
+def patched_call_cached_op(original: Original, self: HybridBlock, *args: Any) -> Any:
+    """Run the graph rewritten for the policy in force."""
+    if current_policy() is not None:
+        install_policy_op(self, args)
+    return original(self, *args)
 
-    @functools.wraps(original)
-    def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
-        if current_policy() is not None:
-            install_policy_op(self, args)
+
+def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
+    """Trace a block outside the `autocast` regions around the call."""
+    # Regions around the call are in force when the graph runs; only those inside belong to it.
+    active.push_tracing()
+    try:
         return original(self, *args)
-
-    return _call_cached_op
-
-
-def build_get_graph(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_get_graph` that traces outside the `autocast` regions around the call."""
-
-    @functools.wraps(original)
-    def _get_graph(self: HybridBlock, *args: Any) -> Any:
-        # Regions around the call are in force when the graph runs; only those inside belong to it.
-        active.push_tracing()
-        try:
-            return original(self, *args)
-        finally:
-            active.pop_region()
-
-    return _get_graph
+    finally:
+        active.pop_region()
 
 
-def build_setattr(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `__setattr__` that installs a `PolicyCachedOp` if a traced block has regions."""
-
-    @functools.wraps(original)
-    def __setattr__(self: HybridBlock, name: str, value: Any) -> None:  # noqa: N807
-        original(self, name, value)
-        # A block whose code enters regions needs a rewritten graph even if mixed precision is off
-        # outside. The call that traces it has already passed the patch of `_call_cached_op`.
-        made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
-        if made and vars(self).get("_source") is None and region_marks(self._cached_graph[1]):
-            install_policy_op(self, ())
-
-    return __setattr__
+def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any) -> None:
+    """Install a `PolicyCachedOp` if a traced block has regions."""
+    original(self, name, value)
+    # A block whose code enters regions needs a rewritten graph even if mixed precision is off
+    # outside. The call that traces it has already passed the patch of `_call_cached_op`.
+    made = name == "_cached_op" and isinstance(value, CachedOp) and not current_policy()
+    if made and vars(self).get("_source") is None and region_marks(self._cached_graph[1]):
+        install_policy_op(self, ())
 
 
 class Source(NamedTuple):
@@ -103,11 +79,11 @@ class Source(NamedTuple):
 
     graph: Graph
     policy: Policy
-    stored: FrozenSet[str]
+    stored: frozenset[str]
 
 
 def install_policy_op(
-    block: HybridBlock, args: Sequence[Any], source: Optional[Source] = None
+    block: HybridBlock, args: Sequence[Any], source: Source | None = None
 ) -> None:
     """Replace a block's cached op with a `PolicyCachedOp`.
 
@@ -158,7 +134,7 @@ class LastGraph(NamedTuple):
 
     policy: Policy
     dtypes: Mapping[str, str]
-    shapes: Mapping[str, Tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     training: bool
 
 
@@ -166,7 +142,7 @@ class _Call(NamedTuple):
     """The properties of a call that select its graph and its choices by shape: a cache key."""
 
     policy: Policy
-    dtypes: Tuple[str, ...]
+    dtypes: tuple[str, ...]
     graph_id: int
     off: bool  #: mixed precision is off outside the graph's regions
 
@@ -178,7 +154,7 @@ class PolicyCachedOp:
     Without a policy it runs the block's own cached op. The constructor reads the block's graph.
     """
 
-    def __init__(self, block: HybridBlock, source: Optional[Source] = None) -> None:
+    def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         symbol = block._cached_graph[1]
         self._plain = block._cached_op
         self._unchanged = _Op(self._plain, symbol)
@@ -204,11 +180,11 @@ class PolicyCachedOp:
         self._weights = [(name, param) for name, param in params if name in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
         self._passed_in = weights.intersection(self._names[i] for i in self._inputs)
-        self._trained: Dict[FrozenSet[str], Graph] = {}
+        self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
-        self._ops: Dict[Any, _Op] = {}
-        self._chosen: Dict[Any, Choices] = {}
-        self._hook: Optional[Tuple[Any, bool]] = None
+        self._ops: dict[Any, _Op] = {}
+        self._chosen: dict[Any, Choices] = {}
+        self._hook: tuple[Any, bool] | None = None
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
 
@@ -221,7 +197,7 @@ class PolicyCachedOp:
         """Run the graph on these arguments, as MXNet's cached op does."""
         return self._select_op(args).run(*args, **kwargs)
 
-    def graph_of(self, args: Sequence[NDArray]) -> "Tuple[Symbol, Sequence[NDArray]]":
+    def graph_of(self, args: Sequence[NDArray]) -> tuple[Symbol, Sequence[NDArray]]:
         """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
         op = self._select_op(args)
         return op.symbol, op.run.inputs(args) if isinstance(op.run, _ReorderedOp) else args
@@ -257,7 +233,7 @@ class PolicyCachedOp:
             warn_of_unknown_layers(policy)
         return op
 
-    def last_graph(self, policy: Optional[Policy]) -> Optional[LastGraph]:
+    def last_graph(self, policy: Policy | None) -> LastGraph | None:
         """Return what the last new graph under a policy, or any, was made for; None without any.
 
         That is training if the block has trained. Only a policy that depends on shapes has shapes,
@@ -267,7 +243,7 @@ class PolicyCachedOp:
         if not calls:
             return None
         call, training = calls[-1], bool(self._trained)
-        shapes: Mapping[str, Tuple[int, ...]] = {}
+        shapes: Mapping[str, tuple[int, ...]] = {}
         made = [key for key in self._chosen if key[0].policy == call.policy]
         if made:
             training = any(in_training for _, in_training, *_ in made)
@@ -307,7 +283,7 @@ class PolicyCachedOp:
 
         Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
         """
-        key: Tuple[Any, ...] = (call, training, *[args[i].shape for i in self._inputs])
+        key: tuple[Any, ...] = (call, training, *[args[i].shape for i in self._inputs])
         looked_at: Sequence[int] = range(len(args))
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
             key, looked_at = (call, training), [i for i, _ in self._parameters]
@@ -353,7 +329,7 @@ class PolicyCachedOp:
         return CachedOp(symbol, [*places.items(), *flags])
 
     @property
-    def hook(self) -> Optional[Tuple[Any, bool]]:
+    def hook(self) -> tuple[Any, bool] | None:
         """The user's operator hook and its `monitor_all`, whether it sees inputs too; or None."""
         return self._hook
 
@@ -363,7 +339,7 @@ class PolicyCachedOp:
             op.run._register_op_hook(callback, monitor_all)
 
 
-def _with_scale_input(graph: Graph, symbol_class: Type[Symbol]) -> Optional[Graph]:
+def _with_scale_input(graph: Graph, symbol_class: type[Symbol]) -> Graph | None:
     """Return the graph with the loss scale among its inputs, in MXNet's order; None if unneeded."""
     scaled = with_scale_input(graph)
     return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))

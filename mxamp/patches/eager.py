@@ -5,19 +5,10 @@ function, `_imperative_invoke`, looked up at call time in three modules. Replaci
 covers functions that user code imported before.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    FrozenSet,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
@@ -38,6 +29,7 @@ from ..framework.arrays import (
 )
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
+from ..framework.patching import Original
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
@@ -68,7 +60,7 @@ class Call(NamedTuple):
     output_is_list: bool
 
     @property
-    def attrs(self) -> Dict[str, str]:
+    def attrs(self) -> dict[str, str]:
         """The operator's attributes as text."""
         return dict(zip(self.keys, map(str, self.vals)))
 
@@ -96,21 +88,12 @@ INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 def build_invoke(original: Invoke) -> Invoke:
     """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
 
-    def _imperative_invoke(
-        handle: int,
-        ndargs: List[NDArray],
-        keys: Any,
-        vals: Any,
-        out: Any,
-        is_np_op: bool,
-        output_is_list: bool,
-    ) -> Any:
+    def _imperative_invoke(handle: int, ndargs: list[NDArray], *rest: Any) -> Any:
         policy = current_policy()
         action = (_OFF if policy is None else _actions_of(policy))[handle]
         if action is None or not ndargs:
-            return original(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        call = Call(handle, ndargs, keys, vals, out, is_np_op, output_is_list)
-        return action(original, call)
+            return original(handle, ndargs, *rest)
+        return action(original, Call(handle, ndargs, *rest))
 
     return _imperative_invoke
 
@@ -125,12 +108,12 @@ class _Actions(Dict[int, Optional[Action]]):
     scaled, since the backward pass is scaled all the same.
     """
 
-    def __init__(self, policy: Optional[Policy]) -> None:
+    def __init__(self, policy: Policy | None) -> None:
         super().__init__()
         self.policy = policy
-        self.casts: Dict[int, _Casts] = {}  #: by handle, of the operators that may be cast
+        self.casts: dict[int, _Casts] = {}  #: by handle, of the operators that may be cast
 
-    def __missing__(self, handle: int) -> Optional[Action]:
+    def __missing__(self, handle: int) -> Action | None:
         action = self._casting_action(handle) if self.policy is not None else None
         if self.policy is not None and handle in zero_gradient_inputs():
             action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
@@ -139,7 +122,7 @@ class _Actions(Dict[int, Optional[Action]]):
         self[handle] = action
         return action
 
-    def _casting_action(self, handle: int) -> Optional[Action]:
+    def _casting_action(self, handle: int) -> Action | None:
         """Return the action that casts the inputs of an operator; None if it is never cast."""
         if handle == _COPY_TO:
             return _copy_to
@@ -156,15 +139,13 @@ _OFF = _Actions(None)
 
 def _actions_of(policy: Policy) -> _Actions:
     """Return the actions of a policy on eager calls, by operator handle."""
-    made: Optional[_Actions] = policy.caches.eager
+    made: _Actions | None = policy.caches.eager
     if made is None:
         made = policy.caches.eager = _Actions(policy)
     return made
 
 
-def decision_for(
-    handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any
-) -> Optional[Decision]:
+def decision_for(handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Decision | None:
     """Return the decision for an eager call under the policy in force; None without a cast."""
     policy = current_policy()
     if policy is None or _actions_of(policy)[handle] is None:
@@ -189,7 +170,7 @@ def _scaling_losses(then: Action) -> Action:
     return action
 
 
-def _copying_inputs(then: Action, positions: Optional[FrozenSet[int]]) -> Action:
+def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
     """Return an action for an operator whose gradients at `positions` are zeros by definition."""
 
     def action(original: Invoke, call: Call) -> Any:
@@ -230,7 +211,7 @@ class _Casts:
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
-        self._decisions: Dict[Any, Optional[Decision]] = {}
+        self._decisions: dict[Any, Decision | None] = {}
         rule = self._rule = policy.rule(operator.name)
         #: Whether calls on float32 inputs are never cast.
         self._follows = not rule.lowers
@@ -241,7 +222,7 @@ class _Casts:
         by_size = policy.device == "cpu" and operator.name in ("FullyConnected", "Convolution")
         self._by_size = by_size and any(not one.reason.exact for one in rule.by_shape)
         #: Why calls of certain shapes and attributes stay in float32, or None.
-        self._kept: Dict[Any, Optional[Reason]] = {}
+        self._kept: dict[Any, Reason | None] = {}
         # The attributes that a decision reads.
         named = [c.attribute for c in rule.conditions]
         named += ["transpose_a"] if self._sums else []
@@ -255,11 +236,11 @@ class _Casts:
         # Without a GPU every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
 
-    def decide(self, call: Call) -> Optional[Decision]:
+    def decide(self, call: Call) -> Decision | None:
         """Return the decision on a call; None without a cast."""
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
-        attributes: Tuple[Tuple[str, str], ...] = ()
+        attributes: tuple[tuple[str, str], ...] = ()
         if self._reads_all:
             attributes = tuple(call.attrs.items())
         elif self._attributes:
@@ -283,15 +264,15 @@ class _Casts:
         return None
 
     def _decide_anew(
-        self, codes: Sequence[int], attributes: Dict[str, str], kept: Optional[Reason]
-    ) -> Optional[Decision]:
+        self, codes: Sequence[int], attributes: dict[str, str], kept: Reason | None
+    ) -> Decision | None:
         """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
-    def _reason_to_keep(self, call: Call) -> Optional[Reason]:
+    def _reason_to_keep(self, call: Call) -> Reason | None:
         """Return why the size of a call keeps it in float32, or None; cached."""
         arrays, recording = call.arrays, autograd.is_recording()
         # The numbers of units and channels are among the attributes.
@@ -344,7 +325,7 @@ class _Casts:
                 original = functools.partial(_in_training_mode, original)
         return _compute(decision, original, call)
 
-    def _convolve_images(self, original: Invoke, call: Call) -> Optional[Any]:
+    def _convolve_images(self, original: Invoke, call: Call) -> Any | None:
         """Return the output of a bfloat16 convolution of color images; None for other calls."""
         shapes = [array.shape for array in call.arrays]
         if shapes[1][1:2] != (COLORS,):
@@ -363,7 +344,7 @@ class _Casts:
             return add(original, call._replace(handle=_ADD, arrays=both, keys=(), vals=()))
         return self.run(original, call)
 
-    def _product_and_bias(self, original: Invoke, call: Call) -> List[NDArray]:
+    def _product_and_bias(self, original: Invoke, call: Call) -> list[NDArray]:
         """Return a dense layer's product without the bias, and the bias in the product's shape.
 
         MXNet computes no gradient of the bias where the weight needs none.
@@ -399,9 +380,7 @@ class _Calls(Parts):
         self.inputs, self.attrs = call.arrays, call.attrs
         self._casts, self._original, self._whole = casts, original, call
 
-    def add(
-        self, op: str, suffix: str, *inputs: Any, keep: Optional[str] = None, **attrs: str
-    ) -> Any:
+    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
         """Call an operator; return its output."""
         handle = handle_of(op)
         return self._casts._invoke(self._original, handle, inputs, attrs, self._whole)
@@ -418,7 +397,7 @@ _ACTIONS: Mapping[int, Callable[..., Any]] = {
 # ---------------------------------------------------------------------- applying a decision
 
 
-def _compute(decision: Optional[Decision], original: Invoke, call: Call) -> Any:
+def _compute(decision: Decision | None, original: Invoke, call: Call) -> Any:
     """Call an operator with the casts of a decision around it; None is a call without casts."""
     if decision is None:
         return original(*call)
@@ -441,7 +420,7 @@ def _in_training_mode(original: Invoke, *call: Any) -> Any:
         autograd.set_training(False)
 
 
-def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> List[NDArray]:
+def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
     """Return `arrays` cast to the dtypes that an operator reads by `decision`."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
@@ -482,54 +461,35 @@ def _write_out(outputs: Any, out: Any) -> Any:
 # ---------------------------------------------------------------------- other patches
 
 
-def build_tensordot(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `tensordot` that casts its inputs as the policy decides."""
+def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:
+    """Cast the inputs of `tensordot` as the policy decides."""
+    policy = current_policy()
+    action = _actions_of(policy)[_TENSORDOT] if policy is not None else None
+    if action is None:
+        return original(a, b, axes)
 
-    def tensordot(a: NDArray, b: NDArray, axes: Any) -> NDArray:
-        policy = current_policy()
-        action = _actions_of(policy)[_TENSORDOT] if policy is not None else None
-        if action is None:
-            return original(a, b, axes)
+    def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
+        return original(*arrays, axes)
 
-        def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
-            return original(*arrays, axes)
-
-        return action(invoke, Call(_TENSORDOT, [a, b], (), (), None, True, False))
-
-    return tensordot
+    return action(invoke, Call(_TENSORDOT, [a, b], (), (), None, True, False))
 
 
-def build_asnumpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `asnumpy` that returns float32 values for bfloat16 arrays."""
-
-    @functools.wraps(original)
-    def asnumpy(self: NDArray) -> Any:
-        if current_policy() is not None and dtype_code(self) == _BFLOAT16:
-            with autograd.pause():
-                return original(cast(self, "float32"))
-        return original(self)
-
-    return asnumpy
+def patched_asnumpy(original: Original, self: NDArray) -> Any:
+    """Return float32 values for bfloat16 arrays."""
+    if current_policy() is not None and dtype_code(self) == _BFLOAT16:
+        with autograd.pause():
+            return original(cast(self, "float32"))
+    return original(self)
 
 
-def build_scope_enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `__enter__` of autograd's scopes that begins to keep the casts of leaves."""
-
-    @functools.wraps(original)
-    def __enter__(self: Any) -> Any:  # noqa: N807
-        result = original(self)
-        mx_arrays.leaf_casts.begin(self)
-        return result
-
-    return __enter__
+def patched_enter(original: Original, self: Any) -> Any:
+    """Enter a scope of autograd, and begin to keep the casts of leaves."""
+    result = original(self)
+    mx_arrays.leaf_casts.begin(self)
+    return result
 
 
-def build_scope_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `__exit__` of autograd's scopes that frees the casts of leaves."""
-
-    @functools.wraps(original)
-    def __exit__(self: Any, *error: Any) -> Any:  # noqa: N807
-        mx_arrays.leaf_casts.end(self)
-        return original(self, *error)
-
-    return __exit__
+def patched_exit(original: Original, self: Any, *error: Any) -> Any:
+    """Leave a scope of autograd, and free the casts of leaves."""
+    mx_arrays.leaf_casts.end(self)
+    return original(self, *error)

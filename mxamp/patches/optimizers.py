@@ -5,8 +5,10 @@ fit the cache is up to 3 times as fast, and equal bit for bit: each operation ro
 the order of MXNet's kernel.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Iterator
 
 import mxnet as mx
 import numpy as np
@@ -15,6 +17,7 @@ from mxnet.optimizer import SGD
 
 from ..framework import machine
 from ..framework.arrays import as_float, flat_view
+from ..framework.patching import Original
 from ..policy.active import current_policy
 
 #: Elements per block: weight, gradient, momentum and two scratch blocks fit into the cache.
@@ -30,36 +33,32 @@ _LEAST = 2**21
 _float = np.float32
 
 
-def build_sgd(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `SGD._update_impl` that updates in NumPy where that is faster."""
-
-    @functools.wraps(original)
-    def _update_impl(
-        self: SGD,
-        indices: Any,
-        weights: Any,
-        grads: Any,
-        states: Any,
-        multi_precision: bool = False,
-    ) -> None:
-        one = not isinstance(indices, (tuple, list))
-        listed = [[a] if one else a for a in (indices, weights, grads, states)]
-        fast: List[Any] = []
-        slow: List[Any] = []
-        for row in zip(*listed):
-            (fast if not multi_precision and _is_faster(self, *row[1:]) else slow).append(row)
-        if not fast:
-            original(self, indices, weights, grads, states, multi_precision)
-            return
-        if slow:
-            original(self, *map(list, zip(*slow)), multi_precision)
-        indices = [row[0] for row in fast]
-        self._update_count(indices)
-        rates, decays = self._get_lrs(indices), self._get_wds(indices)
-        for (_, weight, grad, state), rate, decay in zip(fast, rates, decays):
-            _sgd(self, weight, grad, state if self.momentum > 0 else None, rate, decay)
-
-    return _update_impl
+def patched_update_impl(
+    original: Original,
+    self: SGD,
+    indices: Any,
+    weights: Any,
+    grads: Any,
+    states: Any,
+    multi_precision: bool = False,
+) -> None:
+    """Update in NumPy where that is faster."""
+    one = not isinstance(indices, (tuple, list))
+    listed = [[a] if one else a for a in (indices, weights, grads, states)]
+    fast: list[Any] = []
+    slow: list[Any] = []
+    for row in zip(*listed):
+        (fast if not multi_precision and _is_faster(self, *row[1:]) else slow).append(row)
+    if not fast:
+        original(self, indices, weights, grads, states, multi_precision)
+        return
+    if slow:
+        original(self, *map(list, zip(*slow)), multi_precision)
+    indices = [row[0] for row in fast]
+    self._update_count(indices)
+    rates, decays = self._get_lrs(indices), self._get_wds(indices)
+    for (_, weight, grad, state), rate, decay in zip(fast, rates, decays):
+        _sgd(self, weight, grad, state if self.momentum > 0 else None, rate, decay)
 
 
 def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
@@ -86,7 +85,7 @@ def _is_float32_on_cpu(array: Any) -> bool:
     )
 
 
-def _blocks(*arrays: Any) -> Iterator[List[Any]]:
+def _blocks(*arrays: Any) -> Iterator[list[Any]]:
     """Yield the arrays block by block, followed by two scratch blocks of the same size."""
     buffers = [np.empty(min(_BLOCK, arrays[0].size), _float) for _ in range(2)]
     for start in range(0, arrays[0].size, _BLOCK):
@@ -98,7 +97,7 @@ def _sgd(
     optimizer: SGD,
     weight: NDArray,
     grad: NDArray,
-    momentum: Optional[NDArray],
+    momentum: NDArray | None,
     rate: float,
     decay: float,
 ) -> None:

@@ -7,6 +7,8 @@ Executors in training stay in float32 under a float16 policy: their backward pas
 skips no update. Callers that scale the losses themselves bind inside `scaled_executors`.
 """
 
+from __future__ import annotations
+
 import ctypes
 import functools
 import inspect
@@ -15,7 +17,7 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Callable, Dict, FrozenSet, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -28,6 +30,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
+from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
@@ -43,7 +46,7 @@ from .announcements import announce_unscaled_executors, record_layers
 logger = logging.getLogger("mxamp")
 
 #: Whether the code that binds scales the losses of its executors.
-_scaled: "ContextVar[bool]" = ContextVar("mxamp_scaled_executors", default=False)
+_scaled: ContextVar[bool] = ContextVar("mxamp_scaled_executors", default=False)
 
 UP_SIZED = (
     "reshape to {new} needs more memory for {name!r} than its {old}: bind the largest shape first, "
@@ -61,66 +64,58 @@ NOT_REACHED = (
 INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more shapes"
 
 
-def build_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Symbol.bind` that binds the graph rewritten for the policy in force."""
-
-    @functools.wraps(original)
-    def bind(
-        self: Symbol,
-        ctx: Context,
-        args: Any,
-        args_grad: Any = None,
-        grad_req: Any = "write",
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        names = self.list_arguments()
-        grad_reqs = _grad_reqs(names, grad_req, args_grad)
-        policy = _policy_to_bind(self, ctx, grad_reqs)
-        if policy is None:
-            return original(self, ctx, args, args_grad, grad_req, *rest, **options)
-        arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
-        given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
-        dtypes = dict(zip(given, dtypes_of(list(given.values()))))
-        binding = _Binding(self, policy, grad_reqs, dtypes)
-        symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
-        return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
-
-    return bind
+def patched_bind(
+    original: Original,
+    self: Symbol,
+    ctx: Context,
+    args: Any,
+    args_grad: Any = None,
+    grad_req: Any = "write",
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Bind the graph rewritten for the policy in force."""
+    names = self.list_arguments()
+    grad_reqs = _grad_reqs(names, grad_req, args_grad)
+    policy = _policy_to_bind(self, ctx, grad_reqs)
+    if policy is None:
+        return original(self, ctx, args, args_grad, grad_req, *rest, **options)
+    arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
+    given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
+    dtypes = dict(zip(given, dtypes_of(list(given.values()))))
+    binding = _Binding(self, policy, grad_reqs, dtypes)
+    symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
+    return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
 
 
-def build_simple_bind(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Symbol.simple_bind` that binds the graph rewritten for the policy in force."""
-
-    @functools.wraps(original)
-    def simple_bind(
-        self: Symbol,
-        ctx: Context,
-        grad_req: Any = "write",
-        type_dict: Any = None,
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        names = self.list_arguments()
-        grad_reqs = _grad_reqs(names, grad_req)
-        policy = _policy_to_bind(self, ctx, grad_reqs)
-        if policy is None:
-            return original(self, ctx, grad_req, type_dict, *rest, **options)
-        dtypes = argument_dtypes(self, type_dict)
-        binding = _Binding(self, policy, grad_reqs, dtypes)
-        shapes = {name: options[name] for name in names if name in options}
-        symbol = binding.symbol_for(shapes)
-        if symbol is not self:
-            # MXNet can't infer dtypes and shapes of arguments that a cast reads. bfloat16 is left
-            # out, since type_dict can't hold it: bfloat16 variables declare their dtype.
-            named = {name: one for name, one in dtypes.items() if one != "bfloat16"}
-            type_dict = {**named, **(type_dict or {})}
-            inferred, _, _ = self.infer_shape_partial(**shapes)
-            known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
-            options = {**known, **options}
-        return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
-
-    return simple_bind
+def patched_simple_bind(
+    original: Original,
+    self: Symbol,
+    ctx: Context,
+    grad_req: Any = "write",
+    type_dict: Any = None,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """Bind the graph rewritten for the policy in force."""
+    names = self.list_arguments()
+    grad_reqs = _grad_reqs(names, grad_req)
+    policy = _policy_to_bind(self, ctx, grad_reqs)
+    if policy is None:
+        return original(self, ctx, grad_req, type_dict, *rest, **options)
+    dtypes = argument_dtypes(self, type_dict)
+    binding = _Binding(self, policy, grad_reqs, dtypes)
+    shapes = {name: options[name] for name in names if name in options}
+    symbol = binding.symbol_for(shapes)
+    if symbol is not self:
+        # MXNet can't infer dtypes and shapes of arguments that a cast reads. bfloat16 is left
+        # out, since type_dict can't hold it: bfloat16 variables declare their dtype.
+        named = {name: one for name, one in dtypes.items() if one != "bfloat16"}
+        type_dict = {**named, **(type_dict or {})}
+        inferred, _, _ = self.infer_shape_partial(**shapes)
+        known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
+        options = {**known, **options}
+    return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
 
 
 class _Binding:
@@ -147,7 +142,7 @@ class _Binding:
         self._is_plain = self._graph is read
         self._policy = policy
         record_layers(policy, read)
-        self._symbols: Dict[Choices, Symbol] = {}
+        self._symbols: dict[Choices, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
@@ -250,7 +245,7 @@ def scaled_executors() -> Iterator[None]:
         _scaled.reset(before)
 
 
-def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> Optional[Policy]:
+def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> Policy | None:
     """Return the policy to rewrite a symbol for; None to bind it as it is.
 
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
@@ -283,28 +278,23 @@ def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapp
 # ---------------------------------------------------------------------- symbols made in a region
 
 
-def build_creator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_symbol_creator` that marks new nodes with the `autocast` region around it."""
-
-    @functools.wraps(original)
-    def _symbol_creator(
-        handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
-    ) -> Any:
-        mark = active.current_mark()
-        if mark is not None and handle in _unmarked_handles():
-            # MXNet passes every attribute of such a node to the operator's constructor.
-            op_type = dict(zip(keys, vals)).get("op_type", "")
-            if mark.is_off and dict(custom_classes()).get(op_type) == "low":
-                logger.warning(NOT_REACHED, op_type)
-        elif mark is not None:
-            mark.has_nodes = True
-            keys, vals = [*keys, regions.REGION], [*vals, mark.text]
-        return original(handle, args, kwargs, keys, vals, *rest)
-
-    return _symbol_creator
+def patched_symbol_creator(
+    original: Original, handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
+) -> Any:
+    """Mark a new node with the `autocast` region around it."""
+    mark = active.current_mark()
+    if mark is not None and handle in _unmarked_handles():
+        # MXNet passes every attribute of such a node to the operator's constructor.
+        op_type = dict(zip(keys, vals)).get("op_type", "")
+        if mark.is_off and dict(custom_classes()).get(op_type) == "low":
+            logger.warning(NOT_REACHED, op_type)
+    elif mark is not None:
+        mark.has_nodes = True
+        keys, vals = [*keys, regions.REGION], [*vals, mark.text]
+    return original(handle, args, kwargs, keys, vals, *rest)
 
 
 @functools.lru_cache(maxsize=None)
-def _unmarked_handles() -> FrozenSet[int]:
+def _unmarked_handles() -> frozenset[int]:
     """Return the handles of operators whose nodes can't be marked with a region."""
     return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)

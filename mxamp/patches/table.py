@@ -5,10 +5,12 @@ Each row names the attribute of MXNet that is replaced, the function that builds
 from the original, and why MXNet's own attribute is not enough.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Iterator, NamedTuple
 
 from mxnet import autograd, gluon
 from mxnet.gluon import HybridBlock
@@ -28,7 +30,7 @@ from ..framework.contrib_amp import (
     refuse_contrib,
 )
 from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
-from ..framework.patching import Patch, PatchSet
+from ..framework.patching import Original, Patch, PatchSet, wrapping
 from ..policy.active import current_policy, pop_region, push_policy, suspended
 from ..policy.policy import Policy
 from ..scaling import finite, loss_outputs
@@ -37,76 +39,53 @@ from . import cached_op, eager, optimizers, symbolic
 # ---------------------------------------------------------------------- small replacements
 
 
-def _build_function_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `autograd.Function.__call__` whose backward runs under forward's policy."""
+def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> Any:
+    """Call a function whose backward runs under forward's policy."""
+    policy, backward = current_policy(), self.backward
 
-    @functools.wraps(original)
-    def __call__(self: autograd.Function, *inputs: Any) -> Any:  # noqa: N807
-        policy, backward = current_policy(), self.backward
+    @functools.wraps(backward)
+    def backward_of_forward(*gradients: Any) -> Any:
+        with casting.under(policy):
+            return backward(*gradients)
 
-        @functools.wraps(backward)
-        def backward_of_forward(*gradients: Any) -> Any:
-            with casting.under(policy):
-                return backward(*gradients)
-
-        self.backward = backward_of_forward
-        return original(self, *inputs)
-
-    return __call__
+    self.backward = backward_of_forward
+    return original(self, *inputs)
 
 
-def _build_loader_iter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `DataLoader.__iter__` that makes batches without mixed precision."""
-
-    @functools.wraps(original)
-    def __iter__(self: DataLoader) -> Iterator[Any]:  # noqa: N807
-        batches = original(self)
-        while True:
-            # Suspend only the loader: the code that runs during the yield is the script's.
-            with suspended():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-
-    return __iter__
-
-
-def _build_thread_worker(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_thread_worker_fn` that runs without mixed precision."""
-
-    @functools.wraps(original)
-    def _thread_worker_fn(*args: Any, **kwargs: Any) -> Any:
+def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
+    """Make batches without mixed precision."""
+    batches = original(self)
+    while True:
+        # Suspend only the loader: the code that runs during the yield is the script's.
         with suspended():
-            return original(*args, **kwargs)
-
-    return _thread_worker_fn
-
-
-def _build_store_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `KVStore` method that raises on arrays that parameter servers can't take."""
-
-    @functools.wraps(original)
-    def checked(self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_distributed(self):
-            PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
-        return original(self, key, value, *args, **kwargs)
-
-    return checked
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
-def _build_horovod_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of Horovod that raises on arrays that Horovod can't take."""
-
-    @functools.wraps(original)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
-        name = kwargs.get("name")
-        HOROVOD.check_arrays("the array" if name is None else f"the array {name!r}", arrays)
+def _patched_thread_worker(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Run a data loader's worker without mixed precision."""
+    with suspended():
         return original(*args, **kwargs)
 
-    return checked
+
+def _patched_store_call(
+    original: Original, self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a `KVStore` method; raise on arrays that parameter servers can't take."""
+    if is_distributed(self):
+        PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
+    return original(self, key, value, *args, **kwargs)
+
+
+def _patched_horovod_call(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of Horovod; raise on arrays that Horovod can't take."""
+    arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
+    name = kwargs.get("name")
+    HOROVOD.check_arrays("the array" if name is None else f"the array {name!r}", arrays)
+    return original(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------- the table
@@ -129,6 +108,7 @@ HOROVOD_FUNCTIONS = (
 
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _LEAVES = "the casts of a weight that is used several times share memory while autograd records"
+_GRAPHS = "rewrites graphs that are about to run"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
 _HOROVOD = "Horovod's own error names neither the dtype nor the array"
@@ -137,26 +117,26 @@ _HOROVOD = "Horovod's own error names neither the dtype nor the array"
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
-    Row(autograd._RecordingStateScope, "__enter__", eager.build_scope_enter, _LEAVES),
-    Row(autograd._RecordingStateScope, "__exit__", eager.build_scope_exit, _LEAVES),
-    Row(_api_internal, "tensordot", eager.build_tensordot, "the only operator that bypasses it"),
-    Row(NDArray, "asnumpy", eager.build_asnumpy, "plain MXNet returns bfloat16's raw bits"),
-    Row(Symbol, "bind", symbolic.build_bind, "rewrites the graphs of executors"),
-    Row(Symbol, "simple_bind", symbolic.build_simple_bind, "rewrites the graphs of executors"),
-    Row(HybridBlock, "_call_cached_op", cached_op.build_call,
-        "rewrites the graphs of hybridized blocks"),
-    Row(symbol_register, "_symbol_creator", symbolic.build_creator, _MARKS),
-    Row(HybridBlock, "_get_graph", cached_op.build_get_graph, _MARKS),
-    Row(HybridBlock, "__setattr__", cached_op.build_setattr, _MARKS),
-    Row(autograd.Function, "__call__", _build_function_call,
+    Row(autograd._RecordingStateScope, "__enter__", wrapping(eager.patched_enter), _LEAVES),
+    Row(autograd._RecordingStateScope, "__exit__", wrapping(eager.patched_exit), _LEAVES),
+    Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
+    Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
+    Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
+    Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
+    Row(HybridBlock, "_call_cached_op", wrapping(cached_op.patched_call_cached_op), _GRAPHS),
+    Row(symbol_register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator), _MARKS),
+    Row(HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph), _MARKS),
+    Row(HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr), _MARKS),
+    Row(autograd.Function, "__call__", wrapping(_patched_call),
         "MXNet runs backward later, outside the autocast region around forward"),
-    Row(DataLoader, "__iter__", _build_loader_iter,
+    Row(DataLoader, "__iter__", wrapping(_patched_iter),
         "transforms are not part of the net, and OpenCV has no half precision"),
-    Row(dataloader, "_thread_worker_fn", _build_thread_worker, "the same in worker threads"),
-    *(Row(KVStore, name, _build_store_call, _SERVERS)
+    Row(dataloader, "_thread_worker_fn", wrapping(_patched_thread_worker), "the same in threads"),
+    *(Row(KVStore, name, wrapping(_patched_store_call), _SERVERS)
       for name in ("init", "broadcast", "push", "pushpull")),
-    *(Row("horovod.mxnet", name, _build_horovod_call, _HOROVOD) for name in HOROVOD_FUNCTIONS),
-    Row(SGD, "_update_impl", optimizers.build_sgd,
+    *(Row("horovod.mxnet", name, wrapping(_patched_horovod_call), _HOROVOD)
+      for name in HOROVOD_FUNCTIONS),
+    Row(SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
         "on few cores NumPy updates weights several times as fast, to the same bits"),
     Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
@@ -176,7 +156,7 @@ class _CastingPatches(PatchSet):
         self._users = 0
         self._is_held = False
 
-    def patches(self) -> List[Patch]:
+    def patches(self) -> list[Patch]:
         """Return new patches for the rows of `ALL` whose modules are imported."""
         owners = [
             sys.modules.get(row.owner) if isinstance(row.owner, str) else row.owner for row in ALL
@@ -209,7 +189,7 @@ class _CastingPatches(PatchSet):
                 (self.acquire if is_held else self.release)()
 
     @contextmanager
-    def under(self, policy: Optional[Policy]) -> Iterator[None]:
+    def under(self, policy: Policy | None) -> Iterator[None]:
         """Context in which `policy` is in force, with the patches installed; None is float32."""
         self.acquire()
         push_policy(policy)
