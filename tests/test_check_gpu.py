@@ -10,8 +10,6 @@ import pytest
 
 from clones import BASH, Clone
 from helpers import ROOT
-from mxamp.framework.cuda import DRIVER, MAJORS
-from mxamp.tools.doctor.facts import Gpu, lacks_code_for
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"
@@ -61,35 +59,6 @@ def test_it_runs_in_an_environment_of_its_own(clone, said):
     assert "making .venv-gpu with Python 3.11" in done.error
     assert any(".[cu112,demo,test]" in call for call in clone.installs())
     assert not (clone.path / ".venv").exists()
-
-
-def test_its_limits_are_those_of_the_wheel():
-    script = (ROOT / "scripts" / "check_gpu").read_text()
-    assert f"\noldest_driver={DRIVER}\n" in script
-    assert f"[{''.join(map(str, MAJORS))}].*) usable=1" in script
-    assert "use_venv .venv-gpu cu112,demo,test" in script
-    for gpu, fits in ((T4, True), (A100, True), (L4, True), (H100, False)):
-        assert lacks_code_for(Gpu(*gpu.split(", "))) is not fits, gpu
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--nosuch"], "unknown argument '--nosuch'; scripts/check_gpu takes --fast, --out FILE"),
-        (["--out"], "--out needs the name of a file"),
-        (["--out="], "unknown argument '--out='"),
-    ],
-)
-def test_wrong_arguments(clone, arguments, words):
-    done = check(clone, *arguments, said=T4)
-    assert done.returncode == 2
-    assert words in done.error
-
-
-def test_python_3_13_has_no_numpy_for_it(clone):
-    done = check(clone, said=T4, python="3.13")
-    assert done.returncode == 1
-    assert "is Python 3.13; MXNet 1.9.1 needs 3.8, 3.9, 3.10, 3.11 or 3.12" in done.error
 
 
 # ---------------------------------------------------------------------- the report
@@ -152,49 +121,12 @@ def test_the_report_holds_all_parts(gpu_report, tmp_path):
     ]
 
 
-def test_parts_that_die_are_results_too(gpu_report, tmp_path):
-    def died(command):
-        said = f"in {ROOT}/scripts: Segmentation fault"
-        return subprocess.CompletedProcess(command, -11, said, "")
-
-    todo = gpu_report.parts(False, died, tmp_path)
-    del todo["doctor"]
-    found = gpu_report.write_report(todo, tmp_path / "report.json")
-    for part in found["parts"].values():
-        assert part["status"] == -11
-        assert part["failure"] == "in .../scripts: Segmentation fault"
-
-
-def test_what_was_done_is_kept_where_the_run_is_cut_off(gpu_report, tmp_path):
-    def cut_off():
-        raise KeyboardInterrupt
-
-    todo = {"doctor": lambda: {"gpus": []}, "tests": cut_off}
-    with pytest.raises(KeyboardInterrupt):
-        gpu_report.write_report(todo, tmp_path / "report.json")
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert not found["finished"]
-    assert list(found["parts"]) == ["doctor"]
-
-
 def run_script(*command):
     return subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, command)],
         capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def test_where_mxnet_does_not_import_it_says_why(tmp_path):
-    folder = tmp_path / "mxnet"
-    folder.mkdir()
-    (folder / "__init__.py").write_text('raise OSError("libcuda.so.1: cannot open shared object")')
-    code = "import runpy, sys; sys.path.insert(0, {!r}); sys.argv = ['gpu_report.py']; runpy.run_path({!r}, run_name='__main__')"
-    script = ROOT / "scripts" / "gpu_report.py"
-    done = run_script("-c", code.format(str(tmp_path), str(script)))
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: ")
-    assert "libcuda.so.1" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -40,29 +39,6 @@ def test_failures_are_one_clear_line(name, python, words, clone):
     assert not (clone.path / ".venv").exists()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "test", "docs"])
-@pytest.mark.parametrize("arguments", [["--python"], ["--python="], ["--python", ""]])
-def test_python_needs_a_value(name, arguments, clone):
-    done = clone.run(*arguments, name=name)
-    assert done.returncode == 2
-    assert done.error.startswith("error: --python needs a value")
-
-
-@pytest.mark.parametrize("argument", ["--nosuch", "tests", "-x", ""])
-def test_quickstart_refuses_what_it_does_not_know_before_it_sets_up(argument, clone):
-    done = clone.run("--python", clone.python(), argument, name="quickstart")
-    assert done.returncode == 2
-    assert f"'{argument}'" in done.error
-    assert "--fast, --python PYTHON" in done.error
-    assert not (clone.path / ".venv").exists()
-
-
-def test_the_rest_goes_to_pytest(clone):
-    done = clone.run("--python", clone.python(), "-n", "0", "--nosuch", "a b", "-k", "x or y")
-    assert done.returncode == 0
-    assert done.said == "ran -m pytest -q -m not proof -n 0 --nosuch a b -k x or y\n"
-
-
 @pytest.mark.parametrize(
     "arguments, marks",
     [
@@ -92,15 +68,6 @@ def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
         assert words in refused.error
 
 
-def test_no_python_at_all(clone):
-    for tool in ("dirname", "cat", "sed", "bash"):
-        (clone.bin / tool).symlink_to(shutil.which(tool))
-    done = clone.run(PATH=str(clone.bin))
-    assert done.returncode == 1
-    assert "no Python 3.8" in done.error
-    assert len(done.error.strip().splitlines()) == 1
-
-
 @pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_a_pipe_gets_one_line_for_each_step(version, clone):
     done = clone.set_up(version, PIP_DOES="echo Collecting numpy", CDPATH=str(clone.path))
@@ -113,18 +80,6 @@ def test_a_pipe_gets_one_line_for_each_step(version, clone):
     assert len(clone.installs()) == len(steps)
     assert any("--no-deps mxnet" in call for call in clone.installs()) == (version == "3.13")
     assert all(call.startswith(f"{clone.path}: ") for call in clone.installs())
-
-
-def test_a_terminal_sees_what_pip_is_at(clone):
-    ours, theirs = os.openpty()
-    subprocess.run(
-        [BASH, str(clone.path / "scripts" / "test"), "--setup-only", "--python", clone.python()],
-        env={**os.environ, "CALLS": str(clone.calls), "PIP_DOES": "echo Collecting numpy", "TERM": "xterm"},
-        stderr=theirs, check=True,
-    )  # fmt: skip
-    os.close(theirs)
-    assert b"\r\x1b[K  Collecting numpy" in os.read(ours, 1 << 16)
-    os.close(ours)
 
 
 def test_a_second_time_nothing_is_done(clone):
@@ -172,12 +127,6 @@ def test_a_failure_says_what_failed_and_what_to_do(said, words, clone):
     assert again.error.startswith("installing ")  # in the same .venv
 
 
-@pytest.mark.parametrize("value", ["1", "true"])
-def test_no_index_allowed(value, clone):
-    done = clone.set_up(PIP_DOES="echo ERROR: No matching; exit 1", PIP_NO_INDEX=value)
-    assert "No matching. pip is told to use no index (PIP_NO_INDEX)" in done.error
-
-
 def test_an_environment_that_can_not_be_made(clone):
     done = clone.set_up(VENV_DOES="echo ensurepip is missing; exit 1")
     assert done.returncode == 1
@@ -208,12 +157,6 @@ def test_a_venv_of_another_python_is_made_anew(clone):
     assert done.error.startswith("making .venv anew: it has Python 3.11, not 3.12\n")
 
 
-def test_a_venv_without_its_python_is_made_anew(clone):
-    clone.set_up()
-    (clone.path / ".venv" / "bin" / "python").unlink()
-    assert clone.set_up().error.startswith("making .venv anew: its Python does not run\n")
-
-
 def test_a_venv_that_was_moved_is_made_anew_with_its_python(clone):
     clone.set_up("3.9")
     clone.path = clone.path.rename(clone.path.with_name("moved"))
@@ -235,30 +178,6 @@ def test_two_at_once_take_turns(clone):
     assert first.returncode == second.returncode == 0
     assert second.error == "waiting for another set-up of this folder to end\n"
     assert len(clone.installs()) == said.count("installing ")
-
-
-def test_pip_s_settings_are_kept(clone):
-    clone.set_up(PIP_INDEX_URL="https://index.test/simple")
-    assert all("https://index.test/simple" in call for call in clone.installs())
-
-
-@pytest.mark.slow
-def test_no_network(clone):
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}
-    nowhere.update(PIP_EXTRA_INDEX_URL="", PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="")
-    done = clone.run("--setup-only", "--python", sys.executable, **nowhere)
-    assert done.returncode == 1
-    assert "Check the network" in done.error.splitlines()[-1]
-
-
-def test_the_project_s_own_environment_is_up_to_date(tmp_path):
-    if os.path.realpath(sys.prefix) != os.path.realpath(ROOT / ".venv"):
-        pytest.skip("runs in another environment than the project's own")
-    done = subprocess.run(
-        [BASH, str(ROOT / "scripts" / "test"), "--setup-only"],
-        capture_output=True, text=True, cwd=tmp_path, check=True,
-    )  # fmt: skip
-    assert "installing" not in done.stderr
 
 
 @pytest.mark.parametrize("built", [True, False])
@@ -315,24 +234,6 @@ def test_horovod_is_built_for_mxnet_with_gloo_once(clone):
 
 
 @pytest.mark.parametrize(
-    "env, words",
-    [
-        ({"CXX": "no-g++"}, "there is no C++ compiler at 'no-g++': install it, on Debian"),
-        ({"HOROVOD_CMAKE": "no-cmake"}, "no CMake at 'no-cmake': install it, on Debian and Ubuntu"),
-        ({"HOROVOD_CMAKE": "{bin}/old"}, "needs CMake 3.13 or newer, and '{bin}/old' is 3.12"),
-        ({"HOROVOD_CMAKE": "true"}, "and 'true' is of no version that it tells"),
-    ],
-)
-def test_what_horovod_is_built_with_is_missing(clone, env, words):
-    (clone.bin / "old").write_text(f"#!{BASH}\necho cmake version 3.12.4\n")
-    (clone.bin / "old").chmod(0o755)
-    done = install_horovod(clone, **{k: v.format(bin=clone.bin) for k, v in env.items()})
-    assert done.returncode == 1
-    assert words.format(bin=clone.bin) in done.error.splitlines()[-1]
-    assert not any("horovod==" in call for call in clone.installs())
-
-
-@pytest.mark.parametrize(
     "does, words",
     [
         (f"{INSTALLS}; rm -f $CALLS.horovod", "Horovod was built, and can't be used: "),
@@ -347,10 +248,3 @@ def test_a_build_of_horovod_that_fails_says_so(clone, does, words):
     assert done.returncode == 1
     assert done.error.splitlines()[-1].startswith(f"error: {words}")
     assert install_horovod(clone).returncode == 0
-
-
-def test_install_horovod_refuses_what_it_does_not_know(clone):
-    done = clone.run("--nosuch", name="install_horovod")
-    assert done.returncode == 2
-    assert "unknown argument '--nosuch'; scripts/install_horovod takes" in done.error
-    assert not (clone.path / ".venv").exists()

@@ -65,10 +65,6 @@ def imports(path):
                 yield inner if at.is_dir() or at.with_suffix(".py").exists() else target
 
 
-def test_every_module_has_its_place():
-    assert {path.with_suffix("").parts[0] for path in MODULES} == set(ORDER)
-
-
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_no_import_points_up(path):
     """So the core imports no tool."""
@@ -109,16 +105,6 @@ def test_a_package_itself_holds_a_docstring_alone(package):
     assert len(tree.body) == 1
 
 
-def test_pure_modules_import_no_mxnet():
-    for name in ("errors", "scaling/scaler", "framework/patching", "policy/rules"):
-        assert "mxnet" not in [
-            alias.name.split(".")[0]
-            for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        ]
-
-
 def test_the_package_shows_its_public_names_only():
     assert dir(amp) == sorted(amp.__all__)
     modules = {part for path in MODULES for part in path.with_suffix("").parts[:1]}
@@ -132,13 +118,6 @@ def test_the_debugging_tools_show_what_they_name():
     assert dir(module) == sorted(module.__all__)
     for name in module.__all__:
         assert hasattr(module, name) and name in module.__doc__, name
-
-
-def test_data_tables_alone_are_laid_out_by_hand():
-    for path in MODULES:
-        lines = (PACKAGE / path).read_text().splitlines()
-        marked = [i for i, line in enumerate(lines) if line.rstrip().endswith("# fmt: skip")]
-        assert all(lines[i].strip()[0] in ")}" for i in marked), path
 
 
 #: The files of the repository's root.
