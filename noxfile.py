@@ -1,7 +1,7 @@
 """Run the suite on every Python found, and as a CPU without avx512 would.
 
 `nox` runs all but the GPU wheel; `nox -s avx2` and `nox -s cuda` run one session, `nox -l` lists
-all. docs/versions.md says what was run.
+all. docs/evidence.md#versions says what was run.
 """
 
 import os
@@ -16,7 +16,7 @@ nox.options.default_venv_backend = "venv"
 # As scripts/test has it.
 PARALLEL = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal"]
 PYTHONS = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"]
-#: Python and NumPy, as docs/versions.md has them.
+#: Python and NumPy, as docs/evidence.md#versions has them.
 PAIRS = [
     ("3.8", "1.17.5"), ("3.8", "1.23.5"), ("3.9", "1.24.4"), ("3.11", "1.26.4"),
     ("3.12", "1.26.4"), ("3.13", "2.1.3"), ("3.13", "2.5.0"),

@@ -2,7 +2,7 @@
 
     python scripts/smoke.py
 
-`nox -s smoke` runs it on the Pythons and NumPys of docs/versions.md.
+`nox -s smoke` runs it on the Pythons and NumPys of docs/evidence.md#versions.
 """
 
 import platform
