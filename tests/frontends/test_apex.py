@@ -16,56 +16,6 @@ from mxamp.frontends import apex
 from training import assert_same_weights, batches, poisoned, setup, train
 
 
-def backward_with(trainer):
-    def backward(loss):
-        with amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
-
-    return backward
-
-
-@pytest.fixture(scope="module")
-def plain():
-    net = digits.network()
-    trainer = digits.trainer_of(net)
-    digits.train(net, trainer, autograd.backward, overflow_at=-1)
-    return digits.accuracy(net)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Accumulating with float16")
-@pytest.mark.parametrize(
-    "level, options",
-    [
-        ("O0", {}), ("O1", {}), ("O1", {"dtype": "bfloat16"}), ("O1", {"loss_scale": 128.0}),
-        ("O2", {}), ("O2", {"keep_batchnorm_fp32": True, "loss_scale": 128}),
-        ("O3", {"loss_scale": "dynamic"}), ("O3", {"keep_batchnorm_fp32": True, "loss_scale": 64}),
-    ],
-)  # fmt: skip
-def test_levels_reach_float32s_accuracy(plain, level, options):
-    net = digits.network()
-    trainer = digits.trainer_of(net)
-    if level != "O0":
-        options = {**options, "ctx": mx.cpu()}
-    made = amp.initialize(net, trainer, opt_level=level, **options)
-    assert made[0] is net
-    assert made[1] is trainer
-    net.hybridize()
-    if level == "O0":
-        assert not digits.train(net, trainer, autograd.backward, overflow_at=-1)
-        assert not amp.is_enabled()
-    else:
-        assert digits.train(net, trainer, backward_with(trainer))
-        assert trainer.amp_skips >= 1
-    assert plain > digits.ACCURACY
-    assert abs(digits.accuracy(net) - plain) < 0.02
-    kinds = {name.split("_", 1)[1]: kind(p.data()) for name, p in net.collect_params().items()}
-    cast = "float16" if level in ("O2", "O3") else "float32"
-    assert kinds["weight"] == cast
-    assert kinds["gamma"] == kinds["running_mean"] == "float32"
-    assert trainer._optimizer.multi_precision == (level == "O2")
-
-
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -122,19 +72,6 @@ def test_every_level_is_float32_where_auto_is(first, level, loss_scale, monkeypa
     assert_unpatched()
     with pytest.raises(amp.StateError, match="'auto' has chosen float32"):
         amp.init("bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_auto_elsewhere_is_that_dtype(dtype, monkeypatch):
-    for name in ("fast_dtype", "default_dtype"):
-        monkeypatch.setattr(machine, name, lambda device=None: dtype)
-    monkeypatch.setattr(machine, "default_device", lambda: "cpu")
-    _, trainer = amp.initialize(*setup(), dtype="auto")
-    assert amp.current_policy().target_dtype == dtype
-    assert trainer.amp_loss_scale == (2.0**16 if dtype == "float16" else 1)
-    amp.shutdown()
-    with pytest.raises(amp.ArgumentError, match="'float16', 'bfloat16' or 'auto', not 'fast'"):
-        amp.initialize(*setup(), dtype="fast")
 
 
 def test_o2_keeps_master_weights():
@@ -232,17 +169,6 @@ def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
     on_gpus = apex._o3_policy(amp.Policy.default("float16", "gpu"))
     for name in ("InstanceNorm", "CTCLoss", "sort", "_linalg_gemm2", "_contrib_Proposal"):
         assert on_gpus.rule(name).op_class == "fp32"
-
-
-def test_lists_of_nets_and_trainers():
-    nets = [digits.network(), digits.network(1)]
-    trainers = [digits.trainer_of(net) for net in nets]
-    found = amp.initialize(nets, trainers, ctx=mx.cpu())
-    assert found == (nets, trainers)
-    assert trainers[0]._amp_loss_scaler.scaler is not trainers[1]._amp_loss_scaler.scaler
-    assert trainers[0].amp_loss_scale == 2**16
-    amp.shutdown()
-    assert amp.initialize(digits.network(), ctx=mx.cpu()) is not None
 
 
 @pytest.mark.parametrize(

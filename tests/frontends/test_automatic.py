@@ -2,13 +2,10 @@
 
 import functools
 import importlib
-import inspect
-import logging
 import os
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import mxnet as mx
 import numpy as np
@@ -16,7 +13,6 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 from mxnet.gluon import Trainer
-from mxnet.module import Module
 
 import mxamp as amp
 from conftest import assert_unpatched
@@ -24,7 +20,6 @@ from helpers import ROOT, run_forked
 from mxamp.framework import machine
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, imports_mxamp
-from mxamp.policy.targets import TARGETS_OR_AUTO
 
 HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
 PROGRAMS = ROOT / "tests" / "programs"
@@ -103,16 +98,6 @@ def test_a_plain_gluon_script(tmp_path, dtype, way):
 
 
 @slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_module_fit(tmp_path, dtype):
-    done = run("module_fit", value=dtype, folder=tmp_path)
-    assert float(said(done, "accuracy")) > 0.9
-    _, _, steps, skips = counted(done)
-    assert steps + skips == 120
-    assert skips == 0 or dtype == "float16"
-
-
-@slow
 def test_data_loader_workers_compute_as_without(tmp_path):
     done = run("data_loader", value="bfloat16", folder=tmp_path)
     assert said(done, "exact") == "True"
@@ -121,33 +106,11 @@ def test_data_loader_workers_compute_as_without(tmp_path):
 
 
 @pytest.mark.slow
-def test_mxnet_is_whole_and_loaded_once(tmp_path):
-    done = run("whole_mxnet", value="bfloat16", folder=tmp_path)
-    found = [said(done, word) for word in ("missing", "spec", "on", "same")]
-    assert found == ["[] True", "mxnet True", "True", "True"]
-
-
-@slow
-@pytest.mark.parametrize("value", ["0", "", "off"])
-def test_off(tmp_path, value):
-    if plain_runs():
-        assert said(run("whole_mxnet", value=value, folder=tmp_path), "on") == "False"
-
-
-@pytest.mark.slow
 def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     done = run("whole_mxnet", value="int8", folder=tmp_path)
     (line,) = done.stderr.strip().splitlines()
     assert re.match(rf"mxamp: {VARIABLE} must be .* not 'int8'", line)
     assert said(done, "on") == "False"
-
-
-def test_the_message_on_a_wrong_value_names_every_right_one(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "Int8 ")
-    with pytest.raises(amp.ArgumentError, match="not 'Int8 '") as raised:
-        automatic.start_from_environment()
-    words = set(re.findall(r"\w+", str(raised.value)))
-    assert {v for v in (*automatic._ON, *automatic._OFF, *TARGETS_OR_AUTO) if v} <= words
 
 
 @pytest.mark.parametrize(
@@ -161,18 +124,6 @@ def test_the_message_on_a_wrong_value_names_every_right_one(monkeypatch):
 )  # fmt: skip
 def test_scripts_that_import_mxamp(script, own):
     assert imports_mxamp(script) == imports_mxamp(script.encode()) == own
-
-
-@slow
-@pytest.mark.parametrize("way", ["variable", "run"])
-def test_auto_that_is_float32_runs_the_script_as_it_is(tmp_path, way, monkeypatch):
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
-    done = run("whole_mxnet", way=way, value="auto", folder=tmp_path)
-    assert said(done, "on") == "False"
-    # A wheel for CUDA says where there is no driver.
-    (line,) = [one for one in done.stderr.splitlines() if one and "cuda driver" not in one]
-    assert line.startswith("mxamp: 'auto' is float32 here")
-    assert line.endswith(f"set {VARIABLE}=bfloat16")
 
 
 # ------------------------------------------------------- the environment variable, in this process
@@ -231,13 +182,6 @@ def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
 
 
 @slow
-def test_an_amp_found_late(tmp_path):
-    done = run("late_amp", "init", value="bfloat16", folder=tmp_path)
-    assert said(done, "policy") == "float16"
-    assert "late_amp.py calls init" in done.stderr
-
-
-@slow
 def test_scale_loss_in_an_automatic_run_is_refused(tmp_path):
     done = run("late_amp", "scale_loss", value="float16", folder=tmp_path)
     assert done.returncode == 1
@@ -250,13 +194,6 @@ def test_the_hook_imports_itself_alone():
     show = "print(*sorted(set(sys.modules) - before))"
     done = python("-S", "-c", f"import sys; before = set(sys.modules); {HOOK}; {show}")
     assert done.stdout.split() == ["mxamp_startup"]
-
-
-@slow
-def test_a_program_may_set_the_variable_itself(tmp_path):
-    done = run("sets_the_variable", HOOK, way="plain", value=None, folder=tmp_path)
-    found = [said(done, word) for word in ("looked", "policy", "loader")]
-    assert found == ["True False", "bfloat16", "True"]
 
 
 def test_it_comes_first():
@@ -371,21 +308,6 @@ def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted, wi
     assert weight(net) == wanted
 
 
-def test_states_loaded_before_init_are_taken_over(tmp_path):
-    path = str(tmp_path / "states")
-    amp.init("float16", ctx=mx.cpu())
-    _, trainer = dense()
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=512))
-    trainer.save_states(path)
-    amp.shutdown()
-    automatic.start("float16")
-    _, trainer = dense()
-    trainer.load_states(path)
-    stock.init("float16")
-    stock.init_trainer(trainer)
-    assert trainer.amp_loss_scale == 512
-
-
 def test_initialize_and_grad_scaler_take_over_too():
     automatic.start("float16")
     net, trainer = dense()
@@ -405,70 +327,4 @@ def test_initialize_and_grad_scaler_take_over_too():
     assert weight(net) == 1 - 0.0625
 
 
-def test_help_on_what_is_patched_is_the_originals():
-    owners = (Trainer, Module, autograd, nd.NDArray, amp)
-    before = {(o, name): v for o in owners for name, v in vars(o).items() if callable(v)}
-    automatic.start("bfloat16")
-    changed = [(o, name) for o, name in before if vars(o)[name] is not before[o, name]]
-    assert (amp, "init") in changed
-    for owner, name in changed:
-        ours, original = vars(owner)[name], before[owner, name]
-        assert (ours.__doc__, ours.__name__) == (original.__doc__, original.__name__)
-        assert inspect.signature(ours) == inspect.signature(original)
-
-
 # ------------------------------------------------------------------------------------- log lines
-
-
-@contextmanager
-def fresh_loggers():
-    """Give the root logger and mxamp's as a program finds them."""
-    both = logging.getLogger(), logging.getLogger("mxamp")
-    before = [(one.handlers, one.filters, one.level) for one in both]
-    for one, level in zip(both, (logging.WARNING, logging.NOTSET)):
-        one.handlers, one.filters = [], []
-        one.setLevel(level)
-    yield
-    for one, (handlers, filters, level) in zip(both, before):
-        one.handlers, one.filters = handlers, filters
-        one.setLevel(level)
-
-
-BASIC = "INFO:mxamp:a WARNING:mxamp:b INFO:mxamp:d"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(
-    "settings, own_handler, level, wanted",
-    [
-        (None, False, None, "mxamp: a mxamp: b mxamp: d"),
-        # As logging does itself at the first `logging.info`: nobody has chosen its level.
-        ({}, False, None, BASIC),
-        ({"level": "INFO"}, False, None, BASIC),
-        (None, False, "ERROR", ""),
-        (None, True, "WARNING", "b"),
-    ],
-)  # fmt: skip
-def test_each_log_line_comes_once_and_as_the_program_wants(
-    settings, own_handler, level, wanted, before, capsys
-):
-    ours = logging.getLogger("mxamp")
-
-    def program():
-        if settings is not None:
-            logging.basicConfig(**settings)
-        if own_handler:
-            ours.addHandler(logging.StreamHandler())
-        if level:
-            ours.setLevel(level)
-
-    with fresh_loggers():
-        for step in (program, automatic.show_log) if before else (automatic.show_log, program):
-            step()
-        automatic.show_log()
-        ours.info("a")
-        ours.warning("b")
-        ours.debug("c")
-        ours.info("d")
-    assert capsys.readouterr().err.split() == wanted.split()

@@ -65,14 +65,6 @@ def test_gradients_are_those_of_the_loss(run, hybrid):
     assert_close(found, expected(randn(16, 4), hybrid=hybrid))
 
 
-def test_gradients_below_float16s_least_number_are_kept(run):
-    net, _ = net_and_trainer()
-    backward(net, randn(16, 4), 1e-7)
-    found = gradients(net)
-    assert all(g.any() for g in found)
-    assert_close(found, expected(randn(16, 4), 1e-7))
-
-
 def test_a_script_that_clips_by_hand(run):
     net, trainer = net_and_trainer()
     before = [p.data().asnumpy() for p in net.collect_params().values()]
@@ -100,26 +92,6 @@ def test_an_overflow_that_the_script_hides_is_skipped_all_the_same(run):
     for a, p in zip(before, net.collect_params().values()):
         np.testing.assert_array_equal(a, p.data().asnumpy())
     assert run.loss_scale == 2.0**15
-
-
-def test_an_overflow_that_the_script_hides_before_it_adds_more(run):
-    net, trainer = net_and_trainer()
-    params = net.collect_params()
-    params.setattr("grad_req", "add")
-    before = [p.data().asnumpy() for p in params.values()]
-    for factor in (1e5, 1.0):
-        backward(net, randn(16, 4), factor)
-        for param in params.values():
-            finite = nd.where(param.grad() == param.grad(), param.grad(), param.grad() * 0 == 0)
-            param.grad()[:] = finite.clip(-1, 1)
-    trainer.step(1)
-    assert not trainer.amp_last_step.stepped
-    for a, p in zip(before, params.values()):
-        np.testing.assert_array_equal(a, p.data().asnumpy())
-    params.zero_grad()
-    backward(net, randn(16, 4), 1.0)
-    trainer.step(1)
-    assert trainer.amp_last_step.stepped
 
 
 def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
@@ -263,78 +235,3 @@ def test_variables_that_nobody_holds_are_forgotten(run):
     backward(net, randn(2, 4))
     assert len(backward_patches.variables.all()) == count
     assert trainer is not None
-
-
-def test_a_module_that_clips(run):
-    run.scaler.set_scale(1024)
-    data, label = randn(8, 4), nd.array([0, 1] * 4)
-    batch = mx.io.DataBatch([data], [label])
-
-    def updated(norm):
-        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-        module.bind([("data", (8, 4))], [("softmax_label", (8,))], inputs_need_grad=True)
-        module.init_params(mx.init.One())
-        module.init_optimizer(optimizer_params={"learning_rate": 1.0, "rescale_grad": 1.0})
-        module.forward_backward(batch)
-        grads = [g[0] for g in module._exec_group.grad_arrays]
-        if norm:
-            gluon.utils.clip_global_norm(grads, norm)
-        found = [g.asnumpy() for g in grads] + [module.get_input_grads()[0].asnumpy()]
-        module.update()
-        return [*found, *(v.asnumpy() for v in module.get_params()[0].values())]
-
-    found = [updated(None), updated(0.1)]
-    assert run.steps == 2
-    amp.shutdown()
-    for a, b in zip(found, [updated(None), updated(0.1)]):
-        assert_close(a, b)
-
-
-MASKED = np.array([[1.0, -np.inf, 2.0, -0.0], [0.5, 1.0, -np.inf, 3.0]], "float32")
-
-
-@pytest.mark.parametrize("way", ["eager", "module"])
-def test_infinite_logits_stay_what_they_are(run, way):
-    _, trainer = net_and_trainer()
-    label = nd.array([0, 3])
-
-    def computed():
-        if way == "eager":
-            x = nd.array(MASKED)
-            x.attach_grad()
-            with autograd.record():
-                out = nd.SoftmaxOutput(x, label)
-            out.backward()
-            return out.asnumpy(), x.grad.asnumpy()
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(mx.sym.var("data"), name="softmax"))
-        module.bind([("data", (2, 4))], [("softmax_label", (2,))], inputs_need_grad=True)
-        module.init_params()
-        module.init_optimizer()
-        module.forward_backward(mx.io.DataBatch([nd.array(MASKED)], [label]))
-        return module.get_outputs()[0].asnumpy(), module.get_input_grads()[0].asnumpy()
-
-    found = computed()
-    amp.shutdown()
-    for a, b in zip(found, computed()):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    assert trainer is not None
-
-
-def test_two_trainers_share_what_a_pass_gives(run):
-    one, first = net_and_trainer()
-    two, second = net_and_trainer()
-    with autograd.record():
-        loss = (two(nd.concat(one(randn(16, 4)), one(randn(16, 4)), dim=1)) ** 2).mean()
-    loss.backward()
-    found = gradients(one) + gradients(two)
-    first.step(1)
-    second.step(1)
-    assert run.steps == 2
-    amp.shutdown()
-    one, _ = net_and_trainer()
-    two, _ = net_and_trainer()
-    with autograd.record():
-        loss = (two(nd.concat(one(randn(16, 4)), one(randn(16, 4)), dim=1)) ** 2).mean()
-    loss.backward()
-    assert_close(found, gradients(one) + gradients(two))

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import sys
-import types
 
 import mxnet as mx
 import numpy as np
@@ -100,34 +99,6 @@ def test_it_says_whether_mixed_precision_is_on(patched_first):
         assert inner._amp_initialized is False
     amp.shutdown()
     assert inner._amp_initialized is False
-
-
-#: As GluonNLP's attention cells use it.
-MASKING = """
-import numpy as np
-from mxnet.contrib.amp import amp
-
-def masked_softmax(F, scores, mask, dtype=np.float32):
-    lowest = -1e18
-    if np.dtype(dtype) == np.float16 or amp._amp_initialized:
-        lowest = -1e4
-    scores = F.where(mask, scores, lowest * F.ones_like(scores))
-    return F.softmax(scores, axis=-1) * mask, lowest
-"""
-
-
-def test_a_package_that_asks_masks_for_half_precision():
-    amp.patch_contrib()
-    package = types.ModuleType("attention")
-    exec(MASKING, vars(package))  # noqa: S102
-    scores, mask = nd.ones((2, 3)), nd.array([[1, 1, 0], [1, 0, 0]])
-    assert package.masked_softmax(nd, scores, mask)[1] == -1e18
-    amp.init("float16", ctx=mx.cpu())
-    weights, lowest = package.masked_softmax(nd, scores, mask)
-    assert lowest == -1e4
-    assert weights.asnumpy().tolist() == [[0.5, 0.5, 0], [1, 0, 0]]
-    amp.shutdown()
-    assert package.masked_softmax(nd, scores, mask)[1] == -1e18
 
 
 @pytest.mark.slow
@@ -335,11 +306,6 @@ def test_lists(dtype):
     assert "SoftmaxOutput" in amp.list_loss_output_functions(dtype)
 
 
-def test_list_of_float32_parameters():
-    assert amp.list_lp16_use_fp32_params("float16") is None
-    assert amp.list_lp16_use_fp32_params("bfloat16")["BatchNorm"] == [False, True, True, True, True]
-
-
 def test_lists_go_into_init_and_back():
     amp.init(
         "float16", amp.list_lp16_ops("float16"), amp.list_conditional_fp32_ops("float16"),
@@ -350,68 +316,4 @@ def test_lists_go_into_init_and_back():
     assert policy.operators("fp32") == default.operators("fp32")
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("list_")])
-def test_unknown_dtypes(name):
-    with pytest.raises(amp.ArgumentError, match="int8"):
-        getattr(amp, name)("int8")
-
-
-@pytest.mark.slow
-def test_stock_lists_of_names_are_understood():
-    for name in stock.list_fp32_ops("float16"):
-        if name not in ("CuDNNBatchNorm", "_TensorRT"):
-            assert amp.Policy.default("float16", "cpu").override(fp32=[name])
-
-
 # ------------------------------------------------- differences that coming-from-contrib-amp.md names
-
-
-def behind_a_convolution(kind):
-    data = mx.sym.var("data")
-    features = mx.sym.Convolution(data, num_filter=4, kernel=(3, 3), name="convolution")
-    if kind == "flatten":
-        features = mx.sym.flatten(features)
-    if kind == "prelu":
-        return mx.sym.LeakyReLU(features, act_type="prelu", name="behind")
-    if kind == "concat":
-        return mx.sym.concat(features, mx.sym.slice(data, (0, 0, 0, 0), (2, 3, 3, 3)))
-    return mx.sym.FullyConnected(features, num_hidden=2, name="behind")
-
-
-def converted_by(system, symbol):
-    shapes = zip(symbol.list_arguments(), symbol.infer_shape(data=(2, 3, 5, 5))[0])
-    values = {name: nd.ones(shape) for name, shape in shapes if name != "data"}
-    return system.convert_model(symbol, values, {}, "bfloat16", target_dtype_ops=["Convolution"])
-
-
-@pytest.mark.parametrize("kind", ["dense", "flatten", "prelu", "concat"])
-def test_operators_in_no_list_keep_float32_parameters(kind):
-    symbol, values, _ = converted_by(amp, behind_a_convolution(kind))
-    assert {value.dtype for value in values.values()} == {np.float32}
-    bound = symbol.bind(mx.cpu(), {**values, "data": nd.ones((2, 3, 5, 5))})
-    assert np.isfinite(bound.forward()[0].asnumpy()).all()
-
-
-def test_operators_in_no_list_by_contrib():
-    dense = converted_by(stock, behind_a_convolution("dense"))[1]
-    assert dense["behind_weight"].dtype == dense["behind_bias"].dtype == amp.bfloat16
-    flat = converted_by(stock, behind_a_convolution("flatten"))[1]
-    assert flat["behind_weight"].dtype == np.float32
-    slopes = converted_by(stock, behind_a_convolution("prelu"))[1]
-    assert slopes["behind_gamma"].dtype == amp.bfloat16
-    with pytest.raises(mx.base.MXNetError):
-        converted_by(stock, behind_a_convolution("concat"))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_multicast_keeps_float32_variables(dtype):
-    half = amp.bfloat16 if dtype == "bfloat16" else np.float16
-    wide, narrow = mx.sym.var("wide", dtype="float32"), mx.sym.var("narrow", dtype=half)
-    both = mx.sym.amp_multicast(wide, narrow, num_outputs=2)
-    symbol = amp.convert_symbol(both, target_dtype=dtype, cast_optional_params=True)
-    bound = symbol.simple_bind(mx.cpu(), wide=(1, 2), narrow=(1, 2))
-    assert bound.arg_dict["wide"].dtype == np.float32
-    assert [one.dtype for one in bound.outputs] == [np.float32] * 2
-    theirs = stock.convert_symbol(both, target_dtype=dtype, cast_optional_params=True)
-    bound = theirs.simple_bind(mx.cpu(), wide=(1, 2), narrow=(1, 2))
-    assert bound.arg_dict["wide"].dtype == half

@@ -1,6 +1,5 @@
 """Decorated optimizers, in the Module API and with Gluon's Trainer."""
 
-import inspect
 import logging
 import os
 
@@ -14,9 +13,7 @@ import digits
 import mxamp as amp
 from helpers import randn
 from mxamp.framework import machine
-from mxamp.graph.gradients import SCALE_INPUT, with_scale_input
-from mxamp.graph.ir import Graph
-from training import assert_same_weights, batches, poisoned, setup, train
+from mxamp.graph.gradients import SCALE_INPUT
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -49,25 +46,6 @@ def fit(optimizer, context=None):
 @pytest.fixture(scope="module")
 def plain():
     return fit("sgd")[1]
-
-
-def test_the_scale_enters_the_graph_and_changes_no_value():
-    net = mx.sym.SoftmaxOutput(mx.sym.var("data"), mx.sym.var("label"), name="softmax")
-    scaled = with_scale_input(Graph.from_symbol(net)).to_symbol()
-    data, label = randn(4, 3), nd.array([0, 1, 2, 0])
-    results = []
-    for one, extra in ((net, {}), (scaled, {SCALE_INPUT: nd.array([1024.0])})):
-        inputs = {"data": data, "label": label, **extra}
-        grads = {"data": nd.zeros((4, 3))}
-        bound = one.bind(
-            mx.cpu(), inputs, grads, {n: "write" if n == "data" else "null" for n in inputs}
-        )
-        results.append(
-            (bound.forward(is_train=True)[0].asnumpy(), bound.backward(), grads["data"].asnumpy())
-        )
-    assert (results[0][0] == results[1][0]).all()
-    np.testing.assert_allclose(results[1][2], results[0][2] * 1024, rtol=1e-6)
-    assert with_scale_input(Graph.from_symbol(mx.sym.softmax(mx.sym.var("x")))) is None
 
 
 @pytest.mark.parametrize("contexts", [1, 2])
@@ -173,20 +151,6 @@ def test_modules_where_auto_is_float32_train_as_plain_ones(float32, contexts):
     assert (scaling.loss_scale, scaling.steps, scaling.skips) == (1, 120 // digits.BATCH + 1, 0)
 
 
-@pytest.mark.slow
-def test_trainers_where_auto_is_float32_train_as_plain_ones(float32):
-    data = [*batches(), poisoned(batches()[0])]
-    net, trainer = setup(optimizer=amp.decorate("adam", init_loss_scaling=2.0**12))
-    control, plain = setup(optimizer="adam")
-    for batch in data:
-        train(net, trainer, batch, scaled=False)
-    amp.shutdown()
-    for batch in data:
-        train(control, plain, batch, scaled=False)
-    assert_same_weights(net, control)
-    assert (trainer.amp_loss_scale, trainer.amp_steps, trainer.amp_skips) == (1, 5, 0)
-
-
 def test_buckets_share_the_scale():
     def generate(length):
         data = mx.sym.var("data")
@@ -210,43 +174,6 @@ def test_buckets_share_the_scale():
     assert optimizer.scaling.skips > 0
     assert optimizer.scaling.steps > 0
     assert optimizer.scaling.steps + optimizer.scaling.skips == 14
-
-
-def test_fine_tuning_a_saved_float32_model(tmp_path):
-    module, before = fit("sgd")
-    module.save_checkpoint(str(tmp_path / "net"), 1)
-    amp.init("float16", ctx=mx.cpu())
-    net, args, auxs = mx.model.load_checkpoint(str(tmp_path / "net"), 1)
-    tuned = Module(net, logger=logging.getLogger("quiet"))
-    optimizer = amp.decorate("sgd")
-    tuned.fit(
-        iterator(), num_epoch=2, arg_params=args, aux_params=auxs, optimizer=optimizer,
-        optimizer_params={"learning_rate": 0.05},
-    )  # fmt: skip
-    found = dict(tuned.score(iterator(test=True), "acc"))["accuracy"]
-    assert found > before - 0.01
-    assert optimizer.scaling.steps > 20
-    tuned.save_checkpoint(str(tmp_path / "tuned"), 1)
-    saved = mx.sym.load(str(tmp_path / "tuned-symbol.json"))
-    assert saved.list_arguments() == net.list_arguments()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make", [lambda: "sgd", lambda: mx.optimizer.SGD(momentum=0.8, learning_rate=0.05)]
-)
-def test_trainers(make):
-    net = digits.network()
-    control = digits.network()
-    plain = digits.trainer_of(control)
-    digits.train(control, plain, lambda loss: loss.backward(), overflow_at=-1)
-    amp.init("float16", ctx=mx.cpu())
-    trainer = digits.trainer_of(net, amp.decorate(make(), init_loss_scaling=2.0**24))
-    net.hybridize()
-    assert digits.train(net, trainer, lambda loss: loss.backward())
-    assert trainer.amp_skips > 1
-    assert abs(digits.accuracy(net) - digits.accuracy(control)) < 0.02
-    assert digits.accuracy(net) > digits.ACCURACY
 
 
 @pytest.mark.parametrize("value", [None, "1", "0"])
@@ -325,19 +252,6 @@ def test_states_of_a_decorated_trainer(tmp_path):
     assert (resumed.amp_steps, resumed.amp_skips) == (trainer.amp_steps, trainer.amp_skips)
 
 
-def test_a_decorated_trainer_goes_on_from_the_file_of_another_one(tmp_path):
-    file = str(tmp_path / "states")
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=256))
-    train(net, trainer, batches(1)[0])
-    trainer.save_states(file)
-    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=4)
-    trainer = gluon.Trainer(net.collect_params(), optimizer)
-    trainer.load_states(file)
-    scaling = optimizer.scaling
-    assert (scaling.loss_scale, scaling.steps, scaling.skips) == (256, 0, 0)
-    assert trainer.amp_steps == 1
-
-
 def test_the_optimizer_that_was_given_keeps_its_own_counts():
     original = mx.optimizer.Adam(learning_rate=0.1)
     original.set_lr_mult({0: 2.0})
@@ -355,15 +269,3 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     assert original._index_update_count == {}
     assert original._all_index_update_counts == {0: {}}
     assert original.lr_mult == {0: 2.0}
-
-
-def test_the_scale_changes_by_default_as_that_of_other_apis():
-    """Not Paddle's defaults, which start lower and wait for two overflows."""
-    defaults = inspect.signature(amp.decorate).parameters
-    scaler = amp.LossScaler().state_dict()
-    for ours, theirs in {
-        "init_loss_scaling": "loss_scale", "incr_every_n_steps": "growth_interval",
-        "decr_every_n_nan_or_inf": "hysteresis", "incr_ratio": "growth_factor",
-        "decr_ratio": "backoff_factor",
-    }.items():  # fmt: skip
-        assert defaults[ours].default == scaler[theirs], ours

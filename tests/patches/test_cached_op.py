@@ -10,7 +10,6 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 from helpers import as_float32, check_python, kind, randn, same, values
-from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import (
     NETS,
@@ -105,26 +104,6 @@ def test_policies_share_a_block(dtype):
     assert not same(low, other)
 
 
-def test_init_after_hybridize_and_the_other_way_round(dtype):
-    def fresh():
-        mx.random.seed(0)
-        net = nn.Dense(3, in_units=8)
-        net.initialize(mx.init.Xavier())
-        return net
-
-    x, before, after = randn(32, 8), fresh(), fresh()
-    after.weight.set_data(before.weight.data())
-    before.hybridize()
-    plain = before(x).asnumpy()
-    amp.init(dtype, ctx=mx.cpu())
-    after.hybridize()
-    assert same(before(x), after(x))
-    assert not same(before(x), plain)
-    amp.shutdown()
-    assert same(before(x), plain)
-    assert same(after(x), plain)
-
-
 def test_lstm_layer(on):
     layer = rnn.LSTM(6, num_layers=2, bidirectional=True, input_size=5)
     layer.initialize()
@@ -141,17 +120,6 @@ def test_lstm_layer(on):
     assert abs(layer.l0_i2h_weight.grad().asnumpy()).max() > 0
 
 
-@pytest.mark.parametrize("layer", [rnn.GRU, rnn.RNN])
-def test_other_recurrent_layers(on, layer):
-    layer = layer(6, input_size=5)
-    layer.initialize()
-    layer.hybridize()
-    with autograd.record():
-        out = layer(randn(3, 2, 5))
-    out.backward()
-    assert np.isfinite(out.asnumpy()).all()
-
-
 @pytest.mark.parametrize("operator", ["foreach", "while_loop", "cond"])
 def test_control_flow_bodies_are_lowered(dtype, operator):
     net = Control(operator)
@@ -166,25 +134,6 @@ def test_control_flow_bodies_are_lowered(dtype, operator):
     np.testing.assert_allclose(values(low), plain, rtol=0.1, atol=0.05)
 
 
-def test_foreach_trains(dtype):
-    net = Control("foreach")
-    net.initialize(mx.init.Xavier())
-    x = randn(3, 2, 4)
-    net.hybridize()
-
-    def gradient():
-        with autograd.record():
-            loss = net(x).sum()
-        loss.backward()
-        return net.weight.grad().asnumpy()
-
-    plain = gradient()
-    with amp.autocast(dtype):
-        low = gradient()
-    assert not same(low, plain)
-    np.testing.assert_allclose(low, plain, rtol=0.05, atol=0.05 * abs(plain).max())
-
-
 @pytest.mark.parametrize("operator", ["while_loop", "cond"])
 def test_bodies_with_broken_gradients_are_left_alone_in_training(on, operator):
     net = Control(operator)
@@ -197,52 +146,6 @@ def test_bodies_with_broken_gradients_are_left_alone_in_training(on, operator):
         recorded = net(x)
     assert same(recorded, plain)
     assert not same(net(x), plain)
-
-
-def test_gradients_add_up_in_hybrid_blocks(on):
-    net, data = made(convolutional)
-    net.collect_params().setattr("grad_req", "add")
-    net.hybridize(static_alloc=True)
-    params = {k: p for k, p in net.collect_params().items() if "running" not in k}
-
-    def backward():
-        with autograd.record():
-            loss = (net(*data) ** 2).mean()
-        loss.backward()
-
-    backward()
-    once = {k: p.grad().asnumpy() for k, p in params.items()}
-    backward()
-    for name, param in params.items():
-        assert abs(once[name]).max() > 0, name
-        np.testing.assert_allclose(param.grad().asnumpy(), 2 * once[name], rtol=1e-5, atol=1e-7)
-    # Turned back, the same block writes again.
-    net.collect_params().setattr("grad_req", "write")
-    backward()
-    for name, param in params.items():
-        np.testing.assert_allclose(param.grad().asnumpy(), once[name], rtol=1e-5, atol=1e-7)
-
-
-def test_gradients_of_inputs_add_up(on):
-    net, (x,) = made(perceptron)
-    net.hybridize()
-    x.attach_grad(grad_req="add")
-    totals = []
-    for _ in range(2):
-        with autograd.record():
-            net(x).sum().backward()
-        totals.append(x.grad.asnumpy())
-    assert abs(totals[0]).max() > 0
-    np.testing.assert_allclose(totals[1], 2 * totals[0], rtol=1e-5)
-
-
-def test_several_contexts(on):
-    ctx = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(3, in_units=4)
-    net.initialize(ctx=ctx)
-    net.hybridize()
-    for where in ctx:
-        assert net(randn(2, 4).as_in_context(where)).context == where
 
 
 def test_symbol_block(on, tmp_path):
@@ -289,30 +192,6 @@ def test_files_written_under_amp_are_plain_float32(on, tmp_path):
         """
     )
     assert printed.strip() in ("float32", "0")
-
-
-def test_numpy_blocks(on):
-    mx.npx.set_np()
-
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.dense = nn.Dense(4, in_units=6)
-
-        def hybrid_forward(self, F, x):
-            hidden = F.npx.relu(self.dense(x))
-            return F.np.concatenate([hidden, F.np.tanh(hidden) * 2], axis=1)
-
-    net = Net()
-    net.initialize()
-    x = mx.np.random.normal(size=(2, 6))
-    eager = net(x)
-    net.hybridize()
-    hybrid = net(x)
-    assert isinstance(hybrid, mx.np.ndarray)
-    assert kind(hybrid) == "float32"
-    assert same(as_float32(values(eager)), values(hybrid))
 
 
 def test_nested_inputs_outputs_and_none(on):
@@ -362,27 +241,6 @@ def test_shape_changes_and_re_hybridizing(on):
     assert net(randn(3, 8)).shape == (3, 3)
 
 
-def test_a_block_reads_its_graph_once(dtype, monkeypatch):
-    net, data = made(convolutional)
-    net.hybridize()
-    net(*data)
-    read = []
-    from_symbol = Graph.from_symbol
-    monkeypatch.setattr(
-        Graph, "from_symbol", lambda symbol: read.append(symbol) or from_symbol(symbol)
-    )
-    for policy in (dtype, "float16", "bfloat16"):
-        with amp.autocast(policy):
-            for rows in (1, 2, 300):
-                net(randn(rows, *data[0].shape[1:]))
-            run(net, data)
-    assert len(read) == 1
-    read.clear()
-    low = amp.convert_hybrid_block(net, dtype)
-    low(*data)
-    assert len(read) == 1
-
-
 @pytest.mark.parametrize("static", [True, False])
 def test_gradients_go_where_they_belong_when_grad_req_changes(dtype, static):
     net = nn.HybridSequential()
@@ -402,86 +260,6 @@ def test_gradients_go_where_they_belong_when_grad_req_changes(dtype, static):
     np.testing.assert_allclose(found[1], found[3])
     np.testing.assert_allclose(found[1], 2 * found[0], rtol=1e-2)
     assert found[0].any()
-
-
-@mx.operator.register("mxamp_own_loss")
-class OwnLoss(mx.operator.CustomOpProp):
-    """A squared error that starts the backward pass itself."""
-
-    def __init__(self):
-        super().__init__(need_top_grad=False)
-
-    def list_arguments(self):
-        return ["data", "label"]
-
-    def infer_shape(self, in_shape):
-        return in_shape, [in_shape[0]], []
-
-    def create_operator(self, ctx, shapes, dtypes):
-        class Operator(mx.operator.CustomOp):
-            def forward(self, is_train, req, in_data, out_data, aux):
-                self.assign(out_data[0], req[0], in_data[0])
-
-            def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-                self.assign(in_grad[0], req[0], in_data[0] - in_data[1])
-                self.assign(in_grad[1], req[1], mx.nd.zeros_like(in_data[1]))
-
-        return Operator()
-
-
-class Head(nn.HybridBlock):
-    """An output operator with a loss of its own behind a dense layer."""
-
-    def __init__(self, operator):
-        super().__init__()
-        self.operator = operator
-        with self.name_scope():
-            self.dense = nn.Dense(4, in_units=3)
-
-    def hybrid_forward(self, F, x, label):
-        if self.operator == "MakeLoss":
-            return F.MakeLoss(F.square(self.dense(x) - label), grad_scale=0.5)
-        if self.operator == "Custom":
-            return F.Custom(self.dense(x), label, op_type="mxamp_own_loss")
-        return getattr(F, self.operator)(self.dense(x), label)
-
-
-@pytest.mark.parametrize(
-    "operator", ["SoftmaxOutput", "LinearRegressionOutput", "SVMOutput", "MakeLoss", "Custom"]
-)
-@pytest.mark.parametrize("hybrid, static", [(False, False), (True, False), (True, True)])
-def test_output_operators_follow_the_scale(dtype, operator, hybrid, static):
-    x = randn(8, 3)
-    classes = operator in ("SoftmaxOutput", "SVMOutput")
-    label = nd.array([0, 1, 2, 3] * 2) if classes else randn(8, 4)
-
-    def trained(scaler):
-        mx.random.seed(1)
-        net = Head(operator)
-        net.initialize(mx.init.Xavier())
-        if hybrid:
-            net.hybridize(static_alloc=static, static_shape=static)
-        trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        if scaler is not None:
-            amp.init_trainer(trainer, scaler)
-        for _ in range(2):
-            with autograd.record():
-                out = net(x, label)
-            if scaler is None:
-                out.backward()
-            else:
-                with amp.scale_loss(out, trainer) as scaled:
-                    autograd.backward(scaled)
-            gradient = net.dense.weight.grad().asnumpy()
-            trainer.step(8)
-        return gradient, net.dense.weight.data().asnumpy(), net(x, label).asnumpy()
-
-    plain = trained(None)
-    amp.init(dtype, ctx=mx.cpu())
-    found = trained(amp.StaticLossScaler(256))
-    np.testing.assert_allclose(found[0] / 256, plain[0], rtol=0.05, atol=0.02 * abs(plain[0]).max())
-    np.testing.assert_allclose(found[1], plain[1], rtol=0.02, atol=1e-3)
-    np.testing.assert_allclose(found[2], plain[2], rtol=0.05, atol=0.02)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -3,7 +3,6 @@
 Each is run against a control loop in plain float32 with the same steps.
 """
 
-import threading
 from contextlib import nullcontext
 
 import mxnet as mx
@@ -182,83 +181,3 @@ def test_a_trainer_like_horovods():
 
     for mine, theirs in zip(run(True), run(False)):
         np.testing.assert_array_equal(mine, theirs)
-
-
-def test_rcnn_threads_and_half_precision_parameters():
-    amp.init("float16", ctx=CTX)
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 1, in_channels=3), nn.BatchNorm(in_channels=4), nn.Dense(2, in_units=64))
-    net.initialize(ctx=CTX)
-    net.cast("float16")  # BatchNorm stays in float32
-    net.hybridize()
-    trainer = gluon.Trainer(
-        net.collect_params(), "sgd", {"learning_rate": 0.1, "multi_precision": True},
-        update_on_kvstore=False,
-    )  # fmt: skip
-    init_trainer(trainer)
-    kinds = {np.dtype(p.dtype).name for p in net.collect_params().values()}
-    assert kinds == {"float16", "float32"}
-    data = [nd.random.normal(shape=(2, 3, 4, 4), ctx=c).astype("float16") for c in CTX]
-    for x in data:
-        net(x)
-    before = net[0].weight.data(CTX[0]).asnumpy()
-    errors = []
-
-    def work(x):
-        try:
-            with autograd.record():
-                loss = loss_function(net(x), nd.zeros(2, ctx=x.context))
-                with amp.scale_loss(loss, trainer) as scaled:
-                    autograd.backward(scaled)
-        except Exception as error:  # noqa: BLE001
-            errors.append(error)
-
-    for _ in range(8):
-        threads = [threading.Thread(target=work, args=(x,)) for x in data]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        trainer.step(4)
-    assert not errors
-    after = net[0].weight.data(CTX[0]).asnumpy()
-    assert np.isfinite(after).all()
-    assert not np.array_equal(before, after)
-
-
-def test_gan_with_two_trainers(dtype):
-    def run(scale, make_trainer):
-        generator, critic = network(4, CTX[:1]), network(1, CTX[:1])
-        trainers = [make_trainer(generator), make_trainer(critic)]
-        bce = gluon.loss.SigmoidBCELoss()
-        for data, _ in batches():
-            real, noise = nd.array(data), nd.array(data[::-1].copy())
-            ones, zeros = nd.ones(8), nd.zeros(8)
-            with autograd.record():
-                fake = generator(noise)
-                loss = bce(critic(real), ones) + bce(critic(fake.detach()), zeros)
-                with scale(loss, trainers[1]) as scaled:
-                    autograd.backward(scaled)
-            trainers[1].step(8)
-            with autograd.record():
-                loss = bce(critic(generator(noise)), ones)
-                with scale(loss, trainers[0]) as scaled:
-                    autograd.backward(scaled)
-            trainers[0].step(8)
-        return generator, critic
-
-    def one_context(net):
-        return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
-
-    def scaled_trainer(net):
-        trainer = one_context(net)
-        init_trainer(trainer)
-        return trainer
-
-    expected = run(unscaled, one_context)
-    amp.init(dtype, ctx=CTX)
-    got = run(amp.scale_loss, scaled_trainer)
-    for net, control in zip(got, expected):
-        for mine, theirs in zip(net.collect_params().values(), control.collect_params().values()):
-            a, b = mine.data().asnumpy(), theirs.data().asnumpy()
-            np.testing.assert_allclose(a, b, rtol=0.05, atol=0.01 * abs(b).max())

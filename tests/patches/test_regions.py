@@ -1,8 +1,6 @@
 """Regions of `autocast` in a model's own code: the same in graphs as in eager calls."""
 
 import contextlib
-import gc
-import threading
 
 import mxnet as mx
 import numpy as np
@@ -12,12 +10,11 @@ from mxnet.gluon import SymbolBlock, nn
 
 import mxamp as amp
 from conftest import DTYPES, assert_unpatched
-from helpers import check_python, randn, same, values, with_avx512
+from helpers import check_python, randn, same, values
 from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.graph.ir import Graph
 from mxamp.policy import regions
-from mxamp.policy.active import current_mark
 from mxamp.policy.policy import set_custom_class
 from mxamp.policy.regions import REGION
 
@@ -64,12 +61,6 @@ def in_off(F, layer, x):
         return F.exp(layer(F.cast(x, "float32")) * 0.1)
 
 
-def in_off_as_it_comes(F, layer, x):
-    with off():
-        x = F.exp(x * 0.1)
-    return layer(x)
-
-
 def in_region(*arguments):
     def body(F, layer, x):
         with amp.autocast(*arguments):
@@ -96,13 +87,6 @@ def nested(F, layer, x):
             with amp.autocast():
                 x = layer(x)
         return F.exp(layer(x) * 0.1)
-
-
-def again_in_off(F, layer, x):
-    with off(), amp.autocast():
-        x = layer(x)
-    with off():
-        return layer(F.cast(x, "float32"))
 
 
 def twice(F, layer, x):
@@ -139,11 +123,6 @@ def in_promote_function(F, layer, x):
     return F.concat(F.relu(x), F.relu(y), dim=1).slice_axis(axis=1, begin=4, end=4 + UNITS)
 
 
-def promoted_alike(F, layer, x):
-    x, y = mixed(F, x, [layer(x)])
-    return F.relu(x) + y
-
-
 class Decorated(nn.HybridBlock):
     """A block whose code is in a region, all of it."""
 
@@ -157,8 +136,8 @@ def in_decorated(F, layer, x):
 
 
 FORMS = [
-    in_decorated, in_off, in_off_as_it_comes, in_float16, in_bfloat16, in_bare, in_policy, nested, again_in_off,
-    twice, float_loss, in_half_function, in_promote_function, promoted_alike,
+    in_decorated, in_off, in_float16, in_bfloat16, in_bare, in_policy, nested, twice, float_loss,
+    in_half_function, in_promote_function,
 ]  # fmt: skip
 
 AROUND = {
@@ -192,14 +171,6 @@ def traced_before(net, x, around):
         return net(x)
 
 
-def traced_under_another(net, x, around):
-    net.hybridize()
-    with amp.autocast("bfloat16"):
-        net(x)
-    with around():
-        return net(x)
-
-
 def symbolic(net):
     return net(mx.sym.var("data")), {n: p.data() for n, p in net.collect_params().items()}
 
@@ -208,16 +179,6 @@ def bound(net, x, around):
     symbol, arrays = symbolic(net)
     with around():
         return symbol.bind(mx.cpu(), {**arrays, "data": x}).forward()[0]
-
-
-def module(net, x, around):
-    symbol, arrays = symbolic(net)
-    with around():
-        model = mx.mod.Module(symbol, label_names=None)
-        model.bind([("data", x.shape)], for_training=False)
-        model.set_params(arrays, {})
-        model.forward(mx.io.DataBatch([x]), is_train=False)
-        return model.get_outputs()[0]
 
 
 def imported(net, folder):
@@ -247,7 +208,7 @@ def converted_and_loaded(net, x, around, folder):
     return imported(low_model(net, x, around), folder)(x)
 
 
-WAYS = [hybridized, static, traced_before, traced_under_another, bound, module]
+WAYS = [hybridized, static, traced_before, bound]
 
 
 @pytest.mark.matrix
@@ -264,28 +225,6 @@ def test_graphs_follow_regions_as_eager_calls_do(body, around, tmp_path):
         ways["converted and loaded"] = converted_and_loaded(net, x, AROUND[around], tmp_path)
     wrong = [name for name, found in ways.items() if not same(found, wanted)]
     assert not wrong
-
-
-COUNTED = ("FullyConnected", "exp", "tanh", "_mul_scalar", "relu")
-
-
-def precisions(net, x, around):
-    with around(), amp.debugging.operator_stats() as stats:
-        net(x)
-    rows = [row for row in stats.operators if row.operator in COUNTED]
-    return {(row.operator, row.dtype): row.calls for row in rows}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("body", FORMS, ids=lambda form: form.__name__)
-def test_operators_have_the_precision_of_eager_calls(body, around):
-    x, net = randn(ROWS, UNITS), made(body)
-    net(x)
-    wanted = precisions(net, x, AROUND[around])
-    net.hybridize()
-    net(x)
-    assert precisions(net, x, AROUND[around]) == wanted
 
 
 @pytest.mark.matrix
@@ -317,20 +256,8 @@ def np_float(F, layer, x):
     return F.np.exp(layer(x) * 0.1)
 
 
-def np_half(F, layer, x):
-    with off():
-        y = F.np.exp(layer(x.astype("float32")) * 0.1)
-    return amp.half_function(F.np.tanh)(y)
-
-
-def np_promote(F, layer, x):
-    with off():
-        y = F.np.exp(layer(x.astype("float32")) * 0.1)
-    return amp.promote_function(lambda one, other: F.npx.relu(one) + other)(x, y)
-
-
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("body", [np_off, np_float, np_half, np_promote], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [np_off, np_float], ids=lambda f: f.__name__)
 def test_numpy_operators_follow_regions(body, around):
     mx.npx.set_np()
     x, net = randn(ROWS, UNITS).as_np_ndarray(), made(body)
@@ -422,21 +349,6 @@ def test_explain_names_the_region(body, operator, reason, mode):
     assert all(node.reason.startswith(reason) for node in plan.filter(operator=operator))
 
 
-def test_regions_decide_on_what_stands_in():
-    x = mx.sym.var("x")
-    with off():
-        y = mx.sym.relu(x)
-    with amp.autocast("bfloat16"):
-        y = mx.sym.relu(y)
-    with amp.autocast(policy=untuned("bfloat16")):
-        y = mx.sym.relu(y)
-    plan = amp.explain(y, "float16", mode="inference")
-    assert [node.operator for node in plan] == ["relu", "Activation", "relu"]
-    # oneDNN's does not lower what is float32; MXNet's own is no operator for bfloat16.
-    assert [node.precision for node in plan] == ["float32"] * 3
-    assert "autocast('bfloat16') in the model's code" in list(plan)[1].reason
-
-
 def test_user_lists_of_layers_come_before_regions():
     net, x = made(in_bfloat16), randn(ROWS, UNITS)
     policy = amp.Policy.default("float16", "cpu").override(fp32_layers=["*dense1_*"])
@@ -444,40 +356,6 @@ def test_user_lists_of_layers_come_before_regions():
         node for node in amp.explain(net, policy=policy, example_inputs=x) if "dense" in node.name
     ]
     assert [node.precision for node in dense] == ["float16", "float32", "float16"]
-
-
-class Convolutions(nn.HybridBlock):
-    def __init__(self, region):
-        super().__init__()
-        self._region = region
-        with self.name_scope():
-            for i in range(3):
-                setattr(self, f"conv{i}", nn.Conv2D(16, 3, in_channels=16))
-                setattr(self, f"norm{i}", nn.BatchNorm(in_channels=16))
-
-    def hybrid_forward(self, F, x):
-        x = F.relu(self.norm0(self.conv0(x)))
-        with self._region():
-            x = F.relu(self.norm1(self.conv1(F.cast(x, "float32"))))
-        return F.relu(self.norm2(self.conv2(x)))
-
-
-@pytest.mark.parametrize(
-    "dtype, reads", [(None, "Cast"), ("float16", "Cast"), ("bfloat16", "amp_cast")]
-)
-@with_avx512
-def test_fused_products_stay_in_the_precision_of_their_region(dtype, reads):
-    x, net = randn(2, 16, 12, 12), Convolutions(off)
-    net.initialize(mx.init.Xavier())
-    wanted = values(net(x))
-    net._region = off if dtype is None else lambda: amp.autocast(dtype)
-    fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
-    graph = Graph.from_symbol(fused._cached_graph[1])
-    data = [node.inputs[0][0] for node in graph.nodes if node.op == "_sg_mkldnn_conv"]
-    # The model's own cast to float32, or one to bfloat16 behind it.
-    last = "amp_cast" if reads == "Cast" else "_sg_mkldnn_conv"
-    assert [graph.nodes[i].op for i in data] == ["amp_cast", reads, last]
-    np.testing.assert_allclose(values(fused(x)), wanted, atol=0.05 * np.abs(wanted).max())
 
 
 def test_patches_stay_for_graphs_that_enter_regions_themselves():
@@ -533,42 +411,11 @@ def test_policies_of_graphs_where_mixed_precision_is_off(marks, wanted, monkeypa
         assert regions.policy_for_regions(frozenset(marks)) is None
 
 
-def test_policies_of_regions_live_as_long_as_their_graphs():
-    x, net = randn(ROWS, UNITS), made(in_policy)
-    net.hybridize()
-    net(x)
-    gc.collect()
-    amp.Policy.default("float16", "cpu")
-    with amp.autocast("float16"):
-        assert net(x).dtype == np.float32
-
-
-def test_a_mark_of_a_later_version():
-    symbol = mx.sym.exp(mx.sym.var("x"), attr={REGION: "float8"})
-    with pytest.raises(amp.ArgumentError, match="not 'float8'"):
-        amp.explain(symbol, "bfloat16")
-
-
 def test_regions_for_other_devices():
     policy = amp.Policy.default("float16", "gpu")
     plan = amp.explain(made(in_bfloat16), policy=policy, example_inputs=randn(ROWS, UNITS))
     (node,) = plan.filter(operator="exp")
     assert "autocast('bfloat16') in the model's code, which is not for this device" in node.reason
-
-
-def test_mixed_inputs_are_widened_in_graphs():
-    def mixed_inputs(F, layer, x):
-        with off():
-            return layer(x)
-
-    def widened(F, layer, x):
-        with off():
-            return layer(F.cast(x, "float32"))
-
-    x, net, around = randn(ROWS, UNITS), made(mixed_inputs), AROUND["bfloat16"]
-    with around(), pytest.raises(mx.MXNetError):
-        net(x).wait_to_read()
-    assert same(hybridized(net, x, around), eager(made(widened), x, around))
 
 
 def test_a_block_traced_again_in_another_region():
@@ -591,37 +438,6 @@ def test_symbols_hold_their_regions_until_shutdown():
             executor.forward()
         assert stats["FullyConnected"] == {wanted: 1}
         amp.shutdown()
-
-
-def test_threads_have_regions_of_their_own():
-    x, found = randn(ROWS, UNITS), {}
-
-    def run(dtype):
-        found[dtype] = hybridized(made(in_bfloat16), x, AROUND[dtype])
-
-    threads = [threading.Thread(target=run, args=(dtype,)) for dtype in DTYPES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for dtype in DTYPES:
-        assert same(found[dtype], eager(made(in_bfloat16), x, AROUND[dtype]))
-
-
-def test_marks_of_nested_regions():
-    x = mx.sym.var("x")
-    marks = []
-    for regions_around in (
-        ["float16"], [None], ["float16", None], ["float16", False, None], [False, None], [False],
-    ):  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            for one in regions_around:
-                entered = off() if one is False else amp.autocast(one)
-                stack.enter_context(entered)
-            marks.append(mx.sym.exp(x).attr(REGION))
-    assert marks == ["float16", "on", "float16", "float16", "on", "off"]
-    assert current_mark() is None
-    assert mx.sym.exp(x).attr(REGION) is None
 
 
 LATER = {
@@ -677,22 +493,3 @@ def test_a_half_custom_operator_in_a_region_is_warned_of(caplog):
         finally:
             set_custom_class("regions_twice", "fp32")
     assert "custom operator 'regions_twice'" in caplog.text
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_region_inside_a_switched_off_one_has_the_policy_around_both(dtype):
-    def in_region(F, layer, x):
-        with amp.autocast():
-            x = layer(x)
-        return F.amp_cast(x, dtype="float32")
-
-    net, x = made(in_region), randn(ROWS, UNITS)
-    plain = made(lambda F, layer, x: layer(x))(x).asnumpy()
-    amp.init(policy=untuned(dtype))
-    with off():
-        eager = values(net(x))
-        net.hybridize()
-        hybrid = values(net(x))
-    assert (eager == hybrid).all()
-    assert (eager != plain).any()
-    np.testing.assert_allclose(np.asarray(eager, "float32"), plain, rtol=0.1, atol=0.1)

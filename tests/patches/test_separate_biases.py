@@ -4,12 +4,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn, rnn
+from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, randn, values
+from helpers import kind, randn
 from mxamp.graph.ir import Graph
-from mxamp.patches import eager
 from mxamp.patches.symbolic import scaled_executors
 
 DATA = randn(4, 6)
@@ -45,17 +44,6 @@ def two_layers():
     return net
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_mxnet_leaves_their_gradients_as_they_were(hybrid):
-    net = nn.Dense(2)
-    (bias,) = biases_only(net, DATA).values()
-    net.hybridize(hybrid)
-    bias.grad()[:] = 7
-    with autograd.record():
-        net(DATA).sum().backward()
-    assert bias.grad().asnumpy().tolist() == [7, 7]  # 4, were it computed
-
-
 @pytest.mark.parametrize("static", [None, False, True])
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_they_get_theirs(policy, static, request_):
@@ -74,52 +62,6 @@ def test_they_get_theirs(policy, static, request_):
     times = passes if request_ == "add" else 1
     for bias, gradient in zip(biases.values(), wanted):
         np.testing.assert_allclose(bias.grad().asnumpy(), gradient * times, rtol=0.03, atol=0.03)
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_freezing_and_thawing_between_steps(policy, hybrid):
-    net = two_layers()
-    biases_only(net, DATA, pattern="nothing")
-    net.hybridize(hybrid)
-    with amp.autocast(policy=policy):
-        for frozen in (False, True, False, True):
-            for layer in net:
-                layer.weight.grad_req = "null" if frozen else "write"
-            with autograd.record():
-                total = net(DATA).astype("float32").sum()
-            total.backward()
-            for layer, gradient in zip(net, by_hand(net)):
-                found = layer.bias.grad().asnumpy()
-                np.testing.assert_allclose(found, gradient, rtol=0.03, atol=0.03)
-            if not frozen:
-                assert net[0].weight.grad().norm().asscalar() > 0
-
-
-WEIGHTS = {
-    "constant": (lambda w: w.detach(), False),
-    "computed of a constant": (lambda w: w.detach() * 2, False),
-    "blocked": (lambda w: nd.BlockGrad(w * 2), False),
-    "a leaf": (lambda w: w, True),
-    "computed": (lambda w: w * 2, True),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("function", ["nd", "npx"])
-def test_eager_calls(policy, name, function):
-    make, trained = WEIGHTS[name]
-    weight, bias = randn(3, 6, seed=1), nd.zeros((3,))
-    weight.attach_grad()
-    bias.attach_grad()
-    with amp.autocast(policy=policy), autograd.record():
-        if function == "nd":
-            out = nd.FullyConnected(DATA, make(weight), bias, num_hidden=3)
-        else:
-            arrays = [a.as_np_ndarray() for a in (DATA, make(weight), bias)]
-            out = mx.npx.fully_connected(*arrays, num_hidden=3, no_bias=False)
-        out.backward()
-    assert bias.grad.asnumpy().tolist() == [4, 4, 4]
-    assert (weight.grad.norm().asscalar() > 0) == trained
 
 
 SHAPES = {
@@ -162,18 +104,6 @@ def test_eager_calls_with_computed_weights(policy, shape, dtype, function, monke
         for one, other in zip(found, wanted):
             assert one.shape == other.shape
             np.testing.assert_allclose(one.asnumpy(), other, rtol=0.03, atol=0.03)
-
-
-def test_eager_biases_without_gradients_stay_in_the_layer(on, monkeypatch):
-    calls, real = [], eager.without_bias
-    monkeypatch.setattr(eager, "without_bias", lambda attrs: calls.append(attrs) or real(attrs))
-    x, weight, bias = DATA.copy(), randn(3, 6, seed=1), nd.zeros((3,))
-    x.attach_grad()
-    with autograd.record():
-        nd.FullyConnected(x, weight, bias, num_hidden=3)
-        assert not calls
-        nd.FullyConnected(x, weight, bias * x.sum(), num_hidden=3)
-        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("way", ["bind", "simple_bind", "module"])
@@ -236,52 +166,3 @@ def test_loops(policy, static, frozen, nested):
                 total = net(data).astype("float32").sum()
             total.backward()
             assert bias.grad().asnumpy().tolist() == [4, 4, 4]
-
-
-def test_axes_that_are_kept(policy):
-    net = nn.Dense(3, flatten=False)
-    (bias,) = biases_only(net, randn(2, 3, 4, 5)).values()
-    net.hybridize()
-    with amp.autocast(policy=policy), autograd.record():
-        net(randn(2, 3, 4, 5)).astype("float32").sum().backward()
-    assert bias.grad().asnumpy().tolist() == [24, 24, 24]
-
-
-@pytest.mark.parametrize("layer", [lambda: nn.Conv2D(2, 3), lambda: nn.Conv2DTranspose(2, 3)])
-def test_convolutions_compute_theirs(layer, policy):
-    net, data = layer(), nd.ones((1, 1, 5, 5))
-    (bias,) = biases_only(net, data).values()
-    with amp.autocast(policy=policy), autograd.record():
-        out = net(data)
-        out.astype("float32").sum().backward()
-    assert bias.grad().asnumpy().tolist() == [out.size / 2] * 2
-
-
-def test_fused_recurrent_layers_compute_theirs(policy):
-    net, data = rnn.LSTM(3, input_size=2), nd.ones((2, 1, 2))
-    biases = biases_only(net, data)
-    with amp.autocast(policy=policy), autograd.record():
-        net(data).astype("float32").sum().backward()
-    assert all(bias.grad().norm().asscalar() > 0 for bias in biases.values())
-
-
-def test_training_biases_alone(on):
-    net = two_layers()
-    biases = biases_only(net, DATA)
-    net.hybridize()
-    control = two_layers()
-    biases_only(control, DATA, pattern="nothing")
-    for mine, theirs in zip(control.collect_params().values(), net.collect_params().values()):
-        mine.set_data(theirs.data())
-    for block, params in ((net, biases), (control, {n: p for n, p in control.collect_params().items() if "bias" in n})):  # fmt: skip
-        trainer = gluon.Trainer(list(params.values()), "sgd", {"learning_rate": 0.1})
-        amp.init_trainer(trainer, amp.StaticLossScaler(8))
-        for _ in range(5):
-            with autograd.record():
-                loss = (block(DATA) ** 2).sum()
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-            trainer.step(4)
-        assert trainer.amp_steps == 5
-    for mine, theirs in zip(control.collect_params().values(), net.collect_params().values()):
-        np.testing.assert_allclose(values(mine.data()), values(theirs.data()), atol=0.02)

@@ -45,38 +45,6 @@ def test_symbols_agree_bit_for_bit(on, make):
     assert set(bound.output_dict) == set(symbol.list_outputs())
 
 
-def test_bound_gradients_add_up(on):
-    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
-    executor = symbol.simple_bind(mx.cpu(), grad_req="add", data=(2, 4))
-    executor.arg_dict["data"][:] = randn(2, 4)
-    executor.arg_dict["fc_weight"][:] = randn(3, 4)
-    totals = []
-    for _ in range(2):
-        executor.forward(is_train=True)
-        executor.backward(nd.ones((2, 3)))
-        totals.append(executor.grad_dict["fc_weight"].asnumpy())
-    assert abs(totals[0]).max() > 0
-    np.testing.assert_array_equal(totals[1], 2 * totals[0])
-
-
-def test_module_trains(on):
-    data = mx.sym.var("data")
-    net = mx.sym.FullyConnected(data, num_hidden=16, name="fc1")
-    net = mx.sym.Activation(net, act_type="relu")
-    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(net, num_hidden=2, name="fc2"), name="softmax")
-    x = np.random.RandomState(0).randn(64, 8).astype("float32")
-    y = (x[:, 0] > 0).astype("float32")
-    iterator = mx.io.NDArrayIter(x, y, batch_size=16)
-    module = mx.mod.Module(net, context=mx.cpu())
-    module.fit(
-        iterator, num_epoch=8, optimizer_params={"learning_rate": 0.5},
-        initializer=mx.init.Xavier(), eval_metric="acc",
-    )  # fmt: skip
-    assert module.score(iterator, "acc")[0][1] > 0.9
-    assert all(array.dtype == np.float32 for array in module.get_params()[0].values())
-    assert module._symbol is net
-
-
 @with_avx512
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -148,14 +116,6 @@ def test_what_reshape_refuses():
         executor.reshape(data=(4, 5, 4, 4))
     changed = executor.reshape(partial_shaping=True, allow_up_sizing=True, data=(4, 5, 4, 4))
     assert changed.arg_dict["c_weight"].shape == (8, 5, 3, 3)
-
-
-def test_a_reshaped_executor_keeps_its_monitor():
-    seen = []
-    _, executor = bound_sum()
-    executor.set_monitor_callback(lambda name, array: seen.append(name))
-    executor.reshape(data=(2, 3, 8, 8)).forward()[0].wait_to_read()
-    assert b"c_output" in seen  # as MXNet calls it
 
 
 @with_avx512
