@@ -45,10 +45,8 @@ class Doubled(mx.operator.CustomOpProp):
 
 ONES = np.ones((2, 8))
 ARRAYS = {
-    "data": ONES.astype("float32"), "nan": ONES * np.nan, "inf": ONES * np.inf, "huge": ONES * 1e300,
-    "text": ONES.astype(str), "complex": ONES * 1j, "time": ONES.astype("M8[D]"),
-    "table": ONES.astype([("a", "f4")]), "empty": ONES[:0],
-    "integers": ONES.astype("int64"),
+    "data": ONES.astype("float32"), "huge": ONES * 1e300, "text": ONES.astype(str),
+    "complex": ONES * 1j,
 }  # fmt: skip
 
 
@@ -77,8 +75,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     before = os.getcwd()
     os.chdir(folder)
-    damaged = ("cut", "json", "bin", "cutp", "text", "none", "list", "foreign")
-    for name in ("m", *damaged):
+    for name in ("m", "cut", "cutp", "list", "foreign", "attribute", "folder", "pipe"):
         save(name)
     for epoch in (3, 7):
         save("many", epoch)
@@ -86,7 +83,6 @@ def models(tmp_path_factory):
     save("lost", net=LOST)
     save("large", fc_weight=PARAMS["fc_weight"] * 1e6)
     save("huge", net=HUGE)
-    save("nan", fc_bias=mx.nd.array([1, np.nan, np.inf, 1]))
     mx.nd.save("list-0000.params", [mx.nd.ones(2)])
     foreign = {f"arg:conv{i}_weight": mx.nd.ones(2) for i in range(5)}
     mx.nd.save("foreign-0000.params", foreign)
@@ -96,12 +92,9 @@ def models(tmp_path_factory):
     with open("m-0000.params", "rb") as file:
         params = file.read()
     contents = {
-        "cut-symbol.json": text[: len(text) // 2].encode(), "json-symbol.json": b'{"a": [1, 2]}',
-        "bin-symbol.json": b"\xff\xfe\x00\x01", "cutp-0000.params": params[: len(params) // 2],
-        "text-0000.params": b"hello", "none-0000.params": b"", "m.onnx": b"x", "bad.npy": b"no",
-        "file": b"", "bad.toml": b"format = 1\nfoo", "cli_custom.py": CUSTOM.encode(),
-        "cli_broken.py": b"1 / 0", "cli_exit.py": b"import sys; sys.exit(0)",
-        "cli_exit_with_text.py": b"raise SystemExit('enough')",
+        "cut-symbol.json": text[: len(text) // 2].encode(),
+        "cutp-0000.params": params[: len(params) // 2], "m.onnx": b"x",
+        "cli_custom.py": CUSTOM.encode(), "cli_broken.py": b"1 / 0",
     }  # fmt: skip
     for name, content in contents.items():
         with open(name, "wb") as file:
@@ -118,18 +111,12 @@ def models(tmp_path_factory):
     os.mkdir("dir-symbol.json")
     for name, values in ARRAYS.items():
         np.save(f"{name}.npy", values)
-    for name in ("folder", "pipe"):
-        shutil.copy("m-symbol.json", f"{name}-symbol.json")
     with open("attribute-symbol.json", "w") as file:
         file.write(NET.tojson().replace("num_hidden", "num_hiddn"))
-    with open("nodes-symbol.json", "w") as file:
-        file.write('{"nodes": [], "heads": []}')
-    with open("heads-symbol.json", "w") as file:
-        file.write('{"nodes": [{"op": "null", "name": "x"}], "heads": []}')
+    for name in ("folder", "pipe"):
+        os.remove(f"{name}-0000.params")
     os.mkdir("folder-0000.params")
     os.mkfifo("pipe-0000.params")
-    for name in ("attribute", "nodes", "heads"):
-        shutil.copy("m-0000.params", f"{name}-0000.params")
     for part in ("symbol.json", "0000.params"):
         os.symlink(f"m-{part}", f"link-{part}")
     shutil.copytree(os.path.dirname(lists("float16")), "lists")
@@ -164,82 +151,47 @@ LONG = "n" * 300
 
 #: The arguments, what the answer says, and the status.
 BAD = [
-    (f"m {F16} --out x --check --input data:2,8 --input-dtype data:int46", ["--input-dtype: the dtype of input 'data'", "int64", "not 'int46'"], 2),
     (f"m {F16} --out x --tolerance 0.1", ["--tolerance is for --check"], 2),
     (f"m {F16} --out x-symbol.json", ["--out must be the prefix", "'x', not 'x-symbol.json'"], 2),
     (f"m {F16} --out x --input-dtype data", ["--input-dtype takes NAME:VALUE"], 2),
     (f"cut {F16} --out x", ["'cut-symbol.json'", "no JSON, or was cut off"], 2),
-    (f"json {F16} --out x", ["'json-symbol.json'", "no lists of nodes"], 2),
-    (f"bin {F16} --out x", ["'bin-symbol.json'", "it is no text"], 2),
     (f"cutp {F16} --out x", ["'cutp-0000.params'", "cut off"], 2),
-    (f"text {F16} --out x", ["'text-0000.params'", "another kind of file"], 2),
-    (f"none {F16} --out x", ["'none-0000.params'", "cut off"], 2),
     (f"list {F16} --out x", ["'list-0000.params'", "start with arg: or aux:"], 2),
     (f"foreign {F16} --out x",
      ["'foreign-0000.params'", "'foreign-symbol.json'", "4 missing (fc_bias, fc_weight, head_fwd_bias and 1 other)",
       "5 that the symbol does not have (conv0_weight,"], 2),
     ("m --dtype float32 --out x --fp32-op softmax", ["leave out --policy and --fp32-op"], 2),
     (f"{CHECK} data:0,8", ["--input", "sizes above 0", "'data:0,8'"], 2),
-    (f"{CHECK} dat:", ["--input takes NAME:VALUE, not 'dat:'"], 2),
+    (f"{CHECK} data:99999999999,8", ["less than 2**31 elements"], 2),
     (f"{CHECK} data:nofile.npy", ["--input data:nofile.npy", "No such file"], 2),
-    (f"{CHECK} data:bad.npy", ["--input data:bad.npy", "no array that NumPy has saved"], 2),
-    (f"{CHECK} data:1,3,x", ["--input takes", "'data:1,3,x'"], 2),
     (f"{CHECK} data:1,3", ["don't fit", "fc"], 2),
     (f"m {F16} --out x --check", ["shapes of the inputs data", "--input"], 2),
-    (f"nothing-symbol.json {F16} --out x", ["no file 'nothing-symbol.json'"], 2),
     (f"m.onnx {F16} --out x", ["give the prefix", "('m')"], 2),
-    (f"nothing.onnx {F16} --out x", ["'nothing.onnx' is an ONNX file", "give the prefix"], 2),
     (f"nothing {F16} --out x", ["no file 'nothing-symbol.json'", "the prefix"], 2),
-    (f"m {F16} --epoch 4 --out x", ["no file 'm-0004.params'", "epoch 0 (--epoch)"], 2),
     (f"many {F16} --epoch 4 --out x", ["epoch 3, 7 (--epoch)"], 2),
     (f"many {F16} --out x", ["epochs 3, 7", "--epoch"], 2),
     (f"custom {F16} --out x", ["'custom-symbol.json'", "'cli_doubled'", "--import"], 2),
-    (f"m {F16} --out x --import cli_nowhere", ["--import", "'cli_nowhere'"], 2),
     (f"m {F16} --out x --import cli_broken", ["--import", "'cli_broken'", "division by zero"], 2),
     ("m --out x", ["--dtype", "--policy"], 2),
     ("m --out x --policy nofile.toml", ["'nofile.toml'"], 2),
-    ("m --out x --policy bad.toml", ["bad.toml", "TOML"], 2),
     (f"m --out x --policy lists/float16.toml {F16}", ["--dtype or --policy, not both"], 2),
-    (f"m {F16} --out m", ["the model itself", "another --out"], 2),
     (f"m {F16} --out ./m --force", ["the model itself", "never overwrites"], 2),
-    (f"m {F16} --out link --force", ["the model itself", "'link-symbol.json'"], 2),
     (f"link {F16} --out m --force", ["the model itself"], 2),
     (f"m {F16} --out ''", ["empty", "--out"], 2),
-    (f"'' {F16} --out x", ["prefix of the model is empty"], 2),
     (f"m {F16} --out none/x", ["no folder", "none'"], 2),
-    (f"m {F16} --out file/x", ["no folder", "file'"], 2),
     (f"m {F16} --out dir", ["'dir-symbol.json' is a folder"], 2),
     (f"m {F16} --out one --epoch 5", ["'one-symbol.json' is there already", "--force"], 2),
     (f"m {F16} --out x --keep-fp32 head", ["unknown layer 'head'", "'head_fwd'", "_fwd"], 2),
-    (f"m {F16} --out x --keep-fp32 qqqqqqqq", ["'fc', 'head_fwd'"], 2),
     (f"m {F16} --out x --fuse", ["--fuse is for inference in bfloat16"], 2),
-    (f"m {F16} --out x --check --tolerance 0", ["--tolerance"], 2),
     ("m --dtype bfloat16 --device gpu --out x", ["no bfloat16 kernels on GPUs", "give float16, or the CPU"], 2),
     (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "GPU"], 1),
-    (f"m {F16} --device gpu --out x --check --input data:2,8 --input-dtype data:int32", ["the original does not run", "expected int32, got float32"], 2),
-    *((f"m {F16} --out {out}", ["--out must end in a name", f"such as '{instead}', not '{out}'"], 2) for out, instead in (
-        (".", "model"), ("..", "model"), ("lists/", "lists/model"), ("lists/.", "lists/model"), ("/", "/model"))),
     (f"m {F16} --out {LONG}", [f"'{LONG}-symbol.json' can't be written (File name too long): give another name"], 2),
-    (f"{LONG} {F16} --out x", [f"there is no file '{LONG}-symbol.json'"], 2),
-    (f"m {F16} --out x --import cli_exit", ["'cli_exit' can't be imported: SystemExit: 0"], 2),
-    (f"m {F16} --out x --import cli_exit_with_text", ["'cli_exit_with_text' can't be imported: SystemExit: enough"], 2),
-    *((f"m {F16} --out x --import {name}", ["--import takes the name of a module", f"not {name!r}"], 2) for name in ("../x", "a..b", ".a")),
-    (f"{CHECK} data:99999999999,8", ["input 'data' of shape (99999999999, 8)", "up to 2,147,483,647"], 2),
-    (f"{CHECK} data:100000000000000000000000,8", ["has 800,000,000,000,000,000,000,000 elements"], 2),
     *((f"{CHECK} data:{name}.npy", ["input 'data' must be an array of booleans, integers or floats", f"2x8 in {kind}"], 2)
-      for name, kind in (("text", "str"), ("complex", "complex128"), ("time", "datetime64[D]"), ("table", "void"))),
-    *((f"{CHECK} data:{name}.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2) for name in ("nan", "inf", "huge")),
-    (f"{CHECK} data:empty.npy", ["'data' must be sizes above 0"], 2),
+      for name, kind in (("text", "str"), ("complex", "complex128"))),
+    (f"{CHECK} data:huge.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2),
     (f"{CHECK} data:2,8 --input data:data.npy", ["--input is given twice for 'data': '2,8' and 'data.npy'"], 2),
-    (f"m {F16} --out x --input-dtype data:int32 --input-dtype data:int32", ["--input-dtype is given twice for 'data'"], 2),
-    (f"{CHECK} xyz:2,8", ["--input: unknown input 'xyz'", "'data'"], 2),
-    (f"{CHECK} data:2,8 --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["--input-dtype: unknown input 'dato'"], 2),
-    (f"{CHECK} data:2,8 --tolerance nan", ["--tolerance must be a number above 0, not nan"], 2),
-    ("m --out x --policy ''", ["can't be read"], 2),
     (f"attribute {F16} --out x", ["'attribute-symbol.json'", "Cannot find argument 'num_hiddn'"], 2),
-    (f"nodes {F16} --out x", ["'nodes-symbol.json'", "list of nodes is empty"], 2),
-    (f"heads {F16} --out x", ["'heads-symbol.json'", "list of heads is empty"], 2),
     (f"folder {F16} --out x", ["'folder-0000.params' is a folder, and not a file"], 2),
     (f"pipe {F16} --out x", ["'pipe-0000.params' is a pipe or a device, and not a file"], 2),
 ]  # fmt: skip
@@ -286,12 +238,10 @@ def test_a_failed_check_shows_the_errors_of_outputs_then_one_line(arguments, cel
 GOOD = [
     (f"m {F16}", "x-0000.params", ["larger", "--cast-params"]),
     (f"m-symbol.json {F16}", "x-0000.params", []),
-    (f"m-0000.params {F16}", "x-0000.params", []),
     (f"one {F16}", "x-0005.params", []),
     (f"large {F16}", "x-0000.params",
      ["warning: ", "'fc_weight' holds", "finite values that would be infinity in float16", "--keep-fp32"]),
     (f"large {F16} --cast-params", "x-0000.params", ["warning: ", "'fc_weight' to float16", "--cast-params off"]),
-    (f"nan {F16}", "x-0000.params", ["warning: ", "'fc_bias'", "2 values of NaN or infinity, among 4"]),
     (f"m {F16} --check --input data:data.npy", "x-0000.params", ["head_fwd_output", "relative error"]),
 ]  # fmt: skip
 
@@ -343,17 +293,6 @@ def test_progress_is_for_terminals(tmp_path, terminal, monkeypatch):
     result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"), "--cast-params")
     assert len(result.output.strip().splitlines()) == 1
     assert bool(shown.getvalue()) == terminal
-
-
-def test_a_file_system_that_is_read_only(tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("os.replace", fails)
-    result = run("m", "--dtype", "float16", "--out", str(tmp_path / "x"))
-    assert result.exit_code == 1
-    assert "x-symbol.json' can't be written (Read-only file system)" in result.output
-    assert len(result.output.strip().splitlines()) == 1
 
 
 def test_half_precision_is_taken_out():

@@ -72,12 +72,8 @@ def test_contexts_are_devices():
 WRONG = [
     # values of the wrong kind
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "is an ndarray .*: mx.nd.array makes one"),
-    (lambda: amp.convert_model(SYMBOL, {"arg:fc_weight": X}, {}), "load_checkpoint drops arg:"),
     (lambda: amp.export_onnx(net(), "model.onnx", {"data": X}), "a model must be .symbol, arg_params"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
-    (lambda: amp.export_onnx(net(), "model.onnx", X), r"net\.export\('net'\), and give mx\.model\.load_checkpoint\('net', 0\)$"),
-    (lambda: amp.compare_models((SYMBOL, {}, {}), net(), {"data": X}), r"there is mxamp\.debugging\.compare"),
-    (lambda: amp.convert_model(net(), target_dtype="bfloat16"), "; convert_hybrid_block takes Gluon blocks$"),
     (lambda: amp.init_trainer(trainer(), amp.GradScaler()), "not GradScaler"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "NoScaler of mxamp.*not a LossScaler"),
     # PyTorch's
@@ -95,8 +91,6 @@ WRONG = [
     (lambda: amp.init(dtype="bfloat16"), r"write init\(target_dtype="),
     (lambda: amp.init("bfloat16", fp32=["softmax"]), r"override\(fp32="),
     (lambda: amp.init("bfloat16", enabled=False), "without init, mixed precision is off"),
-    (lambda: amp.convert_symbol(SYMBOL, dtype="bfloat16"), "write target_dtype="),
-    (lambda: amp.convert_model(SYMBOL, {}, {}, fp32_layers=["fc"]), "write excluded_sym_names="),
     (lambda: amp.explain(SYMBOL, dtype="bfloat16"), "write target_dtype="),
     (lambda: amp.benchmark(net(), X, dtype="bfloat16"), "write target_dtype="),
     (lambda: amp.LossScaler(loss_scale=128), "the closest are .*'init_scale'"),
@@ -117,8 +111,6 @@ WRONG = [
     (lambda: amp.initialize(net(), num_losses=2), "one loss scale for all of its losses"),
     (lambda: amp.initialize(net(), enabled=False), "'O0' leaves mixed precision off"),
     (lambda: amp.decorate(models=net(), optimizers="sgd", level="O2"), r"initialize\(net, trainer, opt_level='O2'\) casts"),
-    (lambda: amp.convert_model((SYMBOL, {}, {})), r"as in convert_model\(\*model\); convert_files takes the names"),
-    (lambda: amp.convert_model("model", 0), "convert_files takes the names of saved models"),
     (lambda: amp.half_function()(abs), r"decorate it by the name alone, without \(\)"),
     (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
     (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
@@ -128,7 +120,6 @@ WRONG = [
     (lambda: amp.debugging.operator_stats(net()), "takes 0 positional|too many positional"),
     # shapes, and arrays of wrong shapes
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
-    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=mx.nd.ones((2, 5))), r"of shape \(2, 5\): .*Provided = \[4,3\]"),
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=[[1.0, 2.0]]), r"such as mx\.nd\.ones"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
@@ -165,7 +156,6 @@ WRONG = [
     (lambda: amp.scale_loss(trainer(), X).__enter__(), "the trainer must be a gluon.Trainer, not an NDArray"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
-    (lambda: amp.compare_models(net(), net(), {"data": X}), r"mxamp\.debugging\.compare\(net"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
     (lambda: amp.convert_hybrid_block(SYMBOL), "convert_symbol takes symbols"),
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=np.ones((2, 3))), "must be an NDArray"),
@@ -318,8 +308,6 @@ def test_bucketing_modules_are_bound_before_and_after():
     batch = mx.io.DataBatch(
         [X], [mx.nd.zeros(2)], bucket_key=3, provide_data=shapes[0], provide_label=shapes[1]
     )
-    with pytest.raises(amp.StateError, match="call bind"):
-        converted.forward(batch)
     converted.bind(*shapes, for_training=False)
     converted.forward(batch)
     assert converted.get_outputs()[0].shape == (2, 2)

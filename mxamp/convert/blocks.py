@@ -42,10 +42,9 @@ NO_GPU = (
     "ctx is {given}, and MXNet sees no GPU here: leave ctx out. To convert for GPUs here, give "
     "policy=Policy.default('float16', 'gpu')"
 )
-NO_GRADIENTS = "block %r was fused for inference: autograd gets no gradients through it"
 FROZEN = (
-    "block %r was converted with cast_optional_params, for inference: these parameters get no "
-    "gradients: %s. To train it, convert it without"
+    "block %r was converted for inference: these parameters get no gradients: %s. To train it, "
+    "convert it without cast_optional_params and fuse"
 )
 NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
 
@@ -63,7 +62,6 @@ class TracedBlock:
     """
 
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
-        self._name = block.name
         self.inputs, self.symbol = block._cached_graph
         arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
         names = [one.name for one in self.inputs]
@@ -75,18 +73,6 @@ class TracedBlock:
         self.params: Dict[str, Parameter] = {
             name: param for name, param in block.collect_params().items() if name in used
         }
-
-    def check_shapes(self) -> None:
-        """Raise `ArgumentError` if the graph does not run on the call's arguments, if any."""
-        if not self.example_shapes:  # MXNet can't infer the bodies of loops without the data
-            return
-        of_params = {name: param.shape for name, param in self.params.items() if param.shape}
-        known = {**self.example_shapes, **of_params}
-        arguments = self.symbol.list_arguments()
-        try:
-            self.symbol.infer_shape_partial(**{n: known[n] for n in arguments if n in known})
-        except MXNetError as error:
-            raise _example_error(self._name, self.example_shapes.values(), error) from None
 
     def input_dtypes(self, overrides: Any) -> Any:
         """Return the dtypes of the call's arguments by input name, updated by `overrides`.
@@ -256,16 +242,10 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
     def _warn_of_training(self) -> None:
         """Warn once if the block runs in training and the conversion has frozen parameters."""
-        if self._has_warned:
-            return
-        if self._is_fused:
+        frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
+        if frozen and autograd.is_training() and not self._has_warned:
             self._has_warned = True
-            logger.warning(NO_GRADIENTS, self.name)
-        elif autograd.is_training():
-            frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
-            if frozen:
-                self._has_warned = True
-                logger.warning(FROZEN, self.name, shortened(frozen))
+            logger.warning(FROZEN, self.name, shortened(frozen))
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> Any:

@@ -21,48 +21,19 @@ from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import Examples, build_block, contexts_of, trace
-from .options import Names, Options, conversion_policy, is_float32, keeps_io_types
+from .options import Names, Options, is_float32
 from .outputs import Model
 from .symbols import Converted, Params, cast_params, convert
 
-__all__ = [
-    "convert_bucketing_module",
-    "convert_hybrid_block",
-    "convert_model",
-    "convert_symbol",
-    "converted_model",
-]
-
-_THREE = (
-    "convert_model(sym, arg_params, aux_params) takes what mx.model.load_checkpoint returns, as in "
-    "convert_model(*model); convert_files takes the names of saved models; convert_hybrid_block "
-    "takes Gluon blocks"
-)
-_CALL = checked_call(
-    dtype="write target_dtype='bfloat16'",
-    fp32_layers="write excluded_sym_names=[...]",
-    target_precision_ops="write target_dtype_ops=[...]",
-    target_ops="write target_dtype_ops=[...]",
-    excluded_layers="write excluded_sym_names=[...]",
-    prefix="convert_files takes the names of saved models",
-    arg_params=_THREE,
-    aux_params=_THREE,
-)
-
 NO_ARRAY = "{name} must map names to NDArrays, and {key!r} is {given}: mx.nd.array makes one"
-PREFIXED = "{name} has the name {key!r} of a file: mx.model.load_checkpoint drops arg: and aux:"
 NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
 NOT_BOUND = (
     "the BucketingModule has no buckets or parameters yet: call bind(data_shapes, label_shapes) "
     "and init_params() or set_params() before converting"
 )
-BIND_FIRST = (
-    "a converted BucketingModule has parameters and is not bound: call bind(data_shapes, "
-    "label_shapes, for_training=False) before forward"
-)
 
 
-@_CALL
+@checked_call()
 def convert_symbol(
     sym: Symbol,
     target_dtype: Any = DEFAULT_TARGET,
@@ -127,19 +98,14 @@ def convert_symbol(
         An argument has the wrong type, or an operator is in two lists.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = conversion_policy(target_dtype, lists, policy)
-    options = Options(
-        policy,
-        excluded_sym_names,
-        cast_optional_params,
-        keeps_io_types(keep_io_types, target_dtype),
-        input_dtypes,
-        data_names=data_names,
-    )
+    options = Options.of(
+        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
+        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, data_names=data_names,
+    )  # fmt: skip
     return convert(sym, options).symbol
 
 
-@_CALL
+@checked_call()
 def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
@@ -186,19 +152,16 @@ def convert_model(
     The other parameters are those of `convert_symbol`.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = conversion_policy(target_dtype, lists, policy)
-    keeps_io = keeps_io_types(keep_io_types, target_dtype)
-    options = Options(
-        policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes, fuse
-    )
+    options = Options.of(
+        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
+        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, fuse=fuse,
+    )  # fmt: skip
     for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
         if not isinstance(params, Mapping):
             raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
         for key, value in params.items():
             if not isinstance(value, NDArray):
                 raise ArgumentError(NO_ARRAY.format(name=name, key=key, given=shown(value)))
-            if str(key).startswith(("arg:", "aux:")):
-                raise ArgumentError(PREFIXED.format(name=name, key=key))
     return converted_model((sym, arg_params, aux_params), options)
 
 
@@ -211,7 +174,7 @@ def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Par
     return converted.symbol, values, new_auxs
 
 
-@_CALL
+@checked_call()
 def convert_hybrid_block(
     block: HybridBlock,
     target_dtype: Any = DEFAULT_TARGET,
@@ -276,22 +239,20 @@ def convert_hybrid_block(
         The block has no graph yet and no example was given, or a parameter has no value.
     """
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = conversion_policy(target_dtype, lists, policy)
-    keeps_io = keeps_io_types(keep_io_types, target_dtype)
-    options = Options(
-        policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes, fuse
-    )
+    options = Options.of(
+        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
+        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, fuse=fuse,
+    )  # fmt: skip
     contexts = contexts_of(ctx)
     traced = trace(block, example_inputs)
-    traced.check_shapes()
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
     converted = convert(traced.symbol, options, traced.param_values())
     values = cast_params(converted.params, converted.inputs)
     frozen = values if options.fuse else converted.inputs
-    input_dtypes = {} if keeps_io else converted.data
+    input_dtypes = {} if options.keep_io_types else converted.data
     source = None
     # With half precision at its boundary, the source graph is another model.
-    if keeps_io or is_float32(target_dtype):
+    if options.keep_io_types or is_float32(target_dtype):
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     fast = build_block(
         block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes
@@ -303,7 +264,7 @@ def convert_hybrid_block(
     return fast
 
 
-@_CALL
+@checked_call()
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
     target_dtype: Any = DEFAULT_TARGET,
@@ -349,9 +310,10 @@ def convert_bucketing_module(
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError(NOT_BOUND)
     lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    policy = conversion_policy(target_dtype, lists, policy)
-    keeps_io = keeps_io_types(keep_io_types, target_dtype)
-    options = Options(policy, excluded_sym_names, cast_optional_params, keeps_io, input_dtypes)
+    options = Options.of(
+        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
+        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes,
+    )  # fmt: skip
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
     # A bucket returns new values only for the parameters that its graph reads.
@@ -362,7 +324,7 @@ def convert_bucketing_module(
         if name in one.params
     }
     values = cast_params({**args, **auxs, **held}, next(iter(buckets.values())).inputs)
-    converted = BucketingModule.load_dict(
+    return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         sym_gen=bucketing_mod._sym_gen,
         arg_params={name: values[name] for name in args},
@@ -376,18 +338,6 @@ def convert_bucketing_module(
         group2ctxs=bucketing_mod._group2ctxs,
         compression_params=bucketing_mod._compression_params,
     )
-    converted.__class__ = _ConvertedBucketingModule
-    return converted
-
-
-class _ConvertedBucketingModule(BucketingModule):  # type: ignore[misc]
-    """A converted module, whose `forward` says what to do before it is bound."""
-
-    def forward(self, data_batch: Any, is_train: Optional[bool] = None) -> None:
-        """Run a batch; raise `StateError` before `bind`, where MXNet's assertion says nothing."""
-        if not self.binded:
-            raise StateError(BIND_FIRST)
-        super().forward(data_batch, is_train)
 
 
 def _converted_buckets(

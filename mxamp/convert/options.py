@@ -5,31 +5,16 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-import mxnet as mx
 import numpy as np
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.wording import counted, shown
+from ..framework.wording import shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import Layers, layer_patterns, unknown_layers
 from ..policy.policy import Policy, requested_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
-
-__all__ = [
-    "Names",
-    "Options",
-    "check_names",
-    "checked_dtype",
-    "conversion_policy",
-    "is_float32",
-    "keeps_io_types",
-    "checked_shapes",
-    "name_list",
-    "resolved_dtypes",
-    "with_excluded_layers",
-]
 
 logger = logging.getLogger("mxamp")
 
@@ -41,12 +26,10 @@ OTHER_DTYPE = (
     "its values"
 )
 NO_SHAPE = (
-    "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), not {given}"
+    "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), of less than "
+    "2**31 elements, not {given}"
 )
-TOO_LARGE = (
-    "input {name!r} of shape {shape} has {elements}, and this MXNet takes arrays of up to "
-    "{limit:,}: give a smaller shape"
-)
+_LIMIT = 2**31  #: elements of an array in MXNet's wheels
 
 NOTHING_TO_LOWER = (
     "a float32 model has no operator in half precision: leave out `policy` and the operator lists, "
@@ -72,6 +55,25 @@ class Options:
     data_names: Names = None
     not_offline: FrozenSet[str] = frozenset()
 
+    @classmethod
+    def of(
+        cls,
+        target_dtype: Any,
+        lists: Sequence[Any] = (),
+        policy: Optional[Policy] = None,
+        keep_io_types: Optional[bool] = None,
+        **others: Any,
+    ) -> "Options":
+        """Return the options of a `convert_*` call; `lists` are its four operator lists.
+
+        `keep_io_types` is True by default, but False for float32 models.
+        """
+        if keep_io_types is None:
+            keep_io_types = not is_float32(target_dtype)
+        check_bool("keep_io_types", keep_io_types)
+        policy = conversion_policy(target_dtype, lists, policy)
+        return cls(policy, keep_io_types=keep_io_types, **others)
+
     def __post_init__(self) -> None:
         check_bool("cast_optional_params", self.cast_optional_params)
         check_bool("fuse", self.fuse)
@@ -96,13 +98,6 @@ def conversion_policy(
     if policy is not None or any(one is not None for one in lists):
         raise ArgumentError(NOTHING_TO_LOWER)
     return Policy.default("bfloat16", "cpu").in_float32()
-
-
-def keeps_io_types(given: Optional[bool], target_dtype: Any) -> bool:
-    """Return the value of `keep_io_types`: by default True, but False for float32 models."""
-    if given is None:
-        return not is_float32(target_dtype)
-    return check_bool("keep_io_types", given)
 
 
 def is_float32(target_dtype: Any) -> bool:
@@ -174,20 +169,13 @@ def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
     """
     if not isinstance(shapes, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to shapes, not be {shown(shapes)}")
-    is_large = mx.runtime.Features().is_enabled("INT64_TENSOR_SIZE")
-    limit = 2**63 - 1 if is_large else 2**31 - 1
     checked = {}
     for name, shape in (shapes or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]
-        if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
+        is_shape = all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes)
+        if not is_shape or math.prod(map(int, sizes)) >= _LIMIT:
             raise ArgumentError(NO_SHAPE.format(name=name, given=shown(shape)))
         checked[name] = tuple(map(int, sizes))
-        elements = math.prod(checked[name])
-        if elements > limit:
-            size = counted(elements, "element")
-            raise ArgumentError(
-                TOO_LARGE.format(name=name, shape=checked[name], elements=size, limit=limit)
-            )
     return checked
 
 

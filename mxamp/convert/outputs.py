@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
@@ -12,7 +11,6 @@ from mxnet import nd
 from mxnet._ctypes.ndarray import CachedOp
 from mxnet.base import MXNetError
 from mxnet.context import Context, current_context
-from mxnet.gluon import Block
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -28,30 +26,11 @@ from ..policy.targets import TARGETS
 from ..policy.values import is_true
 from .options import check_names, checked_dtype, checked_shapes
 
-__all__ = [
-    "Distance",
-    "Model",
-    "OutputError",
-    "checked_model",
-    "compare_models",
-    "declared_dtypes",
-    "error_reason",
-    "finite_input",
-    "has_half_values",
-    "output_error",
-    "random_inputs",
-    "run_model",
-    "zeros_for_missing",
-]
-
 logger = logging.getLogger("mxamp")
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
-NO_MODEL = (
-    "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}{blocks}"
-)
-COMPARE_BLOCKS = ": for Gluon blocks there is mxamp.debugging.compare(net, batches)"
+NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
 NO_INPUTS = (
     "the inputs must map names to arrays, such as {{'data': mx.nd.ones((1, 3, 224, 224))}}, not "
     "{given}"
@@ -180,7 +159,7 @@ def compare_models(
         The other model does not run here, such as a model converted for GPUs on a CPU.
     """
     for one in (model, other):
-        checked_model(one, COMPARE_BLOCKS)
+        checked_model(one)
     if not isinstance(inputs, Mapping):
         raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
     ctx = ctx or current_context()
@@ -258,7 +237,7 @@ def _inferred_shapes(
     return {name: shape for name, shape in found if shape and min(shape) > 0}
 
 
-@checked_call(input_shapes="write shapes=")
+@checked_call()
 def random_inputs(
     model: Model,
     shapes: Optional[Mapping[str, Sequence[int]]] = None,
@@ -361,22 +340,23 @@ def _random_array(
     return values if dtype == "float32" else cast(values, dtype)
 
 
-def checked_model(model: Model, for_blocks: str = "") -> Model:
-    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params).
-
-    `for_blocks` is the end of the message for a Gluon block.
-    """
+def checked_model(model: Model) -> Model:
+    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
-        blocks = for_blocks if isinstance(model, Block) else ""
-        raise ArgumentError(NO_MODEL.format(given=shown(model), blocks=blocks))
+        raise ArgumentError(NO_MODEL.format(given=shown(model)))
     return model
 
 
 def finite_input(name: str, value: Any) -> NDArray:
     """Return an array-like as an NDArray; raise, naming the input, unless all are finite."""
-    array = value if isinstance(value, NDArray) else _to_ndarray(name, value)
+    array = value
+    if not isinstance(value, NDArray):
+        if np.asarray(value).dtype.kind not in "biuf":
+            raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
+        with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: see below
+            array = nd.array(value)
     dtype = dtype_name(array.dtype)
     if "float" in dtype:
         values = cast(array, "float32") if dtype == "bfloat16" else array
@@ -384,17 +364,6 @@ def finite_input(name: str, value: Any) -> NDArray:
         if bad:
             raise ArgumentError(NOT_FINITE.format(name=name, elements=counted(bad, "element")))
     return array
-
-
-def _to_ndarray(name: str, value: Any) -> NDArray:
-    """Return an array-like as an NDArray; raise unless it holds booleans, integers or floats."""
-    dtype = getattr(value, "dtype", None)
-    # MXNet would drop imaginary parts and read dates as numbers.
-    if not isinstance(dtype, np.dtype) or dtype.kind in "biuf":
-        # Numbers beyond float32 become infinite, which finite_input refuses.
-        with suppress(TypeError, ValueError), np.errstate(over="ignore"):
-            return nd.array(value)
-    raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
 
 
 def declared_dtypes(symbol: Symbol) -> Dict[str, str]:

@@ -34,8 +34,6 @@ from ..policy.policy import Policy
 from ..policy.values import INFINITE_FROM
 from .options import Options, check_names, name_list, resolved_dtypes, with_excluded_layers
 
-__all__ = ["Converted", "Params", "cast_params", "convert", "widened_for"]
-
 logger = logging.getLogger("mxamp")
 
 Params = Dict[str, NDArray]

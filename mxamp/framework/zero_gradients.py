@@ -13,8 +13,6 @@ from mxnet.ndarray.ndarray import NDArray
 from .arrays import KIND_NAMES, dtype_code, invoke
 from .operators import handle_of
 
-__all__ = ["copy_inputs_at", "zero_gradient_inputs"]
-
 # Operators that MXNet's sources register with MakeZeroGradNodes, or with a zero gradient for one
 # input. Operators that take only integers are left out.
 _COMPARISONS = ("equal", "not_equal", "greater", "greater_equal", "lesser", "lesser_equal")

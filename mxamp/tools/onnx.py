@@ -30,10 +30,6 @@ TOLERANCE = 0.01
 
 MISSING = '{name} is not installed: pip install "onnx<1.18" onnxruntime, or mxamp[onnx]'
 NO_INPUTS = "inputs must map the names of inputs to arrays, or be a list of such dicts, not {given}"
-BLOCKS = (
-    ": call a hybridized Gluon block once, then net.export('net'), and give "
-    "mx.model.load_checkpoint('net', 0)"
-)
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check=False writes it"
@@ -91,7 +87,7 @@ def export_onnx(
     except ImportError as error:
         raise InstallError(MISSING.format(name=error.name)) from None
     with suspended():
-        wide = convert_model(*outputs.checked_model(model, BLOCKS), target_dtype="float32")
+        wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
         examples = _checked_examples(wide, inputs)
         content = _exported(onnx, wide, examples)
         errors = [_errors(onnxruntime, content, wide, given) for given in examples if check]

@@ -61,15 +61,6 @@ def test_a_model_in_half_precision_is_compared_with_its_float32_form(folder):
         assert done.errors[0].relative < 0.02
 
 
-def test_boxes_in_another_order_are_explained(folder):
-    boxes = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=6 * 4, name="fc")
-    chosen = mx.sym.contrib.box_nms(boxes.reshape((0, -1, 6)), name="nms")
-    params = {"fc_weight": randn(24, 8), "fc_bias": randn(24, seed=1)}
-    mx.model.save_checkpoint(str(folder / "net"), 3, chosen, params, {})
-    with pytest.raises(amp.StateError, match="selects and sorts boxes.*compare the inputs of"):
-        convert(folder, policy=policy_for("bfloat16"), check_inputs=ONES, tolerance=1e-9)
-
-
 def test_files_converted_again_keep_their_casts(folder):
     options = {"policy": amp.Policy.default("float16", "gpu"), "cast_optional_params": True}
     convert(folder, **options)
@@ -151,7 +142,7 @@ class Total(mx.gluon.HybridBlock):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_models_of_numpy_semantics(tmp_path, dtype, cast):
+def test_models_of_numpy_semantics(tmp_path, dtype, cast, caplog):
     mx.npx.set_np()
     net, x = Total(), mx.np.ones((2, 4))
     net.initialize(mx.init.Xavier())
@@ -163,9 +154,8 @@ def test_models_of_numpy_semantics(tmp_path, dtype, cast):
     mx.npx.reset_np()
     files = tmp_path / "net", tmp_path / "low"
     if cast and dtype == "bfloat16":
-        with pytest.raises(amp.ArgumentError, match="NumPy semantics"):
-            amp.convert_files(*files, **options)
-        assert not list(tmp_path.glob("low*"))
+        amp.convert_files(*files, **options)
+        assert "under npx.set_np() MXNet can't load its bfloat16 parameters" in caplog.text
         return
     done = amp.convert_files(*files, check_inputs={"data": x}, **options)
     assert done.errors[0].shape == ()

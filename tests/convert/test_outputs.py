@@ -117,7 +117,7 @@ def test_random_inputs():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda m: amp.random_inputs(m, {"data": (2**31, 4)}), "8,589,934,592 elements"),
+        (lambda m: amp.random_inputs(m, {"data": (2**31, 4)}), "less than 2..31 elements"),
         (lambda m: amp.random_inputs(m, {"data": (0, 4)}), "sizes above 0"),
         (lambda m: amp.random_inputs(m, {"dato": (2, 4)}), "unknown input 'dato'"),
         (lambda m: amp.random_inputs(m), "shapes of the inputs data"),

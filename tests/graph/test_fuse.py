@@ -200,7 +200,7 @@ def test_autograd_gets_no_gradients_through_a_fused_block(dtype, caplog):
         loss = (head(features) ** 2).sum()
     loss.backward()
     assert (found == head.weight.grad().asnumpy()).all()
-    assert "was fused for inference" in caplog.text
+    assert "was converted for inference" in caplog.text
 
 
 def fused_by_mxnet(norm=True, quantized=False):

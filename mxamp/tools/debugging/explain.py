@@ -372,7 +372,6 @@ def explain(
     example_shapes: Mapping[str, Sequence[int]] = {}
     if isinstance(model, HybridBlock):
         traced = trace(model, example_inputs)
-        traced.check_shapes()
         symbol, params = traced.symbol, traced.param_values()
         input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
     else:

@@ -35,7 +35,6 @@ from mxnet.base import MXNetError
 from mxnet.gluon import Block, HybridBlock
 
 from ...convert.blocks import build_block, trace
-from ...convert.files import DETECTION
 from ...convert.models import convert_hybrid_block, convert_model
 from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError, StateError
@@ -108,6 +107,8 @@ NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C."
 OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a faster policy."
+#: Operators that select and sort boxes.
+DETECTION = frozenset({"_contrib_box_nms", "_contrib_MultiBoxDetection", "_contrib_Proposal"})
 BOXES = (
     "The model selects and sorts boxes, and a small error reorders them: the errors above mean "
     "little. Tune the model without that selection, or give a metric."
