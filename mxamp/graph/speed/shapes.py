@@ -174,12 +174,8 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> froze
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)
-        product = _is_volume_product(node)
-        if not (product or i in readers):
-            continue
         inside = policy_for_node(policy, node.attrs, usage.off)
-        keeps = i in readers and _keeps_volume_layout(node, inside)
-        if keeps or (product and not inside.rule(node.operator).missing):
+        if _is_volume_product(node) or (i in readers and _keeps_volume_layout(node, inside)):
             giving.add(i)
     return frozenset(readers)
 
