@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, with_avx512
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
@@ -32,6 +32,7 @@ def test_a_notebook_holds_its_outputs_and_no_path_of_a_machine(path):
 
 
 @pytest.mark.slow
+@with_avx512  # fused conversions to bfloat16
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path):
     code = re.sub(r'budget="\d+s"', 'budget="2s"', "\n".join(cells(path, "code")))

@@ -11,7 +11,7 @@ import mxamp as amp
 import numpy as np
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, with_avx512
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
@@ -19,16 +19,22 @@ DIFF = re.search(r"```diff\n(.*?)```", TEXT, re.S)[1].splitlines()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_block(number, tmp_path, monkeypatch):
+def marks(text):
+    """Without bfloat16 kernels, a fused conversion to bfloat16 is an error."""
+    return [with_avx512] if "fuse=True" in text else []
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, marks=marks(code)) for code in BLOCKS])
+def test_block(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code = BLOCKS[number]
-    path = tmp_path / f"block{number}.py"
+    path = tmp_path / "block.py"
     path.write_text(code)
     runpy.run_path(str(path))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=marks(page.read_text()), id=page.name) for page in PAGES]
+)
 def test_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)

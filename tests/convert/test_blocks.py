@@ -249,7 +249,7 @@ class TwoInputs(gluon.HybridBlock):
 @pytest.mark.filterwarnings("ignore:The .* input to HybridBlock is not used")
 @pytest.mark.filterwarnings("ignore:Parameter .* is not used")
 @pytest.mark.parametrize("read", ["first", "second"])
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=with_avx512)])
 def test_inputs_that_are_not_read_are_taken_all_the_same(read, fuse):
     block, x = TwoInputs(read), randn(40, 40)
     block.initialize()

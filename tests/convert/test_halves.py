@@ -242,6 +242,7 @@ def test_dtypes_that_are_none_are_an_error_that_names_float32():
         amp.convert_symbol(by_hand(), "int8")
 
 
+@with_avx512
 def test_inputs_in_half_precision_do_not_keep_operators_in_float32():
     net = S.FullyConnected(S.var("data"), num_hidden=64, no_bias=True, name="fc")
     half = {"fc_weight": randn(64, 64).astype("float16")}

@@ -11,7 +11,7 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import randn, run_python
+from helpers import randn, run_python, with_avx512
 from mxamp.cli.main import main
 from mxamp.tools import onnx_operators
 
@@ -133,7 +133,10 @@ CONVERSIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize(
+    "conversion",
+    [pytest.param(name, marks=[with_avx512] * (name == "fused")) for name in CONVERSIONS],
+)
 @pytest.mark.parametrize("name", NETS)
 def test_networks_of_any_precision_compute_the_same_in_float32(name, conversion, export):
     mx.random.seed(1)

@@ -11,6 +11,7 @@ import json
 import pytest
 
 from helpers import run_forked, run_python
+from mxamp.policy.policy import Policy
 
 # One rounding, relatively.
 UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -204,5 +205,7 @@ def test_a_model_of_each_kind(name, tmp_path):
         assert 0 < found["relative"] < TOLERANCE * found["noise"], (dtype, found)
         assert found["lost"] == 0
         assert found["casts_twice"] == 0
-        if found["stock"] is not None:
+        # Where bfloat16 kernels are missing, a product is cast down and up again.
+        detours = dtype == "bfloat16" and Policy.default(dtype).rule("Convolution").missing
+        if found["stock"] is not None and not detours:
             assert found["ours"] <= found["stock"], (dtype, found)

@@ -128,6 +128,7 @@ LEFT = {
 }  # fmt: skip
 
 
+@with_avx512
 @pytest.mark.parametrize("name", GRAPHS)
 def test_padded_graphs_answer_the_same(name):
     make, channels, slices = GRAPHS[name]

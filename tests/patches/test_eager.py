@@ -267,6 +267,7 @@ def test_policies_decide_whether_color_images_get_a_fourth_channel():
         assert kind(out) == "bfloat16"
 
 
+@with_avx512
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(stored, fails):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import with_avx512
 from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
 from mxamp.policy.decision import CASTABLE, decide, fixed_inputs
@@ -112,6 +113,7 @@ def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).through is None
 
 
+@with_avx512
 def test_a_deconvolution_that_a_user_lowers_trains_through_its_cast():
     given = Policy.default("bfloat16").override(low=["Deconvolution"])
     assert decide("Deconvolution", {}, [F, F], given).reads == (D, D)
