@@ -65,7 +65,6 @@ class Decision:
         return self.through is not None or any(dtype is not None for dtype in self.reads)
 
 
-FOLLOWS = "follows its {dtype} inputs"
 MIXED = "its inputs are {dtypes}: the widest dtype is kept"
 OTHER_HALF = "a float16 policy doesn't know MXNet's bfloat16 kernels, and some crash the process"
 
@@ -189,7 +188,7 @@ def _compute_dtype(
         dtype, follows = "float32", MIXED.format(dtypes=" and ".join(sorted(floats)))
     else:
         [dtype] = floats
-        follows = FOLLOWS.format(dtype=dtype)
+        follows = f"follows its {dtype} inputs"
     if policy.device == "cpu" and dtype == "bfloat16" and dtype != policy.target_dtype:
         return "float32", OTHER_HALF
     if given:

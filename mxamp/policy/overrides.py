@@ -88,10 +88,7 @@ Conditional = Tuple[str, str, Sequence[str]]
 Names = Optional[Iterable[str]]
 
 TWO_LISTS = "operator {!r} is given as {} and as {}; leave it in one list"
-CONDITIONAL = (
-    "conditional operators must be a list of (operator, attribute, [values]), such as "
-    "('Activation', 'act_type', ['softrelu']), not {given}"
-)
+TRIPLES = "a list of (operator, attribute, [values]), as ('Activation', 'act_type', ['softrelu'])"
 
 
 @dataclass(frozen=True)
@@ -245,14 +242,13 @@ def checked_conditional(
     """Return `Policy.override`'s `conditional` with canonical names and values as text."""
     if conditional is None:
         return None
-    if not isinstance(conditional, Iterable):
-        raise ArgumentError(CONDITIONAL.format(given=shown(conditional)))
     checked = []
-    for entry in conditional:
+    for entry in _listed("conditional operators", conditional, TRIPLES):
         try:
             name, attribute, values = entry
         except (TypeError, ValueError):
-            raise ArgumentError(CONDITIONAL.format(given=shown(entry))) from None
+            words = f"conditional operators must be {TRIPLES}, not {shown(entry)}"
+            raise ArgumentError(words) from None
         values = _listed(f"the values of {attribute!r}", values, "a list")
         operator = resolve(name)
         attribute = operator.check_attribute(attribute)

@@ -18,7 +18,6 @@ AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 DEVICES = ("cpu", "gpu")
 
-NO_TARGET = "the target dtype must be {allowed}, not {given}"
 IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
@@ -60,7 +59,7 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
-        said = NO_TARGET.format(allowed=one_of(allowed), given=shown(dtype))
+        said = f"the target dtype must be {one_of(allowed)}, not {shown(dtype)}"
         hint = IN_FLOAT32 if name == "float32" else ""
         hint = NOT_POLICY if hasattr(dtype, "target_dtype") else hint
         raise ArgumentError(said + hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-import struct
+from ctypes import c_float
 from typing import Any, Mapping, NamedTuple
 
 
@@ -98,16 +98,9 @@ def _equal_values(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_equal_values, one, other))
     if isinstance(one, float) and isinstance(other, float) and not one.is_integer():
-        return one == other or _round_to_float32(one) == _round_to_float32(other)
+        # MXNet stores fractions as float32, and prints 0.1 as 0.100000001.
+        return one == other or c_float(one).value == c_float(other).value
     return bool(one == other)
-
-
-def _round_to_float32(value: float) -> float:
-    """Return a number rounded to float32, as MXNet stores it: it prints 0.1 as 0.100000001."""
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return value
 
 
 def kernel_axes(attributes: Mapping[str, Any]) -> int:
