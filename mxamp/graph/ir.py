@@ -141,17 +141,13 @@ class Graph:
     nodes: list[Node]
     heads: list[Output]
     attrs: dict[str, Any] = field(default_factory=dict)
-    #: The symbol that the graph was read from, for shape inference without loading it again.
-    symbol: Symbol | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> Graph:
         """Return the graph of a symbol, `amp_cast` nodes included."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
-        graph = cls.from_json(json.loads(text, strict=False))
-        graph.symbol = symbol
-        return graph
+        return cls.from_json(json.loads(text, strict=False))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
@@ -184,6 +180,12 @@ class Graph:
     def to_symbol(self, symbol_class: type[Symbol] = Symbol) -> Symbol:
         """Return the graph as a `symbol_class`: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
         return symbol_class(_load_symbol(self.to_json()))
+
+    @cached_property
+    def all_outputs(self) -> tuple[list[Output], Symbol]:
+        """The outputs of all nodes, hidden ones included, and a symbol that lists them."""
+        outputs = [(i, k) for i, node in enumerate(self.nodes) for k in range(node.num_outputs)]
+        return outputs, replace(self, heads=outputs).to_symbol()
 
     @property
     def variables(self) -> list[Node]:

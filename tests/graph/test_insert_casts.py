@@ -179,7 +179,6 @@ def test_decisions_are_kept_with_their_reasons():
     assert (fc.name, low.precision) == ("fc", "float16")
     assert (softmax.name, wide.precision) == ("s", "float32")
     assert "softmax" in wide.reason
-    assert result.casts == 3
 
 
 @with_avx512

@@ -34,24 +34,12 @@ class Rewrite:
     #: The rewritten bodies of loops, by index of the loop.
     bodies: dict[int, list[Rewrite]] = field(default_factory=dict)
 
-    @property
-    def casts(self) -> int:
-        """The number of casts in the graph, bodies of loops included."""
-        return _count_casts(self.graph)
-
     def decided(self) -> Iterator[tuple[Graph, Node, Decision]]:
         """Yield (graph, node, decision) for each operator; bodies of loops follow their loop."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
                 yield from body.decided()
-
-
-def _count_casts(graph: Graph) -> int:
-    inner = sum(_count_casts(body) for node in graph.nodes for body in node.subgraphs)
-    return inner + sum(
-        node.op == "amp_cast" or ir.TAKES_EMPTY in node.attrs for node in graph.nodes
-    )
 
 
 #: The attribute for the precision of nodes that compute in float32 on rounded values. MXNet ignores
@@ -374,11 +362,10 @@ def rewritten_symbol(
     rewritten = rewritten_graph(graph, policy, usage, choices)
     if rewritten is graph:
         return None
-    if reverse:
-        return runnable_symbol(
-            with_reversed_inputs(rewritten), symbol_class, graph.input_names[::-1]
-        )
-    return runnable_symbol(rewritten, symbol_class, graph.input_names)
+    if not reverse:
+        return runnable_symbol(rewritten, symbol_class, graph.input_names)
+    rewritten = with_reversed_inputs(rewritten)
+    return runnable_symbol(rewritten, symbol_class, graph.input_names[::-1])
 
 
 def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:

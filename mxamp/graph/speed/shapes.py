@@ -6,7 +6,7 @@ From them, `shape_rules` decides which operators stay in float32 and which get a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Mapping, Sequence
+from typing import AbstractSet, Mapping, Sequence
 
 from mxnet.base import MXNetError
 
@@ -14,7 +14,7 @@ from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
 from ..casts.builder import is_inserted_cast
-from ..ir import Graph, Node, Output, Shape, Usage, single_node_graph
+from ..ir import Graph, Node, Output, Shape, Usage
 from . import recurrent, substitutions
 from .passes import BLOCK, COLORS, Shapes
 
@@ -233,9 +233,6 @@ def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
 
 # ---------------------------------------------------------------------- shapes of inputs
 
-#: The number of visible outputs of an operator, by call: a cache.
-_visible_counts: dict[Any, int] = {}
-
 
 def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> dict[int, Shapes]:
     """Return, by node index, the input shapes that shape rules and substitutions read."""
@@ -257,49 +254,22 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> dict[int, Shapes
             wanted[i] = recurrent.opened_inputs(graph, node)
     asked = {o for few in wanted.values() for o in few if o is not None and o not in shapes}
     if asked and shapes:
-        # Infer the operators' outputs too, so that MXNet infers parameters from other inputs.
-        shapes.update(_infer_shapes(graph, [*asked, *((i, 0) for i in wanted)], usage.shapes))
+        shapes.update(_infer_shapes(graph, usage.shapes))
     return {
         i: tuple([None if output is None else shapes.get(output) for output in outputs])
         for i, outputs in wanted.items()
     }
 
 
-def _infer_shapes(
-    graph: Graph, outputs: Sequence[Output], shapes: Mapping[str, Shape]
-) -> dict[Output, Shape]:
-    """Return the shapes of `outputs` that MXNet can infer from the `shapes` of variables."""
-    if graph.symbol is not None:
-        outputs, symbol = _visible_outputs(graph), graph.symbol.get_internals()
-        inputs = graph.input_names
-    else:
-        symbol = Graph(graph.nodes, list(outputs), graph.attrs).to_symbol()
-        inputs = symbol.list_inputs()
+def _infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shape]:
+    """Return the shapes of all outputs that MXNet can infer from the `shapes` of variables."""
+    outputs, symbol = graph.all_outputs
     try:
-        known = {name: shapes[name] for name in inputs if name in shapes}
+        known = {name: shapes[name] for name in graph.input_names if name in shapes}
         _, inferred, _ = symbol.infer_shape_partial(**known)
     except MXNetError:
         return {}  # the graph can't run on these shapes; MXNet says why when it runs
     return {output: shape for output, shape in zip(outputs, inferred or ()) if _is_known(shape)}
-
-
-def _visible_outputs(graph: Graph) -> Sequence[Output]:
-    """Return the outputs that `get_internals` of the graph's symbol lists, in their order.
-
-    Hidden outputs, such as the mean and the variance of `BatchNorm`, are not listed.
-    """
-    return [(i, k) for i, node in enumerate(graph.nodes) for k in range(_visible_count(node))]
-
-
-def _visible_count(node: Node) -> int:
-    """Return the number of visible outputs of a node."""
-    if node.num_outputs == 1:
-        return 1
-    key = (*node.call, len(node.inputs))
-    if key not in _visible_counts:
-        symbol = single_node_graph(node, [{}] * len(node.inputs)).to_symbol()
-        _visible_counts[key] = len(symbol.get_internals().list_outputs()) - len(node.inputs)
-    return _visible_counts[key]
 
 
 def _is_known(shape: Shape | None) -> bool:
