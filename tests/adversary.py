@@ -16,7 +16,8 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import values
-from mxamp.graph.inspect import run_node
+from mxamp.framework.arrays import as_list, invoke
+from mxamp.framework.operators import resolve
 from mxamp.graph.ir import Graph
 
 S = mx.sym
@@ -167,8 +168,11 @@ def interpret(graph, inputs):
         if node.is_variable:
             found[i, 0] = inputs[node.name]
             continue
-        outputs = run_node(node, [found[entry] for entry in node.inputs], mx.cpu())
-        found.update({(i, k): array for k, array in enumerate(outputs)})
+        attrs = {name: text for name, text in node.attrs.items() if name[:2] != "__"}
+        read = [found[entry] for entry in node.inputs]
+        handle = resolve(node.op).handle
+        made = invoke(handle, read, list(attrs), list(attrs.values()), None, False, True)
+        found.update({(i, k): array for k, array in enumerate(as_list(made))})
     return [found[head] for head in graph.heads]
 
 

@@ -179,15 +179,10 @@ class Edit:
         """Replace graph output number `place`."""
         self._heads[place] = output
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the edit changes nothing."""
-        return not (self._changed or self._targets or self._heads)
-
     def applied(self) -> Graph:
         """Return the changed graph without nodes that have no consumers, or the unchanged graph."""
         source = self._graph
-        if self.is_empty:
+        if not (self._changed or self._targets or self._heads):
             return source
         nodes = [self.node(i) for i in range(len(source.nodes))] + self._added
         heads = [

@@ -1,23 +1,14 @@
-"""Tensors, operators and casts of a graph, and calls of single nodes: for tools."""
+"""Tensors, operators and casts of a graph: for tools."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from math import prod
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Mapping, NamedTuple, Sequence
 
-from mxnet import autograd
 from mxnet.base import MXNetError
-from mxnet.ndarray import CachedOp
-from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
-from mxnet.symbol.numpy import _Symbol
 from mxnet.util import is_np_shape
 
-from ..framework.arrays import as_list, invoke
-from ..framework.operators import resolve
-from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from . import ir
 from .casts.insert import PRECISION
 from .casts.offline import is_inserted_copy
@@ -121,8 +112,7 @@ def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[Output, Tensor]:
     """Return the dtype and shape of every node's outputs, as far as MXNet can infer them."""
-    entries = [(i, k) for i, node in enumerate(graph.nodes) for k in range(node.num_outputs)]
-    symbol = replace(graph, heads=entries).to_symbol()
+    entries, symbol = graph.all_outputs
     arguments = set(symbol.list_arguments())
     inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
@@ -145,29 +135,3 @@ def _known_shape(shape: Shape | None) -> Shape | None:
     # unknown shape.
     known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
     return tuple(shape) if known else None
-
-
-def run_node(
-    node: Node, inputs: Sequence[NDArray], context: Any, is_np: bool = False
-) -> Sequence[NDArray]:
-    """Return the outputs of one node for `inputs`; a node without inputs runs on `context`."""
-    if node.subgraphs:
-        return as_list(_cached_op(node, len(inputs), is_np)(*inputs))
-    operator = resolve(node.op)
-    attrs = {key: value for key, value in node.attrs.items() if not key.startswith("__")}
-    if not inputs and "ctx" in operator.defaults:
-        attrs["ctx"] = str(context)
-    zero = zero_gradient_inputs()
-    if operator.handle in zero and autograd.is_recording():
-        inputs = copy_inputs_at(inputs, zero[operator.handle], is_np)
-    outputs = invoke(
-        operator.handle, list(inputs), list(attrs), list(attrs.values()), None, is_np, True
-    )
-    return as_list(outputs)
-
-
-def _cached_op(node: Node, input_count: int, is_np: bool) -> CachedOp:
-    """Return a cached op of a node with subgraphs: a loop or fused operators."""
-    symbol_class = _Symbol if is_np else Symbol
-    graph = ir.single_node_graph(node, [{}] * input_count, node.num_outputs)
-    return CachedOp(graph.to_symbol(symbol_class))

@@ -83,15 +83,11 @@ class Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def unique_name(self, name: str) -> str:
-        """Return `name`, with a number appended if a node has it; reserve it."""
-        return self._names.make_unique(name)
-
     def reserve(self, name: str) -> None:
         """Reserve the name of a cast written by hand; rename an inserted cast that has it."""
         taken = [i for i in self._roots if self.nodes[i].name == name]
         for i in taken:
-            self.nodes[i] = replace(self.nodes[i], name=self.unique_name(name))
+            self.nodes[i] = replace(self.nodes[i], name=self._names.make_unique(name))
         self._names.reserve(name)
 
     def cast(self, entry: Entry, dtype: str, name: str | None = None) -> Entry:
@@ -172,7 +168,7 @@ class Builder:
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.
         root = self._roots.get(output[0], f"{producer.name}{position}")
-        name = self.unique_name(f"{root}_{suffix}")
+        name = self._names.make_unique(f"{root}_{suffix}")
         added = self.add(Node(op, name, {**group, **attrs}, [output]))
         self._roots[added] = root
         return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Sequence
 
 from ...policy.values import is_true
 from .passes import Call, Detail, Parts
@@ -10,8 +11,6 @@ from .passes import Call, Detail, Parts
 #: The least multiplications in a product of two matrices: with fewer, the operators around the
 #: dense layers take longer than bfloat16 saves.
 _LEAST = 2**23
-
-_LOW = {"dtype": "bfloat16"}
 
 
 def match_large_products(call: Call) -> Detail | None:
@@ -37,10 +36,14 @@ def dense_products(parts: Parts, detail: Detail) -> None:
         data = parts.add("transpose", "data", data, axes="(0, 2, 1)")
     if not is_true(attrs.get("transpose_b", "False")):
         weight = parts.add("transpose", "weight", weight, axes="(0, 2, 1)")
-    rows, columns = (
-        parts.add_split(f"{name}s", pairs, parts.add("amp_cast", f"{name}_low", one, **_LOW))
-        for name, one in (("row", data), ("column", weight))
-    )
+    one_by_one = {"num_outputs": str(pairs), "axis": "0", "squeeze_axis": "True"}
+
+    def split(name: str, tensor: Any) -> Sequence[Any]:
+        """Add the matrices of a batch in bfloat16."""
+        low = parts.add("amp_cast", f"{name}_low", tensor, dtype="bfloat16")
+        return parts.add_all("SliceChannel", f"{name}s", pairs, low, **one_by_one)
+
+    rows, columns = split("row", data), split("column", weight)
     options = {"no_bias": "True", "flatten": "False", "num_hidden": str(units)}
     made = [
         parts.add("FullyConnected", f"product{k}", row, column, **options)

@@ -11,11 +11,12 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
+from ...framework.arrays import as_list, invoke
+from ...framework.operators import resolve
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
 from ..edit import Edit, Params, View, without_shape
-from ..inspect import run_node
 from ..ir import Graph, Node, Output
 from . import fusible
 from .attention import fuse_attention
@@ -149,14 +150,20 @@ def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
             values[i, 0] = view.params[node.name]
         elif node.operator in _ARRANGING and values.keys() >= set(node.inputs):
             inputs = [values[output] for output in node.inputs]
-            values[i, 0] = run_node(node, inputs, inputs[0].context)[0]
-            if (
-                i in view.head_nodes
-            ):  # as a parameter, the output would be the parameter's own array
-                continue
+            values[i, 0] = _call(node, inputs)
+            if i in view.head_nodes:
+                continue  # as a parameter, the output would be the parameter's own array
             readers = {nodes[k].operator for k, _ in view.consumers.get((i, 0), ())}
             if readers != {"_rnn_param_concat"}:
                 edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
+
+
+def _call(node: Node, inputs: list[NDArray]) -> NDArray:
+    """Return the output of an operator for these inputs."""
+    attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
+    handle = resolve(node.op).handle
+    made = invoke(handle, inputs, list(attrs), list(attrs.values()), None, False, True)
+    return as_list(made)[0]
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:

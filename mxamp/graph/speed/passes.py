@@ -109,11 +109,6 @@ class Parts:
         """Add an operator that computes in float32, whatever its class; return its output."""
         return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
 
-    def add_split(self, suffix: str, count: int, array: Any) -> Sequence[Any]:
-        """Add a split of the first axis, which leaves that axis out; return its outputs."""
-        attrs = {"num_outputs": str(count), "axis": "0", "squeeze_axis": "True"}
-        return self.add_all("SliceChannel", suffix, count, array, **attrs)
-
 
 def always(_call: Call) -> bool:
     """Return True: the pass applies in training and in inference."""

@@ -8,7 +8,7 @@ substitutions, with their measured gains.
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, NamedTuple, Sequence, Tuple
+from typing import Mapping, NamedTuple, Sequence, Tuple
 
 from ...policy.rules import Reason
 from ..edit import Edit
@@ -62,11 +62,6 @@ def _activation(act_type: str) -> Pass:
     return Pass(act_type, frozenset(ACTIVATIONS[act_type]), match, build)
 
 
-def _lowers(operator: str) -> Callable[[Call], bool]:
-    """Return the condition that `operator` computes in the target dtype, by its class."""
-    return lambda call: call.lowers(operator)
-
-
 #: All substitutions, by name. Of those that fit a call, the first one applies.
 ALL: Mapping[str, Pass] = {one.name: one for one in (
     _activation("relu"), _activation("sigmoid"), _activation("tanh"),
@@ -83,7 +78,7 @@ ALL: Mapping[str, Pass] = {one.name: one for one in (
     Pass("pool_in_parts", frozenset({"Pooling"}), reductions.match_pool,
          reductions.pool_in_parts, passes.in_training),
     Pass("image_convolution", frozenset({"Convolution"}), convolutions.match_image_convolution,
-         convolutions.image_convolution, _lowers("Convolution")),
+         convolutions.image_convolution, lambda call: call.lowers("Convolution")),
     Pass("merged_groups", frozenset({"Convolution"}), convolutions.match_narrow_groups,
          convolutions.merged_groups, lambda call: not (call.training and call.behind_concat),
          fits=passes.are_float32),
