@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, NamedTuple
 
+import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import HybridBlock
 from mxnet.gluon.data import DataLoader, dataloader
@@ -23,6 +24,7 @@ from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
 from mxnet.symbol import register as symbol_register
 
+from ..framework.arrays import cast, dtype_of
 from ..framework.contrib_amp import (
     CONTRIB_AMP_MODULES,
     REFUSED,
@@ -40,8 +42,11 @@ from . import cached_op, eager, optimizers, symbolic
 
 
 def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> Any:
-    """Call a function whose backward runs under forward's policy."""
+    """Call a function on float32 inputs; its backward runs under forward's policy."""
     policy, backward = current_policy(), self.backward
+    if policy is not None:
+        # As Custom operators do: what a user writes by hand seldom takes mixed dtypes.
+        inputs = tuple(map(_wide, inputs))
 
     @functools.wraps(backward)
     def backward_of_forward(*gradients: Any) -> Any:
@@ -50,6 +55,12 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
 
     self.backward = backward_of_forward
     return original(self, *inputs)
+
+
+def _wide(value: Any) -> Any:
+    """Return a half-precision array in float32, and anything else as it is."""
+    is_half = isinstance(value, NDArray) and dtype_of(value) in ("float16", "bfloat16")
+    return cast(value, "float32", isinstance(value, mx.np.ndarray)) if is_half else value
 
 
 def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:

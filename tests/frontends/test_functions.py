@@ -4,11 +4,12 @@ import types
 from typing import ClassVar
 
 import mxnet as mx
+import numpy as np
 import pytest
-from mxnet import nd
+from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import kind, randn, same
+from helpers import down, kind, randn, rounded, same, up, values
 
 
 def kinds_of(*arrays):
@@ -134,3 +135,38 @@ def test_custom_operators_are_registered_before_mixed_precision_is_on():
 def test_wrong_registrations(arguments):
     with pytest.raises(amp.ArgumentError):
         amp.register_custom_operator(*arguments)
+
+
+class Product(autograd.Function):
+    """Records the dtypes that it is given."""
+
+    def forward(self, one, other):
+        self.given = [kind(one), kind(other)]
+        self.save_for_backward(one, other)
+        return one * other
+
+    def backward(self, gradient):
+        one, other = self.saved_tensors
+        return gradient * other, gradient * one
+
+
+class HalfProduct(Product):
+    @amp.half_function
+    def forward(self, one, other):
+        return super().forward(one, other)
+
+
+@pytest.mark.parametrize("function", [Product, HalfProduct])
+def test_functions_with_their_own_gradient_take_float32_unless_they_are_half(on, function):
+    one, other = randn(4, 3), down(randn(4, 3, seed=1), on.dtype)
+    for array in (one, other):
+        array.attach_grad()
+    product = function()
+    with autograd.record():
+        out = product(one, other)
+    out.backward()
+    assert product.given == ["float32" if function is Product else on.dtype] * 2
+    assert (kind(one.grad), kind(other.grad)) == ("float32", on.dtype)
+    assert same(up(other.grad), rounded(one, on.dtype))
+    tolerance = 0 if function is Product else 0.01
+    np.testing.assert_allclose(values(one.grad), values(up(other)), rtol=tolerance)
