@@ -4,10 +4,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from fusion import after, model, run
-from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import exported, operators_of, randn, values, with_avx512
+from helpers import operators_of, with_avx512
 from mxamp.graph.speed import attention
 from mxamp.graph.speed.attention import fuse_attention
 from mxamp.graph.speed.fuse import FusionPass
@@ -61,21 +60,13 @@ def two_layers():
     return attend(from_three_layers(first)) + first
 
 
-def interleaved(projected=None):
+def interleaved():
     """Self-attention as GluonNLP's BERT computes it, in MXNet's float32 operators."""
-    projected = dense(X, 3 * UNITS) if projected is None else projected
+    projected = dense(X, 3 * UNITS)
     scores = S.contrib.interleaved_matmul_selfatt_qk(projected, heads=HEADS)
     shares = S.softmax(scores)
     mixed = S.contrib.interleaved_matmul_selfatt_valatt(projected, shares, heads=HEADS)
     return S.Group([mixed, projected, scores, shares])
-
-
-def scores_returned():
-    q, k, v = (heads(one) for one in from_one_layer(X))
-    scores = S.batch_dot(q, k, transpose_b=True)
-    scaled = scores / 2
-    shares = S.softmax(scaled)
-    return S.Group([joined(S.batch_dot(shares, v)), scores, scaled, shares])
 
 
 #: Graphs and the number of attentions in them.
@@ -83,13 +74,10 @@ GRAPHS = {
     "one layer": (lambda: attend(from_one_layer(X)), 1),
     "three layers, one without bias": (lambda: attend(from_three_layers(X)), 1),
     "no bias": (lambda: attend(from_one_layer(X, no_bias=True)), 1),
-    "order of thirds": (lambda: attend(list(from_one_layer(X))[::-1]), 1),
     "unscaled": (lambda: attend(from_one_layer(X), scores=lambda x: x), 1),
     "divided": (lambda: attend(from_one_layer(X), scores=lambda x: x / -1.7), 1),
     "nothing is no scale": (lambda: attend(from_one_layer(X), scores=lambda x: x * 0), 1),
-    "scaled behind a sum": (lambda: attend(from_one_layer(X), scores=lambda x: (x + 1) * 0.5), 1),
     "a mask with four axes": (lambda: attend(from_one_layer(X), shares=masked), 1),
-    "no softmax": (lambda: attend(from_one_layer(X), shares=lambda x: x), 1),
     "of the last axis but one": (
         lambda: attend(from_one_layer(X), shares=lambda x: S.softmax(x, axis=1)), 1
     ),
@@ -102,9 +90,7 @@ GRAPHS = {
     ),
     "two layers": (two_layers, 2),
     "interleaved": (lambda: interleaved()[0], 1),
-    "interleaved data": (lambda: interleaved(S.concat(X, X, X, dim=2))[0], 1),
     "all of an interleaved one are outputs": (interleaved, 1),
-    "scores and shares are outputs": (scores_returned, 1),
 }  # fmt: skip
 
 
@@ -115,11 +101,6 @@ def of_two_sources():
 def read_twice():
     q, k, v = from_three_layers(X)
     return S.Group([attend([q, k, v]), v])
-
-
-def third_read_twice():
-    projections = from_one_layer(X)
-    return S.Group([attend(projections), projections[1]])
 
 
 def shared_weight():
@@ -139,17 +120,6 @@ def mixed_returned():
     return S.Group([joined(mixed), mixed])
 
 
-def of_the_first_row():
-    first = lambda x: S.slice_axis(S.softmax(x), axis=1, begin=0, end=1)  # noqa: E731
-    return attend(from_one_layer(X), shares=first)
-
-
-def transposed_shares():
-    q, k, v = (heads(one) for one in from_one_layer(X))
-    shares = S.softmax(S.batch_dot(q, k, transpose_b=True))
-    return joined(S.batch_dot(shares, v, transpose_a=True))
-
-
 def in_a_region(graph):
     with amp.autocast(enabled=False):
         return graph()
@@ -166,13 +136,10 @@ def with_other_heads():
 LEFT = {
     "two sources": lambda: attend(of_two_sources()),
     "a projection is an output": read_twice,
-    "a third is an output": third_read_twice,
     "a third is read twice": lambda: attend([from_one_layer(X)[k] for k in (0, 0, 2)]),
     "a shared weight": shared_weight,
     "a head is an output": heads_returned,
     "the mixed heads are an output": mixed_returned,
-    "a slice of the shares": of_the_first_row,
-    "transposed shares": transposed_shares,
     "a region": lambda: in_a_region(lambda: attend(from_one_layer(X))),
     "an interleaved one in a region": lambda: in_a_region(interleaved),
     "heads in another order": with_other_heads,
@@ -205,9 +172,7 @@ def count_fused(symbol, policy=B):
     return counts[0]
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 5, UNITS), (1, 17, UNITS), (3, 1, UNITS), (4, 4, UNITS)], ids=str
-)
+@pytest.mark.parametrize("shape", [(2, 5, UNITS), (3, 1, UNITS)], ids=str)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_outputs_equal_those_of_batch_dot(name, shape, in_float32):
     symbol = GRAPHS[name][0]()
@@ -218,46 +183,3 @@ def test_outputs_equal_those_of_batch_dot(name, shape, in_float32):
 @pytest.mark.parametrize("name", LEFT)
 def test_other_graphs_stay(name):
     assert count_fused(LEFT[name](), B.override(fp32_layers=["kept"])) == 0
-
-
-class Attention(nn.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        self.all, self.out = nn.Dense(3 * UNITS, flatten=False), nn.Dense(UNITS, flatten=False)
-
-    def hybrid_forward(self, F, x):
-        q, k, v = (heads_of(F, one) for one in F.split(self.all(x), num_outputs=3, axis=-1))
-        shares = F.softmax(F.batch_dot(q, k, transpose_b=True) / SIZE**0.5)
-        mixed = F.reshape(F.batch_dot(shares, v), shape=(-4, -1, HEADS, 0, 0))
-        mixed = F.reshape(F.transpose(mixed, axes=(0, 2, 1, 3)), shape=(0, 0, -3))
-        return x + self.out(mixed)
-
-
-def heads_of(F, x):
-    split = F.transpose(F.reshape(x, shape=(0, 0, HEADS, SIZE)), axes=(0, 2, 1, 3))
-    return F.reshape(split, shape=(-3, 0, 0))
-
-
-# MXNet can't infer the dtype of data that is cast first.
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}], ids=str)
-def test_a_fused_block_for_any_batch_and_length(flags, tmp_path, monkeypatch):
-    monkeypatch.delenv("MXNET_SUBGRAPH_BACKEND")
-    net = nn.HybridSequential()
-    net.add(Attention(), Attention())
-    net.initialize(mx.init.Xavier())
-    data = randn(2, 6, UNITS)
-    net(data)
-    fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, fuse=True)
-    fused.hybridize(**flags)
-    fused(data)
-    loaded = exported(fused, tmp_path)
-    loaded.hybridize(**flags)
-    for shape in [(2, 6), (3, 9), (1, 1), (2, 6)]:
-        x = randn(*shape, UNITS)
-        expected = values(net(x))
-        for block in (fused, loaded):
-            error = np.linalg.norm(values(block(x)) - expected)
-            assert error < 0.02 * np.linalg.norm(expected)
-    operators = operators_of(loaded(mx.sym.var("data")))
-    assert [operators.count(name) for name in FUSED] == [2, 2]

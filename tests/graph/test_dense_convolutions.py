@@ -4,16 +4,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from fusion import after, model, run
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import exported, operators_of, randn, values, with_avx512
+from helpers import operators_of, values
 from mxamp.graph.speed import dense_convolutions
 from mxamp.graph.speed.dense_convolutions import make_dense_convolutions
 from mxamp.graph.speed.fuse import FusionPass
-from mxamp.graph.speed.fusible import FUSED
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -83,7 +79,7 @@ def check(symbol, shape):
 
 
 @pytest.mark.usefixtures("small_weights_too")
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("rows", [1, 2, 17])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_same_answers(name, rows):
     make, convolutions, transposed = GRAPHS[name]
@@ -100,44 +96,6 @@ def test_what_stays(name):
     assert "Convolution" not in check(LEFT[name](), (5, 12))
 
 
-@pytest.mark.usefixtures("small_weights_too")
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=2, max_size=4), st.booleans())
-def test_any_sizes(rows, units, no_bias):
-    symbol = X
-    for count in units[1:]:
-        symbol = S.relu(dense(symbol, count, no_bias=no_bias))
-    assert "FullyConnected" not in check(symbol, (rows, units[0]))
-
-
 @pytest.mark.parametrize("units, inputs", [(8, 12), (200, 6000), (6000, 200)])
 def test_small_weights_and_narrow_ones_stay(units, inputs):
     assert "Convolution" not in check(dense(X, units), (2, inputs))
-
-
-# ---------------------------------------------------------------------- fused models
-
-
-def mlp(units=1024):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(units, activation="relu"), nn.Dense(units, activation="sigmoid"), nn.Dense(9))
-    net.initialize(mx.init.Xavier())
-    return net
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@with_avx512
-def test_fused_models_run_convolutions(tmp_path):
-    net = mlp()
-    data = randn(3, 1024)
-    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, fuse=True)
-    low(data)
-    for block in (low, exported(low, tmp_path)):
-        for rows in (3, 1, 64):
-            data = randn(rows, 1024)
-            exact, found = values(net(data)), values(block(data))
-            assert abs(found - exact).max() < 0.02 * abs(exact).max()
-    operators = operators_of(low._cached_graph[1])
-    assert [operators.count(name) for name in FUSED] == [2, 1]

@@ -74,7 +74,3 @@ def test_what_can_not_be_folded_stays(name):
     new, values = after(INTO_PRODUCERS, symbol, params, B)
     assert operators_of(new) == operators_of(symbol)
     assert all(same(values[key], params[key]) for key in values)
-
-
-def dense(data, **more):
-    return mx.sym.FullyConnected(data, **{"num_hidden": 5, **more})

@@ -20,14 +20,6 @@ def test_json_round_trips():
     assert Graph.from_json(json.loads(graph.to_symbol().tojson())) == graph
 
 
-def joined():
-    x, shared = var("x"), var("shared")
-    first = mx.sym.FullyConnected(x, shared, no_bias=True, num_hidden=4, name="first")
-    normed = mx.sym.BatchNorm(mx.sym.Concat(first, var("z"), x, dim=1), name="bn")
-    last = mx.sym.FullyConnected(normed, shared, no_bias=True, num_hidden=4, name="last")
-    return mx.sym.Group([mx.sym.exp(var("late")), last, normed])
-
-
 def traced(make):
     net, data = made(make)
     names = ["data"] if len(data) == 1 else [f"data{i}" for i in range(len(data))]
@@ -35,7 +27,6 @@ def traced(make):
 
 
 SYMBOLS = {
-    "joined": joined,
     **{make.__name__: (lambda make=make: traced(make)) for make in NETS},
     **{
         name: (lambda name=name: Control(name)(var("data")))

@@ -59,8 +59,3 @@ def test_scores_as_low_as_masks_are_scores(low):
     lengths = mx.nd.array([2, 3, 0], dtype="int32")
     found, plain = softmax(x, lengths)[0], softmax(x, lengths, policy=None)[0]
     np.testing.assert_allclose(found, plain, atol=3e-7)
-
-
-def test_lengths_that_are_no_integers_stay_an_error():
-    with pytest.raises(mx.MXNetError, match="only support integer types"):
-        softmax(randn(2, 4), mx.nd.array([2.5, 1]))

@@ -6,7 +6,6 @@ import pytest
 from fusion import after, run
 from fusion import model as random_model
 from mxnet import nd
-from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import operators_of, randn, same, with_avx512
@@ -14,10 +13,7 @@ from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import FusionPass
 from mxamp.graph.speed.pad_channels import (
     _ELEMENTWISE,
-    Channels,
-    concatenated_channels,
     pad_channels,
-    padded_weight,
 )
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -82,8 +78,6 @@ def shared(weight):
 #: A graph, the output channels of its convolutions then, and how many slices it has.
 GRAPHS = {
     "an output": (lambda: conv(X), [32], 1),
-    "a weight of a declared shape": (lambda: conv(X, weight=S.var("w", shape=(24, 16, 1, 1)), no_bias=True), [32], 1),
-    "two outputs": (lambda: S.Group([conv(X), S.relu(conv(X, 40))]), [32, 48], 2),
     "read and returned": (lambda: read_and_returned(conv(X)), [32, 32], 2),
     "1000 to 1008": (lambda: S.Flatten(S.Pooling(S.relu(conv(X, 1000)), global_pool=True)), [1008], 1),
     "a chain": (lambda: conv(S.clip(conv(S.relu(conv(X, 40)), 24), 0, 6), 32), [48, 32, 32], 0),
@@ -92,11 +86,8 @@ GRAPHS = {
     "a bias or none": (lambda: conv(depthwise(conv(X, no_bias=True), no_bias=True), 24), [32] * 3, 1),
     "residual": (lambda: residual(conv(X, 32)), [32, 32, 144, 32, 32], 0),
     "gated": (lambda: gated(S.broadcast_mul), [32, 16, 32, 32], 0),
-    "norms": (lambda: conv(S.relu(norm(conv(X))), 32), [32, 32], 0),
     "norms of fixed gamma": (lambda: conv(norm(conv(X), fix_gamma=True), 32), [32, 32], 0),
-    "concat": (lambda: joint(24, 32, 40), [32, 32, 48, 32], 0),
     "concat and a norm": (lambda: joint(24, 32, 40, behind=norm), [32, 32, 48, 32], 0),
-    "dense": (lambda: S.FullyConnected(conv(X), num_hidden=3), [32], 0),
     "dense behind flatten": (lambda: S.FullyConnected(S.Dropout(S.Flatten(conv(X))), num_hidden=3), [32], 0),
     "dense of a concat": (lambda: S.FullyConnected(S.concat(conv(X), conv(X, 40), dim=1), num_hidden=3), [32, 48], 0),
     "transposed": (lambda: S.transpose(conv(X), axes=(0, 2, 3, 1)), [32], 1),
@@ -106,7 +97,6 @@ GRAPHS = {
 }  # fmt: skip
 #: Graphs whose convolutions stay as they are.
 LEFT = {
-    "multiples of 16": lambda: conv(conv(X, 48), 32),
     "more than a third": lambda: conv(conv(X, 20), 8),
     "odd inputs": lambda: conv(S.concat(X, S.slice_axis(X, axis=1, begin=0, end=1), dim=1)),
     "groups": lambda: conv(conv(X, num_group=4), 32),
@@ -114,9 +104,7 @@ LEFT = {
     "read by softmax": lambda: S.softmax(conv(X), axis=1),
     "added to others": lambda: conv(S.elemwise_add(conv(X), S.tile(X, reps=(1, 2, 1, 1)).slice_axis(axis=1, begin=0, end=24)), 32),
     "added to other channels": lambda: S.broadcast_add(conv(X), conv(X, 1)),
-    "a concat that is returned": lambda: S.concat(conv(X), conv(X, 40), dim=1),
     "beside unknown channels": lambda: conv(S.concat(conv(X), X, dim=1), 32),
-    "on other axes": lambda: conv(S.concat(conv(X), conv(X), dim=2), 32),
     "a shared weight": lambda: shared(S.var("w")),
     "rows of pixels": lambda: S.FullyConnected(conv(X), num_hidden=3, flatten=False),
     "exponentials": lambda: conv(S.exp(conv(X)), 32),
@@ -158,47 +146,24 @@ def test_what_is_left_as_it_is(name):
     assert all(same(values_now[key], params[key]) for key in params)
 
 
-def test_channels():
-    a, b = Channels(((24, 8),), frozenset({1})), Channels(((16, 0),))
-    assert concatenated_channels([a, b, b, a]) == Channels(((24, 8), (56, 8)), frozenset({1}))
-    assert concatenated_channels([b, a]).runs == ((40, 8),)
-    assert (concatenated_channels([b, a]).own, concatenated_channels([b, a]).total) == (40, 48)
-    weight = np.arange(1, 7).reshape(1, 6)
-    assert padded_weight(weight, 1, ((2, 1), (1, 0)), -1).tolist() == [[1, 2, 3, 4, -1, -1, 5, 6]]
-
-
-def small_network():
-    net = nn.HybridSequential()
-    net.add(
-        nn.Conv2D(24, 3, strides=2, in_channels=3), nn.BatchNorm(), nn.Activation("relu"),
-        nn.Conv2D(24, 3, groups=24, in_channels=24), nn.BatchNorm(),
-        nn.Conv2D(40, 1), nn.GlobalAvgPool2D(), nn.Flatten(),
-    )  # fmt: skip
-    net.initialize(mx.init.Xavier())
-    return net
-
-
 @with_avx512
 def test_what_is_infinite_makes_no_silent_number():
-    net, x = small_network(), nd.random.normal(shape=(1, 3, 12, 12))
-    x[0, 0, 5, 5] = np.inf
-    plain = net(x).asnumpy()
-    fast = amp.convert_hybrid_block(net, policy=B.in_float32(), example_inputs=x, fuse=True)(x)
-    wrong = fast.asnumpy() != plain
-    assert not np.isfinite(fast.asnumpy()[wrong]).any()
+    symbol = GRAPHS["depthwise"][0]()
+    params, data = model(symbol)
+    data[0, 0, 2, 2] = np.inf
+    [plain], [found] = run(symbol, params, data), run(*padded(symbol, params), data)
+    assert not np.isfinite(found[found != plain]).any()
 
 
 #: Calls whose output is bounded by a bound of their input, and calls whose output is not known.
 BOUNDED = [
-    *[("Activation", {"act_type": kind}) for kind in ("sigmoid", "softrelu", "relu", "tanh", "softsign")],
-    *[("LeakyReLU", {"act_type": kind, "slope": slope})
-      for kind in ("leaky", "elu", "gelu") for slope in ("0.1", "3.0")],
-    ("clip", {"a_min": "-1", "a_max": "2"}), ("clip", {"a_min": "3", "a_max": "5"}),
-    ("clip", {"a_min": "-6", "a_max": "-4"}),
+    *[("Activation", {"act_type": kind}) for kind in ("sigmoid", "softrelu", "relu")],
+    *[("LeakyReLU", {"act_type": kind, "slope": "3.0"}) for kind in ("leaky", "elu", "gelu")],
+    ("clip", {"a_min": "-1", "a_max": "2"}), ("clip", {"a_min": "-6", "a_max": "-4"}),
     ("Dropout", {"p": "0.5"}), ("Pooling", {"kernel": "(2, 2)", "pool_type": "avg"}),
     ("Pooling", {"kernel": "(2, 2)", "pool_type": "max"}),
     ("Pad", {"mode": "constant", "pad_width": "(0,0,0,0,1,1,1,1)", "constant_value": "7"}),
-    ("relu", {}), ("tanh", {}), ("sigmoid", {}), ("hard_sigmoid", {}), ("BlockGrad", {}),
+    ("relu", {}), ("hard_sigmoid", {}),
     *[(f"_{name}_scalar", {"scalar": scalar})
       for name in ("plus", "minus", "rminus", "maximum", "minimum", "mul", "div")
       for scalar in ("4.0", "-0.5")],
