@@ -1,4 +1,3 @@
-import json
 import re
 import subprocess
 import sys
@@ -36,75 +35,35 @@ def run(*arguments, status=0):
 def test_saved_policies(saved, monkeypatch):
     folder, _, _ = saved
     monkeypatch.chdir(folder)
-    policy = Policy.default("bfloat16").override(low=["exp"], fp32_layers=["*conv0_fwd"])
-    policy.save("my.toml")
-    assert " exp " in run("operators", "--class", "low", "--policy", "my.toml").output.replace(
-        "\n", " "
-    )
-    nodes = json.loads(run("explain", "net", "--policy", "my.toml", "--json").output)["nodes"]
-    precisions = {
-        node["name"]: node["precision"] for node in nodes if node["operator"] == "Convolution"
-    }
-    assert [precisions[name] for name in sorted(precisions)].count("float32") == 2
-    assert "bfloat16" in precisions.values()
-    policy.override(fp32_layers=["none*"]).save("none.toml")
-    output = run("explain", "net", "--policy", "none.toml").output.replace("\n", " ")
-    assert "fp32_layers of the policy: unknown layer 'none*'" in output
+    Policy.default("bfloat16").override(fp32_layers=["*conv0_fwd"]).save("my.toml")
+    lines = run("explain", "net", "--policy", "my.toml").output.splitlines()
+    assert [line.split()[2] for line in lines if " Convolution " in line].count("float32") == 2
     run("convert", "net", "--policy", "my.toml", "--out", "low")
     assert "amp_cast_bfloat16" in (folder / "low-symbol.json").read_text()
-    for command in ("operators", "explain net", "convert net --out gpu"):
+    for command in ("explain net", "convert net --out gpu"):
         output = run(*command.split(), "--policy", "my.toml", "--device", "gpu", status=2).output
         assert "GPU" in output
-    Policy.default("float16", "cpu").save("cpu.toml")
-    output = run("operators", "--policy", "cpu.toml", "--device", "gpu", status=2).output
-    assert "the list is for the cpu only" in output
-    output = run("operators", "--policy", "cpu.toml", "--dtype", "float16", status=2).output
-    assert "--dtype or --policy, not both" in output
-
-
-PRECISIONS = "'float16', 'bfloat16', 'float32'"
-TRAINING = "explain net --mode training --input"
 
 
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ("operatos", "unknown command 'operatos'; the closest is 'operators'"),
-        (
-            "train.py",
-            "there are 'convert', 'doctor', 'explain', ",
-        ),
-        ("operators nomatch", "unknown operator 'nomatch'; the closest is 'normal'"),
-        ("operators nom*", "unknown operator 'nom*'"),
-        ("operators softmax --class low", "low: softmax is fp32"),
-        ("operators --class lo", "'lo' is not one of 'low', 'fp32', 'widest'"),
-        ("operators --dtype flot16", "'flot16' is not one of 'float16', 'bfloat16'"),
-        ("operators --device tpu", "'tpu' is not one of 'cpu', 'gpu'"),
-        ("operators --dtype bfloat16 --device gpu", "no bfloat16 kernels on GPUs: give float16"),
+        ("explan", "unknown command 'explan'; the closest is 'explain'"),
         ("explain", "Missing argument 'PREFIX'"),
-        ("explain net --precision flot32", f"'flot32' is not one of {PRECISIONS}"),
-        ("explain net --dtype bfloat16 --precision float16", "computes in float16 here:"),
-        ("explain net --name nomatch", "'nomatch'; there are 'residual0_conv0_fwd'"),
-        ("explain net --name residual0_conv0", "Gluon adds _fwd to the name of a layer"),
-        ("explain net --name nomatch --json", "The plan has 14 operators"),
+        ("explain net --precision flot32", "'flot32' is not one of 'float16', 'bfloat16'"),
         ("explain net --dtype float8", "'float8' is not one of"),
-        ("explain net --mode evaluation", "'converted', 'inference', 'training'"),
+        ("explain net --device tpu", "'tpu' is not one of 'cpu', 'gpu'"),
+        ("explain net --dtype bfloat16 --device gpu", "no bfloat16 kernels on GPUs: give float16"),
         ("explain net --keep-fp32 nolayer", "unknown layer 'nolayer'"),
-        ("explain net --epoch -1", "-1"),
-        ("explain net --input data:1,4", "--input is for --mode inference and training"),
-        (f"{TRAINING} data:0,2", "of sizes above 0"),
-        (f"{TRAINING} data:99999999999,4", "up to 2,147,483,647"),
-        (f"{TRAINING} data:1,4 --input data:1,4", "--input is given twice for 'data'"),
-        (f"{TRAINING} dato:1,2", "--input: unknown input 'dato'"),
-        ("convert net --out o --wrong", "--wrong"),
+        ("explain net --policy p.toml --dtype float16", "--dtype or --policy, not both"),
+        ("convert net --out o --wrong", "No such option: --wrong"),
         ("convert net --out o --dtype bfloat16 --fp32-op Convolutoin", "'Convolution'"),
     ],
 )
-def test_bad_input_is_one_line(saved, monkeypatch, arguments, expected):
+def test_bad_input_is_told_in_one_line(saved, monkeypatch, arguments, expected):
     monkeypatch.chdir(saved[0])
-    output = run(*(one.strip("'") for one in arguments.split()), status=2).output
-    assert expected in output
-    assert len(output.strip().splitlines()) == 1
+    output = run(*arguments.split(), status=2).output
+    assert expected in output.splitlines()[-1]
     assert not list(saved[0].glob("o-*"))
 
 
@@ -114,48 +73,19 @@ def test_explain_takes_a_prefix_or_either_file(saved, given):
     assert "14 operators: " in run("explain", folder / given).output
 
 
-def test_operators_by_pattern():
-    assert "FullyConnected" in run("operators", "--class", "low", "--dtype", "bfloat16").output
-    rows = run("operators", "conv*", "concat", "softmax", "softmi?", "--dtype", "float16").output
-    assert "Convolution " in rows and "Concat" in rows and "widest" in rows
-    assert rows.count("\nsoftmax ") == 1
-    assert "\nsoftmin " in rows
-
-
-@pytest.mark.slow
-def test_tables_in_a_pipe_are_whole_and_plain(saved, tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_tables_are_whole_and_plain(tmp_path):
     layer = "a_layer_" + "with_a_long_name_" * 20
-    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name=layer).save(
-        str(tmp_path / "long-symbol.json")
-    )
-    params = {f"arg:{layer}_weight": randn(2, 3), f"arg:{layer}_bias": randn(2)}
-    mx.nd.save(str(tmp_path / "long-0000.params"), params)
-    for output in (
-        run("explain", tmp_path / "long").output,
-        run("operators").output,
-    ):
-        assert "\x1b" not in output
-        assert "…" not in output
-        assert "..." not in output
-        assert not set("│┃─") & set(output)
-    assert f"{layer}  " in run("explain", tmp_path / "long").output
-    (row,) = [line for line in run("operators", "softmax").output.splitlines() if "softmax" in line]
-    assert Policy.default(machine.default_dtype()).rule("softmax").reason in row
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name=layer)
+    params = {f"{layer}_weight": randn(2, 3).tostype("row_sparse"), f"{layer}_bias": randn(2)}
+    mx.model.save_checkpoint(str(tmp_path / "long"), 0, net, params, {})
+    rows = run("explain", tmp_path / "long", "--dtype", "bfloat16").output.splitlines()
+    reason = Policy.default("bfloat16").rule("FullyConnected").reason
+    assert rows[1].startswith(f"{layer}  FullyConnected  bfloat16   {reason}")
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_tables_in_a_pipe_are_as_wide_as_columns(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = run("operators", "conv*", "softmax", "relu").output.splitlines()
-    assert columns - 20 < max(map(len, lines)) <= columns
-    assert "│" not in "".join(lines)
-
-
-@pytest.mark.parametrize("command", ["operators", "explain net"])
-def test_a_closed_pipe_ends_a_command_quietly(saved, command):
+def test_a_closed_pipe_ends_a_command_quietly(saved):
     folder, _, _ = saved
-    process = subprocess.Popen([sys.executable, "-m", "mxamp", *command.split()], cwd=folder, text=True,
+    process = subprocess.Popen([sys.executable, "-m", "mxamp", "explain", "net"], cwd=folder, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     process.stdout.close()
     assert process.stderr.read() == ""
@@ -164,32 +94,11 @@ def test_a_closed_pipe_ends_a_command_quietly(saved, command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns(command):
+def test_help_is_whole_and_has_examples(command):
     lines = run(command, "-h").output.splitlines()
     assert max(map(len, lines)) <= 80
-
-
-def test_help_is_whole_and_has_examples():
-    summaries = run("--help").output
-    assert "..." not in summaries.partition("Commands:")[2]
-    assert run().output == summaries
-    for command in COMMANDS:
-        text = run(command, "--help").output
-        assert "Examples:" in text
-        assert f"mxamp {command}" in text
-    assert "PATTERN is a name" in run("explain", "--help").output
-
-
-@pytest.mark.parametrize(
-    "command, place",
-    [("doctor", "mxamp.cli.doctor.collect"), ("operators", "mxamp.cli.explain.print_table")],
-)
-def test_interrupted_commands_end_in_one_line(monkeypatch, command, place):
-    def interrupt(*_arguments, **_options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(place, interrupt)
-    assert run(command, status=130).output.split() == ["interrupted"]
+    assert f"    mxamp {command}" in "\n".join(lines[lines.index("  Examples:") :])
+    assert COMMANDS[command][1] in run("--help").output
 
 
 @pytest.mark.parametrize("option, shown", [("--version", amp.__version__), ("--help", "Examples:")])
@@ -245,21 +154,21 @@ def test_files_are_overwritten_with_force(saved):
     folder, _, _ = saved
     (folder / "low-symbol.json").write_text("before")
     command = f"convert {folder}/net --dtype float16 --out {folder}/low --device cpu"
-    assert "--force" in run(*command.split(), status=2).output
+    assert "force=True" in run(*command.split(), status=2).output
     assert (folder / "low-symbol.json").read_text() == "before"
     run(*command.split(), "--force")
     assert "amp_cast" in (folder / "low-symbol.json").read_text()
 
 
-def test_explain(saved):
+def test_explain_shows_operators_by_name_and_precision(saved):
     folder, _, _ = saved
     command = ["explain", folder / "net", "--dtype", "float16", "--device", "gpu"]
-    output = run(*command).output
-    assert "Convolution" in output and "casts" in output
-    command = ["explain", folder / "net", "--device", "gpu", "--precision", "float16", "--json"]
-    data = json.loads(run(*command).output)
-    assert data["nodes"]
-    assert {node["precision"] for node in data["nodes"]} == {"float16"}
+    head, *rows, _, summary = run(
+        *command, "--precision", "float16", "--name", "*conv*"
+    ).output.splitlines()
+    assert head.split() == ["name", "operator", "precision", "reason"]
+    assert rows and all(" Convolution  float16 " in row for row in rows)
+    assert "casts" in summary
 
 
 def test_explain_shows_a_converted_model_as_it_is(saved, monkeypatch):
@@ -268,29 +177,7 @@ def test_explain_shows_a_converted_model_as_it_is(saved, monkeypatch):
     run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
     shown = run("explain", "half").output
     assert "the model as it is: 14 operators: " in shown and " in float16" in shown
-    again = run("explain", "half", "--dtype", "bfloat16").output
-    assert "This model was converted before" in again and "as it is" not in again
-
-
-def test_explain_in_other_modes(saved):
-    folder, _, _ = saved
-    arguments = ["explain", folder / "net", "--dtype", "bfloat16", "--json"]
-    shapes = ["--input", "data:2,4,8,8"]
-    converted = run(*arguments).output
-    training = run(*arguments, *shapes, "--mode", "training").output
-    assert "layout" in converted
-    assert "layout" in training
-    assert "few rows" not in converted
-
-
-@pytest.mark.parametrize("mode", ["converted", "inference", "training"])
-def test_explain_takes_sparse_parameters(tmp_path, mode):
-    mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc").save(
-        str(tmp_path / "net-symbol.json")
-    )
-    params = {"arg:fc_weight": randn(2, 3).tostype("row_sparse"), "arg:fc_bias": randn(2)}
-    mx.nd.save(str(tmp_path / "net-0000.params"), params)
-    assert "1 operator: " in run("explain", tmp_path / "net", "--mode", mode).output
+    assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
 
 
 WITHOUT_MXNET = """
@@ -307,14 +194,11 @@ def test_without_mxnet_the_command_says_what_to_install(program):
         if program == "-m"
         else "import mxamp.__main__ as m; m.main()"
     )
-    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = [{program!r}, 'operators']\n"
+    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = [{program!r}, 'explain', 'm']\n"
                       f"sys.orig_argv = ['python', '-m', 'mxamp']\n{start}")  # fmt: skip
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.strip().splitlines() == [
-        "error: MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for mxnet==1.9.1, "
-        "mxamp[cu112] for mxnet-cu112==1.9.1."
-    ]
+    assert "Error: MXNet is not installed" in done.stderr.splitlines()[-1]
 
 
 def test_without_mxnet_the_package_does_not_import():
@@ -322,14 +206,10 @@ def test_without_mxnet_the_package_does_not_import():
     assert "InstallError: MXNet is not installed" in done.stderr
 
 
-def test_the_default_dtype_is_the_machines(saved, monkeypatch):
-    tmp_path, _, _ = saved
-    for gpus, dtype in ((0, "bfloat16"), (1, "float16")):
-        monkeypatch.setattr(machine, "_gpu_count", lambda gpus=gpus: gpus)
-        assert machine.default_dtype() == dtype
-        explained = run("explain", tmp_path / "net", "--json").output
-        assert json.loads(explained)["target_dtype"] == dtype
-        run("operators", "softmax")
+@pytest.mark.parametrize("gpus, dtype", [(0, "bfloat16"), (1, "float16")])
+def test_the_default_dtype_is_the_machines(saved, monkeypatch, gpus, dtype):
+    monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
+    assert f" in {dtype}" in run("explain", saved[0] / "net").output
 
 
 @pytest.mark.parametrize("columns", [60, 200])

@@ -104,11 +104,11 @@ def test_a_wrong_policy_file_ends_the_program(tmp_path):
         ("", "Missing argument 'SCRIPT'"),
     ],
 )
-def test_wrong_options_are_one_line(arguments, words):
+def test_wrong_options_are_errors(arguments, words):
     given = arguments.format(list=ROOT / "lists" / "float16.toml").split()
     result = CliRunner().invoke(main, ["run", *given])
-    assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
-    assert words in result.output
+    assert result.exit_code == 2
+    assert words in result.output.splitlines()[-1]
 
 
 def test_an_error_where_the_hook_is_not_loaded(tmp_path):
@@ -119,8 +119,8 @@ def test_an_error_where_the_hook_is_not_loaded(tmp_path):
         capture_output=True, text=True, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch("error: Python has not loaded .*mxamp_startup.pth.*\n", done.stderr)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch("Error: Python has not loaded .*mxamp_startup.pth.*\n", done.stderr)
 
 
 def test_statistics_are_printed_whatever_the_end(tmp_path):

@@ -4,14 +4,11 @@ from typing import Any
 
 import click
 
-from ..convert.saved import load_model, model_files, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..tools import onnx
-from .inputs import input_values, parse_input_dtypes
+from .inputs import NamedInput, input_values
 from .options import check_out, force_option, input_dtype_option, input_option, model_options
-from .output import examples
-from .screen import print_errors
-
-__all__ = ["export_onnx"]
+from .output import examples, print_errors
 
 _EXAMPLES = examples(
     "mxamp export-onnx model --input data:1,3,224,224 --out model.onnx",
@@ -23,20 +20,19 @@ _EXAMPLES = examples(
 @model_options
 @click.option("--out", required=True, metavar="FILE", help="The file to write.")
 @input_option
-@click.option("--also", multiple=True, metavar="NAME:SHAPE", help="The same input in another size.")
+@click.option("--also", multiple=True, type=NamedInput(), help="The same input in another size.")
 @input_dtype_option
 @click.option("--check/--no-check", default=True, help="Compare the outputs in ONNX Runtime.")
 @force_option
-def export_onnx(prefix: str, epoch: int, out: str, force: bool, **texts: Any) -> None:
+def export_onnx(prefix: str, epoch: int, out: str, force: bool, **given: Any) -> None:
     """Write a saved model as ONNX, in float32, and check it in ONNX Runtime.
 
     A size that differs between --input and --also is variable in the ONNX file; all other sizes are
     fixed. Inputs without a file of values get random numbers.
     """
-    check_out(out, force, model_files(prefix, epoch))
-    dtypes = parse_input_dtypes(texts["dtypes"])
+    check_out(out, force)
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        given = [texts["inputs"], *([texts["also"]] if texts["also"] else [])]
-        values = [input_values(model, one, dtypes)[0] for one in given]
-        print_errors(onnx.export_onnx(model, out, values, check=texts["check"]))
+        sizes = [given["inputs"], *([given["also"]] if given["also"] else [])]
+        values = [input_values(model, one, given["dtypes"])[0] for one in sizes]
+        print_errors(onnx.export_onnx(model, out, values, check=given["check"]))

@@ -2,19 +2,18 @@
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any, Iterable, Optional, Sequence, Tuple
 
 import click
 import mxnet as mx
 
 from ..convert.options import with_excluded_layers
-from ..convert.saved import load_model, model_files, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..errors import ArgumentError
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
-from .inputs import checked_batch, input_values, parse_input_dtypes, read_batches
+from .inputs import checked_batch, input_values, read_batches
 from .options import (
     check_out,
     chosen_policy,
@@ -24,7 +23,7 @@ from .options import (
     input_option,
     saved_model_options,
 )
-from .output import examples, in_options, usage_error
+from .output import examples
 
 __all__ = ["tune"]
 
@@ -86,8 +85,8 @@ def tune(
     dtype: Optional[str],
     out: str,
     data: Sequence[str],
-    inputs: Sequence[str],
-    dtypes: Sequence[str],
+    inputs: Sequence[Tuple[str, Any]],
+    dtypes: Sequence[Tuple[str, str]],
     accuracy_only: bool,
     force: bool,
     **options: Any,
@@ -101,10 +100,9 @@ def tune(
     search starts from that policy. Ctrl-C ends the search and keeps the best policy so far.
     """
     if data and inputs:
-        raise usage_error(TWO_WAYS)
-    files = [*data, *(text.partition(":")[2] for text in inputs if text.endswith(".npy"))]
-    check_out(out, force, (*model_files(prefix, epoch), *map(Path, files)))
-    input_dtypes = parse_input_dtypes(dtypes)
+        raise click.UsageError(TWO_WAYS)
+    check_out(out, force)
+    input_dtypes = dict(dtypes)
     start = chosen_policy(dtype, policy, device)
     if start.device == "gpu" and not mx.context.num_gpus():
         raise ArgumentError(NO_GPU)
@@ -114,11 +112,11 @@ def tune(
         drawn: Sequence[str] = ()  # the inputs that are random numbers
         batches: Iterable[Any] = read_batches(model, data, input_dtypes)
         if not data:
-            values, drawn = input_values(model, inputs, input_dtypes, options["seed"])
+            values, drawn = input_values(model, inputs, dtypes, options["seed"])
             batches = [checked_batch(model, values, input_dtypes)]
         tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
     notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
-    tuning = replace(tuning, notes=(*map(in_options, tuning.notes), *notes))
+    tuning = replace(tuning, notes=(*tuning.notes, *notes))
     file, name = shlex.quote(out), shlex.quote(prefix)
     convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
     use = _USES[tuning.way].format(out=file, convert=convert)
