@@ -50,7 +50,8 @@ def __getattr__(name: str) -> _Any:
     try:
         found = globals()[name] = _load(name)
     except AttributeError:
-        from .framework.keywords import missing_attribute
+        from .errors import closest
 
-        raise AttributeError(missing_attribute(f"module {__name__!r}", name, __all__)) from None
+        hint = closest(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}") from None
     return found

@@ -4,18 +4,6 @@ import contextlib
 import difflib
 from typing import Any, Iterable, Iterator, Sequence
 
-__all__ = [
-    "AmpError",
-    "ArgumentError",
-    "CheckError",
-    "InstallError",
-    "StateError",
-    "UnknownNameError",
-    "WriteError",
-    "prefix_errors",
-    "unknown",
-]
-
 #: How many names an error lists where none is close to the one that was given.
 _LISTED = 9
 
@@ -126,36 +114,34 @@ class InstallError(AmpError, ImportError):
     """
 
 
-def unknown(
-    kind: str, name: object, candidates: Iterable[str], hint: str = "", listed_by: str = ""
-) -> UnknownNameError:
+def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
     """Return an `UnknownNameError` with the closest of `candidates`, or some of them, as a hint.
-
-    `listed_by` names what lists candidates that are too many for a message.
 
     >>> print(unknown("operator", "Convolutoin", ["Convolution", "Pooling"]))
     unknown operator 'Convolutoin'; the closest is 'Convolution'
     >>> print(unknown("input", "x", ["data", "mask"]))
     unknown input 'x'; there are 'data', 'mask'
-    >>> print(unknown("layer", "haed_*", ["head_fwd", "body_fwd"]))
-    unknown layer 'haed_*'; the closest is 'head_fwd'
-    >>> print(unknown("operator name", "conv0", ["net0_conv0", "net0_conv1"]))
-    unknown operator name 'conv0'; the closest is 'net0_conv0'
+    """
+    found = closest(name, candidates)
+    return UnknownNameError(f"unknown {kind} {name!r}{found}{'. ' + hint if hint else ''}")
+
+
+def closest(name: object, candidates: Iterable[str]) -> str:
+    """Return the end of a message: which of `candidates` are close to `name`, or some of them.
+
+    >>> closest("haed_*", ["head_fwd", "body_fwd"]), closest("conv0", ["net0_conv0", "net0_conv1"])
+    ("; the closest is 'head_fwd'", "; the closest is 'net0_conv0'")
     """
     known = list(dict.fromkeys(candidates))
     # Gluon puts the names of blocks before those of operators.
     close = [one for one in known if one.endswith(f"_{name}")][:3]
     close = close or difflib.get_close_matches(str(name).strip("*"), known, n=3, cutoff=0.6)
-    found = ""
-    if close:
-        found = f"; the closest {'is' if len(close) == 1 else 'are'} " + ", ".join(map(repr, close))
-    elif listed_by:
-        found = f"; {listed_by} lists all"
-    elif known:
-        more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-        found = f"; there {'is' if len(known) == 1 else 'are'} "
-        found += ", ".join(map(repr, known[:_LISTED])) + more
-    return UnknownNameError(f"unknown {kind} {name!r}{found}{'. ' + hint if hint else ''}")
+    listed, said = (close, "the closest") if close else (known[:_LISTED], "there")
+    if not listed:
+        return ""
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED and not close else ""
+    verb = "is" if len(close or known) == 1 else "are"
+    return f"; {said} {verb} " + ", ".join(map(repr, listed)) + more
 
 
 @contextlib.contextmanager

@@ -70,101 +70,52 @@ def test_contexts_are_devices():
 
 
 WRONG = [
+    # keywords that no parameter has
+    (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
+    (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
+    (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
+    (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
+    (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
+    (lambda: amp.autocast(device_type="cuda"), "the closest is 'dtype'"),
     # values of the wrong kind
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "is an ndarray .*: mx.nd.array makes one"),
-    (lambda: amp.export_onnx(net(), "model.onnx", {"data": X}), "a model must be .symbol, arg_params"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
-    (lambda: amp.init_trainer(trainer(), amp.GradScaler()), "not GradScaler"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "NoScaler of mxamp.*not a LossScaler"),
-    # PyTorch's
     (lambda: amp.GradScaler().step(trainer()), r"step needs the batch size.*step\(trainer, batch_size\)"),
-    (lambda: amp.autocast("cuda", dtype="float16"), r"write autocast\('auto'\)"),
-    (lambda: amp.autocast(device_type="cuda", dtype="float16"), r"write autocast\('auto'\)"),
-    (lambda: amp.autocast(target_dtype="bfloat16"), r"write autocast\(dtype="),
-    (lambda: amp.autocast(cache_enabled=True), "leave it out"),
-    (lambda: amp.autocast(custom_black_list=["exp"]), r"default\('float16'\)\.override\(fp32="),
-    (lambda: amp.autocast(dtype="bf16", custom_white_list=["exp"]), r"default\('bfloat16'\)\.override\(low="),
-    (lambda: amp.autocast(True, "bfloat16", custom_black_list=["exp"]), r"default\('float16'\)"),
-    (lambda: amp.init("bfloat16", fp32=["exp"]), r"write policy=Policy\.default\('bfloat16'\)"),
-    (lambda: amp.GradScaler("cuda"), "init_scale must be a positive finite number, not 'cuda'"),
-    # names that other functions of mxamp have
-    (lambda: amp.init(dtype="bfloat16"), r"write init\(target_dtype="),
-    (lambda: amp.init("bfloat16", fp32=["softmax"]), r"override\(fp32="),
-    (lambda: amp.init("bfloat16", enabled=False), "without init, mixed precision is off"),
-    (lambda: amp.explain(SYMBOL, dtype="bfloat16"), "write target_dtype="),
-    (lambda: amp.benchmark(net(), X, dtype="bfloat16"), "write target_dtype="),
-    (lambda: amp.LossScaler(loss_scale=128), "the closest are .*'init_scale'"),
-    (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number"),
+    (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number, not 'dynamic'"),
     (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "init_loss_scaling must be"),
-    # arguments that no parameter takes, or that are missing
-    (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
-    (lambda: amp.GradScaler().step(), r"missing a required argument: 'trainer'; write GradScaler\.step\(trainer, batch_size="),
-    (lambda: amp.GradScaler().unscale_(), "missing a required argument: 'trainer'"),
-    (lambda: amp.GradScaler().scale(X, trainer()), r"write GradScaler\.scale\(loss\)"),
-    (lambda: amp.explain(SYMBOL, policy=GPU).filter(op="Dense"), "write operator="),
-    (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
-    (lambda: amp.init("bfloat16", opt_level="O1"), r"there is initialize\(net, trainer, opt_level='O1'\)"),
-    (lambda: amp.init("bfloat16", [], [], [], GPU), r"too many positional arguments; write init\(target_dtype="),
-    (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
-    (lambda: amp.scale_loss(X), r"write scale_loss\(loss, optimizer_or_trainer\)"),
-    (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
-    (lambda: amp.initialize(net(), num_losses=2), "one loss scale for all of its losses"),
-    (lambda: amp.initialize(net(), enabled=False), "'O0' leaves mixed precision off"),
-    (lambda: amp.decorate(models=net(), optimizers="sgd", level="O2"), r"initialize\(net, trainer, opt_level='O2'\) casts"),
-    (lambda: amp.half_function()(abs), r"decorate it by the name alone, without \(\)"),
-    (lambda: amp.debugging.compare(net(), X, target_dtype="bfloat16"), "write dtype="),
-    (lambda: amp.debugging.check_numerics(ops=["softmax"]), "write operators="),
-    (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
-    (lambda: amp.debugging.check_numerics(operators=["Convolutoin"]), "the closest are 'Convolution'"),
-    (lambda: amp.debugging.check_numerics(steps=0), "steps must be"),
-    (lambda: amp.debugging.operator_stats(net()), "takes 0 positional|too many positional"),
-    # shapes, and arrays of wrong shapes
-    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
-    (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
-    (lambda: amp.explain(net(), "bfloat16", example_inputs=[[1.0, 2.0]]), r"such as mx\.nd\.ones"),
-    (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
-    (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), (2, 3)), r"such as {'data': mx\.nd\.ones.*, not \(2, 3\)"),
-    # the label in a batch, without a loss
-    (lambda: amp.tune(deferred(), [(X, X)]), r"on this batch of 2 arrays: .*\. Without loss= or metric=, a batch"),
-    (lambda: amp.tune(stacked(), [(X, X)]), r"on this batch of 2 arrays: .*takes 3 positional"),
-    (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= or metric= too"),
-    (lambda: amp.debugging.compare(deferred(), [(X, X)]), r"on this batch of 2 arrays: .*\. Without loss=, a batch"),
-    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= too"),
-    (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays and a label: .* given$"),
-    (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "; example_inputs holds the arguments of one call"),
-    (lambda: amp.convert_hybrid_block(stacked(), "bfloat16", example_inputs=(X, X)), "holds the arguments of one call"),
-    # values that mean something else
-    (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
-    (lambda: amp.autocast(GPU), "give a policy by its keyword"),
-    (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
-    (lambda: amp.tune(net(), [(X, mx.nd.zeros(2))], metric="acuracy"), "not 'acuracy': acuracy is not registered"),
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
-    (lambda: amp.decorate("sgd", use_dynamic_loss_scaling="False"), "must be True or False"),
-    (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense: write 'FullyConnected'"),
-    (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax: write 'softmax'"),
-    # layers, and other libraries' names of operators
-    (lambda: GPU.override(fp32=["Dense"]), "unknown operator 'Dense'; MXNet calls it 'FullyConnected'"),
-    (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
-    (lambda: amp.convert_symbol(SYMBOL, fp32_ops=["BatchNorm2d"]), "MXNet calls it 'BatchNorm'"),
-    (lambda: GPU.override(fp32=["mx.nd.softmax"]), "MXNet calls it 'softmax'"),
-    (lambda: GPU.override(fp32=["layer_norm"]), "MXNet calls it 'LayerNorm'"),
-    (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
-    (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),
-    # a thing of another kind
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
+    (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
+    (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
+    (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
+    (lambda: amp.debugging.check_numerics(steps=0), "steps must be"),
     (lambda: amp.init_trainer([trainer()]), "call it once for each"),
     (lambda: amp.scale_loss(trainer(), X).__enter__(), "the trainer must be a gluon.Trainer, not an NDArray"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
     (lambda: amp.convert_hybrid_block(SYMBOL), "convert_symbol takes symbols"),
-    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=np.ones((2, 3))), "must be an NDArray"),
     (lambda: amp.convert_symbol(net()), "convert_hybrid_block takes blocks"),
     (lambda: amp.convert_symbol("model-symbol.json"), "convert_files the names of saved models"),
     (lambda: amp.convert_files(SYMBOL, "out"), "convert_model takes models in memory"),
     (lambda: amp.benchmark(net(), X, "bfloat16"), "give the dtype by its keyword"),
-    (lambda: amp.tune(net(), X, "bf16"), "give the dtype by its keyword"),
-    (lambda: amp.debugging.compare(net(), np.ones((2, 3))), r"mx\.nd\.array\(\.\.\.\) makes one"),
+    (lambda: amp.tune(net(), [(X, mx.nd.zeros(2))], metric="acuracy"), "not 'acuracy': acuracy is not registered"),
+    # shapes, and arrays of wrong shapes
+    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
+    (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
+    (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
+    # the label in a batch, without a loss
+    (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= or metric= too"),
+    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*pass loss= too"),
+    (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays and a label: .* given$"),
+    (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "; example_inputs holds the arguments of one call"),
+    # operators by the names of layers and other libraries
+    (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense: write 'FullyConnected'"),
+    (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax: write 'softmax'"),
+    (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
+    (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
+    (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),
 ]  # fmt: skip
 
 
@@ -188,13 +139,15 @@ def test_type_errors_of_a_net_are_the_cause(call):
     assert isinstance(raised.value.__cause__, TypeError)
 
 
-def test_type_errors_from_inside_stay():
-    @checked_call()
+def test_other_type_errors_are_pythons():
+    @checked_call
     def fails(one):
         raise TypeError(f"from inside, with {one}")
 
     with pytest.raises(TypeError, match="from inside, with 1"):
-        fails(1)
+        fails(one=1)
+    with pytest.raises(TypeError, match="takes 1 positional argument"):
+        fails(1, 2)
 
 
 def test_checks_decorate_functions():
@@ -313,23 +266,11 @@ def test_bucketing_modules_are_bound_before_and_after():
     assert converted.get_outputs()[0].shape == (2, 2)
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("GradScalar", "the closest is 'GradScaler'"), ("init_triner", "closest is 'init_trainer'"),
-        ("cuda", "write amp.autocast"), ("state_dict", "save_states"), ("nothing_like_it", "like_it'$"),
-    ],
-)  # fmt: skip
-def test_names_that_the_module_lacks(name, said):
-    assert not hasattr(amp, name)
-    with pytest.raises(AttributeError, match=said):
-        getattr(amp, name)
-
-
-def test_lists_go_into_a_policy_of_the_dtype_in_force():
-    with amp.autocast("bfloat16"):
-        with pytest.raises(amp.ArgumentError, match=r"default\('bfloat16'\)\.override"):
-            amp.autocast(custom_black_list=["exp"])
+def test_a_name_that_the_module_lacks_comes_with_the_closest():
+    with pytest.raises(
+        AttributeError, match="no attribute 'GradScalar'; the closest is 'GradScaler'"
+    ):
+        _ = amp.GradScalar
 
 
 def test_rules_are_found_by_any_name_of_an_operator():
@@ -374,7 +315,7 @@ def test_layers_that_no_graph_has_are_told_once(layers, warned, caplog):
     amp.init(policy=amp.Policy.default("bfloat16").override(fp32_layers=layers))
     body, head = hybrid("body_"), hybrid("head_")
     head(body(X))
-    assert not caplog.text
+    caplog.clear()
     for _ in range(2):
         with autograd.record():
             head(body(X))

@@ -72,7 +72,7 @@ class ConvertedFiles(NamedTuple):
     errors: Tuple[OutputError, ...]
 
 
-@checked_call()
+@checked_call
 def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],

@@ -33,7 +33,7 @@ NOT_BOUND = (
 )
 
 
-@checked_call()
+@checked_call
 def convert_symbol(
     sym: Symbol,
     target_dtype: Any = DEFAULT_TARGET,
@@ -105,7 +105,7 @@ def convert_symbol(
     return convert(sym, options).symbol
 
 
-@checked_call()
+@checked_call
 def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
@@ -174,7 +174,7 @@ def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Par
     return converted.symbol, values, new_auxs
 
 
-@checked_call()
+@checked_call
 def convert_hybrid_block(
     block: HybridBlock,
     target_dtype: Any = DEFAULT_TARGET,
@@ -264,7 +264,7 @@ def convert_hybrid_block(
     return fast
 
 
-@checked_call()
+@checked_call
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
     target_dtype: Any = DEFAULT_TARGET,

@@ -125,7 +125,7 @@ class OutputError:
     lost: int
 
 
-@checked_call()
+@checked_call
 def compare_models(
     model: Model,
     other: Model,
@@ -237,7 +237,7 @@ def _inferred_shapes(
     return {name: shape for name, shape in found if shape and min(shape) > 0}
 
 
-@checked_call()
+@checked_call
 def random_inputs(
     model: Model,
     shapes: Optional[Mapping[str, Sequence[int]]] = None,

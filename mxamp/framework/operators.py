@@ -189,7 +189,7 @@ def _unknown_error(given: Any) -> UnknownNameError:
     if operator is not None:
         return UnknownNameError(OTHER_NAME.format(name=name, operator=operator))
     forward = [one for one in _by_name() if not one.startswith("_backward_")]
-    return unknown("operator", name, forward, listed_by="`mxamp operators`")
+    return unknown("operator", name, forward)
 
 
 def handle_of(name: str) -> int:

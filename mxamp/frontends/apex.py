@@ -44,11 +44,7 @@ STAY_FLOAT32 = (
 )
 
 
-@checked_call(
-    optimizers="write trainers=",
-    enabled="opt_level='O0' leaves mixed precision off",
-    num_losses="a trainer has one loss scale for all of its losses: leave it out",
-)
+@checked_call
 def initialize(
     models: Union[Block, Sequence[Block]],
     trainers: Union[None, Trainer, Sequence[Trainer]] = None,

@@ -27,8 +27,6 @@ from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_without_parentheses = checked_call(function="decorate it by the name alone, without ()")
-
 #: Class by the user's name for a precision.
 _CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
 
@@ -36,7 +34,6 @@ _CLASSES = {"half": "low", "float": "fp32", "promote": "widest"}
 _calls = itertools.count()
 
 
-@_without_parentheses
 def half_function(function: Function) -> Function:
     """Cast a function's float arrays to the target dtype, while mixed precision is on.
 
@@ -60,7 +57,6 @@ def half_function(function: Function) -> Function:
     return _with_casts(function, TARGET_INSIDE)
 
 
-@_without_parentheses
 def float_function(function: Function) -> Function:
     """Cast a function's half-precision arrays to float32, and run it as without mxamp.
 
@@ -83,7 +79,6 @@ def float_function(function: Function) -> Function:
     return _with_casts(function, FLOAT32_INSIDE)
 
 
-@_without_parentheses
 def promote_function(function: Function) -> Function:
     """Cast a function's float arrays to the widest dtype among them, while mixed precision is on.
 
@@ -155,7 +150,7 @@ def _cast_argument(value: Any, dtype: Optional[str], region: str) -> Any:
     return cast(value, dtype, isinstance(value, mx.np.ndarray))
 
 
-@checked_call()
+@checked_call
 def register_half_function(module: Any, name: str) -> None:
     """Make `module.name` a `half_function`, until `shutdown`.
 
@@ -178,7 +173,7 @@ def register_half_function(module: Any, name: str) -> None:
     _register(module, name, TARGET_INSIDE)
 
 
-@checked_call()
+@checked_call
 def register_float_function(module: Any, name: str) -> None:
     """Make `module.name` a `float_function`, until `shutdown`.
 
@@ -198,7 +193,7 @@ def register_float_function(module: Any, name: str) -> None:
     _register(module, name, FLOAT32_INSIDE)
 
 
-@checked_call()
+@checked_call
 def register_promote_function(module: Any, name: str) -> None:
     """Make `module.name` a `promote_function`, until `shutdown`.
 
@@ -229,7 +224,7 @@ def _register(module: Any, name: str, inside: str) -> None:
         FrontEnd([Patch(module, name, lambda function: _with_casts(function, inside))]).open()
 
 
-@checked_call()
+@checked_call
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
     """Set the precision of a custom operator (`mx.operator.Custom`), which is float32 by default.
 

@@ -32,12 +32,11 @@ WRAPPED = (
     "hvd.DistributedTrainer(params, mxamp.decorate(optimizer))"
 )
 
-_TO_CAST = "initialize(net, trainer, opt_level='O2') casts a net for training"
 #: Attributes that change in place: a copy needs its own.
 _COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
 
 
-@checked_call(models=_TO_CAST, level=_TO_CAST)
+@checked_call
 def decorate(
     optimizer: Union[str, Optimizer],
     init_loss_scaling: float = 2.0**16,

@@ -7,19 +7,18 @@ regions while mixed precision is off around it, the patches stay until `shutdown
 import functools
 import inspect
 import logging
-from typing import Any, Callable, Iterable, Mapping, Optional, TypeVar
+from typing import Any, Callable, Iterable, Optional, TypeVar
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.distributed import end_worker_on_errors
-from ..framework.keywords import Hint, checked_call
-from ..framework.machine import dtype_name
+from ..framework.keywords import checked_call
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
 from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS, TARGETS_OR_AUTO, check_bool, check_target
+from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import (
     announce,
     announce_float32,
@@ -45,29 +44,7 @@ CHOSE_FLOAT32 = (
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
-def _override(parameter: str) -> Hint:
-    """Return the hint for operators or layers given to a function that takes them in a policy."""
-
-    def hint(given: Mapping[str, Any]) -> str:
-        policy = active.current_policy()
-        dtype = given.get("dtype", given.get("target_dtype"))
-        name = dtype_name(dtype) if dtype is not None else policy and policy.target_dtype
-        target = name if name in TARGETS else DEFAULT_TARGET
-        return f"write policy=Policy.default({target!r}).override({parameter}=[...])"
-
-    return hint
-
-
-@checked_call(
-    dtype="write init(target_dtype='bfloat16')",
-    fp32=_override("fp32"),
-    low=_override("low"),
-    fp32_layers=_override("fp32_layers"),
-    enabled="without init, mixed precision is off; init('auto') turns it on where it is fast",
-    opt_level="for levels there is initialize(net, trainer, opt_level='O1')",
-    level="for levels there is initialize(net, trainer, opt_level='O1')",
-    loss_scale="write init_trainer(trainer, StaticLossScaler(128))",
-)
+@checked_call
 def init(
     target_dtype: Any = DEFAULT_TARGET,
     target_precision_ops: Optional[Iterable[str]] = None,
@@ -224,16 +201,7 @@ class autocast:
         The dtype is unknown, or `policy` is for another dtype.
     """
 
-    @checked_call(
-        dtype="the first argument is the dtype, and there is no device: write autocast('auto')",
-        device="arrays on the device of the policy are cast: write autocast('auto')",
-        device_type="arrays on the device of the policy are cast: write autocast('auto')",
-        target_dtype="write autocast(dtype='bfloat16')",
-        cache_enabled="casts of weights in a graph are made once anyway: leave it out",
-        level="for levels there is initialize(net, trainer, opt_level='O1')",
-        custom_white_list=_override("low"),
-        custom_black_list=_override("fp32"),
-    )
+    @checked_call
     def __init__(
         self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
     ) -> None:

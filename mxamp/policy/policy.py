@@ -184,7 +184,7 @@ class Policy:
         return Caches()
 
     @classmethod
-    @checked_call()
+    @checked_call
     def default(cls, target_dtype: Any = "float16", device: Any = None) -> Policy:
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
@@ -204,7 +204,7 @@ class Policy:
         return _own_policy(dtype, kind, here())
 
     @classmethod
-    @checked_call()
+    @checked_call
     def load(cls, path: str | Path, device: Any = None) -> Policy:
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
@@ -233,7 +233,7 @@ class Policy:
         policy._warn_of_file(path, data)
         return policy
 
-    @checked_call()
+    @checked_call
     def save(self, path: str | Path) -> None:
         """Write the policy to a TOML file, from which `load` makes the same policy.
 
@@ -281,7 +281,7 @@ class Policy:
             device = self.device.upper()
             logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
 
-    @checked_call()
+    @checked_call
     def override(
         self,
         low: Names = None,

@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call, checked_methods
+from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -31,7 +31,6 @@ from .trainer import active_hook, attach_hook, hook_of, scale_losses
 logger = logging.getLogger("mxamp")
 
 
-@checked_methods
 class GradScaler:
     """A dynamic loss scale for training loops written as for PyTorch.
 
@@ -58,7 +57,7 @@ class GradScaler:
     after `step`, `update` before any `step`.
     """
 
-    @checked_call()
+    @checked_call
     def __init__(
         self,
         init_scale: float = 2.0**16,

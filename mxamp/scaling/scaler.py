@@ -83,7 +83,7 @@ class LossScaler:
     #: chosen float32, they are not, the scale is 1, and updates are plain MXNet's.
     checks = True
 
-    @checked_call()
+    @checked_call
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -271,7 +271,7 @@ class StaticLossScaler(LossScaler):
 
     _fields = ("loss_scale",)
 
-    @checked_call()
+    @checked_call
     def __init__(self, scale: float = 1.0) -> None:
         self._start(positive_number("scale", scale))
 

@@ -52,7 +52,7 @@ SCALED_ALREADY = (
 )
 
 
-@checked_call()
+@checked_call
 def init_trainer(
     optimizer_or_trainer: Trainer,
     loss_scaler: LossScaler | None = None,
@@ -107,7 +107,7 @@ def init_trainer(
         passes.open()
 
 
-@checked_call()
+@checked_call
 def unscale(optimizer_or_trainer: Trainer) -> None:
     """Divide a trainer's gradients by the loss scale, to clip or read them before the step.
 
@@ -136,7 +136,7 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
     hook_of(optimizer_or_trainer).unscale()
 
 
-@checked_call()
+@checked_call
 def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     """Unscale and clip a trainer's gradients; return their global norm before clipping.
 
@@ -274,7 +274,7 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
         check_kvstore(trainer)
 
 
-@checked_call()
+@checked_call
 @contextmanager
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> Iterator[Any]:
     """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.

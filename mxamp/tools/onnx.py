@@ -35,7 +35,7 @@ NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check=False writes it"
 
 
-@checked_call()
+@checked_call
 def export_onnx(
     model: Model,
     path: Union[str, Path],

@@ -142,7 +142,7 @@ class Plan(Result):
             hint += f". Gluon adds {_GLUON} to the name of a layer"
         return unknown("operator name", name, [node.name for node in self.nodes], hint)
 
-    @checked_call(op="write operator=", dtype="write precision=")
+    @checked_call
     def filter(
         self,
         name: str = "*",
@@ -291,12 +291,7 @@ def _quoted(text: str) -> str:
 # ---------------------------------------------------------------------- making a plan
 
 
-@checked_call(
-    dtype="write target_dtype='bfloat16'",
-    fp32_layers="write excluded_sym_names=[...]",
-    inputs="write example_inputs=",
-    shapes="write input_shapes=",
-)
+@checked_call
 def explain(
     model: Symbol | HybridBlock,
     target_dtype: Any = None,

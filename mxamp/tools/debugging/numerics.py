@@ -523,7 +523,7 @@ def _checking(check: NumericsCheck) -> Iterator[NumericsCheck]:
     check.report_rest()
 
 
-@checked_call(ops="write operators=[...]")
+@checked_call
 def check_numerics(
     on: str = "raise",
     operators: Iterable[str] | None = None,

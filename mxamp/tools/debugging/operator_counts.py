@@ -264,7 +264,7 @@ class OperatorStats(Result, Observer):
             return self._census
 
 
-@checked_call()
+@checked_call
 def operator_stats() -> ContextManager[OperatorStats]:
     """Count the operators that run in a region, by dtype, and the casts, with the bytes they move.
 

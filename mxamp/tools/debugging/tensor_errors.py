@@ -182,7 +182,7 @@ def _ranked(errors: Sequence[TensorError]) -> tuple[TensorError, ...]:
 # ---------------------------------------------------------------------- two runs of a net
 
 
-@checked_call(target_dtype="write dtype='bfloat16'")
+@checked_call
 def compare(
     net: Block | Model,
     data: Any,

@@ -177,7 +177,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     return f"{does} {'' if equal else f'{timing.speedup:.2g} times '}as fast{reference}"
 
 
-@checked_call(dtype="write target_dtype='bfloat16'")
+@checked_call
 def benchmark(
     net: Block,
     batch: Any,

@@ -313,7 +313,7 @@ class Tuning:
         return f"{trial.way} in {trial.precision}, {speed} ({trial.milliseconds:.4g} ms a run)"
 
 
-@checked_call(dtype="write target_dtype='bfloat16'")
+@checked_call
 def tune(
     net: Any,
     data: Any,
