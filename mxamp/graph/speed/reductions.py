@@ -198,12 +198,13 @@ def broadcast(parts: Parts, detail: Detail) -> None:
     Conditions: training, float32 inputs, and a large result.
 
     The products are exact, since each of their sums has one term. A sum becomes a difference with
-    the sign changed, because the gradients of MXNet's `elemwise_add` share memory.
+    the sign of its second input changed, because the gradients of MXNet's `elemwise_add` share
+    memory. The inputs keep their order, in which MXNet lists the graph's variables.
     """
     kind, which, before, behind, *shape = detail
     inputs = list(parts.inputs)
     repeated, operator = inputs[which], _KINDS[kind]
-    sign = -1 if operator == _SUM else 1
+    sign = -1 if operator == _SUM and which else 1
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
         row = _add_constant(parts, "row", behind, sign)
@@ -217,7 +218,8 @@ def broadcast(parts: Parts, detail: Detail) -> None:
     repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
     inputs[which] = repeated
     if operator == _SUM:
-        operator, inputs = "elemwise_sub", [inputs[1 - which], repeated]
+        operator = "elemwise_sub"
+        inputs[1] = inputs[1] if which else parts.add("negative", "negative", inputs[1])
     parts.add(operator, "", *inputs)
 
 
