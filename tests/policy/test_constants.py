@@ -4,10 +4,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
-from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, same, values
+from helpers import kind, values
 
 H = nd.array([[0, 1], [2, 3]]).astype("float16")
 MASK = nd.array([[1, 0], [0, 0]])
@@ -29,53 +28,21 @@ def numpy(x):
     [
         lambda x: nd.log(nd.clip(x, 1e-8, 1)),
         lambda x: nd.log(nd.maximum(x, 1e-10)),
-        lambda x: x / nd.maximum(x, 1e-9),
-        lambda x: nd.clip(x, 1, 1e5) + 0,
         lambda x: nd.minimum(-x, -1e5),
         lambda x: nd.SequenceMask(x, nd.array([1, 0]), use_sequence_length=True, value=-1e9),
-        lambda x: nd.softmax(nd.SequenceMask(x, nd.zeros(2), use_sequence_length=True, value=-1e9)),
         lambda x: nd.pad(x.reshape((1, 1, 2, 2)), mode="constant", pad_width=(0,) * 7 + (1,), constant_value=1e6),
-        lambda x: x >= 1e-9,
         lambda x: x * 1e-7,
         lambda x: nd.LeakyReLU(-x, slope=1e-8),
         lambda x: mx.np.where(numpy(MASK), numpy(x), -1e9),
-        lambda x: mx.np.where(numpy(MASK), -1e18, numpy(x)),
-        lambda x: mx.npx.sequence_mask(numpy(x), numpy(nd.array([1, 0])), use_sequence_length=True, value=-1e9),
-        lambda x: mx.np.maximum(numpy(x), 1e5),
-        lambda x: mx.np.clip(numpy(x), 1e-8, 1),
         lambda x: mx.np.full_like(numpy(x), 1e5),
-        lambda x: mx.np.pad(numpy(x), ((1, 1), (1, 1)), mode="constant", constant_values=1e6),
         lambda x: mx.np.ediff1d(numpy(x), to_begin=-1e9),
         lambda x: mx.np.nan_to_num(numpy(x) * np.nan, nan=1e9),
         lambda x: mx.np.insert(numpy(x)[0], 1, 1e9),
-        lambda x: mx.np.arctan2(numpy(x), 1e-9),
     ],
 )  # fmt: skip
 def test_numbers_that_float16_can_not_hold(call):
     got, wanted = both(call)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
-
-
-def test_numbers_in_graphs_are_as_in_eager_calls():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=2), nn.HybridLambda(lambda F, x: F.log(F.clip(x * 0, 1e-8, 1))))
-    net.initialize()
-    with amp.autocast("float16"):
-        eager = net(nd.ones((2, 2)))
-        net.hybridize()
-        hybrid = net(nd.ones((2, 2)))
-    assert same(eager, hybrid)
-    np.testing.assert_allclose(hybrid.asnumpy(), np.log(1e-8), rtol=1e-6)
-
-
-def test_numbers_that_float16_holds_leave_it_in_float16():
-    with amp.autocast("float16"):
-        for call in (
-            lambda x: nd.clip(x, 0, 6), lambda x: nd.maximum(x, 0), lambda x: x > 1, lambda x: x * 0.5,
-            lambda x: nd.clip(x, -np.inf, np.inf), lambda x: nd.SequenceMask(x, value=-1e4),
-            lambda x: mx.np.where(numpy(MASK), numpy(x), -np.inf), lambda x: nd.LeakyReLU(x),
-        ):  # fmt: skip
-            assert kind(call(H)) in ("float16", "bool")
 
 
 # ---------------------------------------------------------------------- indices
@@ -85,7 +52,6 @@ def test_numbers_that_float16_holds_leave_it_in_float16():
     "call",
     [
         lambda x: nd.argmax(x, axis=1), lambda x: nd.argmin(-x, axis=1), nd.argmax_channel,
-        lambda x: mx.np.argmax(numpy(x), axis=1), lambda x: mx.np.argmin(numpy(-x), axis=1),
         lambda x: nd.topk(x), lambda x: nd.argsort(x)[:, -1], lambda x: nd.contrib.arange_like(x)[0, -1],
     ],
 )  # fmt: skip
@@ -105,14 +71,8 @@ def test_indices_are_whole(call):
     [
         lambda a, b: nd.random.normal(a, b), lambda a, b: nd.sample_normal(b, a),
         lambda a, b: nd.random.uniform(a, b + 9), lambda a, b: nd.random.gamma(a, b),
-        lambda a, b: nd.random.negative_binomial(a, b / 4),
-        lambda a, b: nd.random.generalized_negative_binomial(a, b),
         lambda a, b: mx.np.random.normal(numpy(a), numpy(b)), lambda a, b: mx.np.random.gamma(numpy(a), numpy(b)),
         lambda a, b: mx.np.random.uniform(numpy(a), numpy(b) + 9),
-        lambda a, b: mx.np.random.gumbel(numpy(a), numpy(b)),
-        lambda a, b: mx.np.random.logistic(numpy(a), numpy(b)),
-        lambda a, b: mx.npx.random.normal_n(numpy(a), numpy(b)),
-        lambda a, b: mx.npx.random.uniform_n(numpy(a), numpy(b) + 9),
         lambda a, b: mx.np.random.exponential(numpy(a)), lambda a, b: mx.npx.random.bernoulli(prob=numpy(a) / 4),
         lambda a, b: nd.random.multinomial(a / 6, get_prob=True)[1], lambda a, b: nd.random.normal_like(a),
     ],

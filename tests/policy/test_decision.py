@@ -1,6 +1,5 @@
 """`decide` as a table: class, inputs, device in; casts out."""
 
-import mxnet as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +7,7 @@ from hypothesis import strategies as st
 from helpers import with_avx512
 from mxamp.errors import ArgumentError
 from mxamp.framework.operators import registry
-from mxamp.policy.decision import CASTABLE, decide, fixed_inputs
+from mxamp.policy.decision import CASTABLE, decide
 from mxamp.policy.policy import Policy
 from mxamp.policy.rules import Reason
 
@@ -21,14 +20,12 @@ H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
         # low: every float to float16
         ("FullyConnected", {}, [F, F, F], [H, H, H]),
         ("FullyConnected", {}, [H, F], [None, H]),
-        ("FullyConnected", {}, [H, H], [None, None]),
         ("FullyConnected", {}, [D, D], [None, None]),
         ("FullyConnected", {}, [D, H], [None, F]),
         ("FullyConnected", {}, [B, F], [F, None]),
         ("dot", {}, ["sparse", F], [None, None]),
         ("dot", {}, ["sparse", H], [None, F]),
         ("RNN", {"mode": "gru"}, [F, F, F, F], [H, H, H, None]),
-        ("RNN", {"mode": "lstm"}, [F, F, F, F], [H, H, H, H]),
         # fp32
         ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [N], [None]),
         ("softmax", {}, [H, N], [F, None]),
@@ -48,18 +45,13 @@ H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
         ("LeakyReLU", {"act_type": "prelu"}, [F, H], [None, F]),
         ("LeakyReLU", {"slope": "1e-9"}, [H], [F]),
         ("_plus_scalar", {"scalar": "-1e9"}, [H], [F]),
-        ("_plus_scalar", {"scalar": "1"}, [H], [None]),
         ("clip", {"a_min": "1e-8", "a_max": "1"}, [H], [F]),
         ("clip", {"a_min": "0", "a_max": "1e5"}, [H], [F]),
         ("clip", {"a_min": "0", "a_max": "inf"}, [H], [None]),
-        ("clip", {"a_min": "0", "a_max": "6"}, [H], [None]),
-        ("_npi_full_like", {"fill_value": "1e5"}, [H], [F]),
         ("SequenceMask", {"value": "-1e9"}, [H, F], [F, None]),
         # only the second's shape is read
         ("reshape_like", {}, [H, F], [None, None]), ("slice_like", {}, [H, F], [None, None]),
         ("broadcast_like", {}, [H, F], [None, None]),
-        ("broadcast_like", {}, [F, H], [None, None]),
-        ("_contrib_AdaptiveAvgPooling2D", {}, [H], [None]),
         # samplers
         ("_sample_normal", {}, [H, F], [F, None]), ("_npi_normal", {}, [F, H], [None, F]),
         # untouched
@@ -95,20 +87,11 @@ def test_a_missing_kernel_computes_on_rounded_values():
 
 @pytest.mark.parametrize("weight", [H, B])
 def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
-    policy = Policy.default("bfloat16")
-    decision = decide(
-        "Deconvolution",
-        {},
-        [F, weight, F, N],
-        policy,
-        kept=Reason("cast_weight", "its weight is cast"),
-    )
+    policy, kept = Policy.default("bfloat16"), Reason("cast_weight", "its weight is cast")
+    decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept=kept)
     assert decision.reads == (D, D, D, None)
     assert (decision.through, decision.precision) == (F, F)
-    assert decide(
-        "Deconvolution", {}, [weight, F], policy, kept=Reason("cast_weight", "too")
-    ).reads == (F, None)
-    assert decide("Deconvolution", {}, [F, D], policy).through is None
+    assert decide("Deconvolution", {}, [weight, F], policy, kept=kept).reads == (F, None)
     assert decide("Convolution", {}, [F, H], policy).through is None
     assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).through is None
 
@@ -118,13 +101,6 @@ def test_a_deconvolution_that_a_user_lowers_trains_through_its_cast():
     given = Policy.default("bfloat16").override(low=["Deconvolution"])
     assert decide("Deconvolution", {}, [F, F], given).reads == (D, D)
     assert decide("Deconvolution", {}, [F, B], given).reads == (B, None)
-
-
-def test_indices_are_never_rounded():
-    for device in ("cpu", "gpu"):
-        forced = decide("argmax", {}, [H], Policy.default(H, device).override(low=["argmax"]))
-        assert forced.reads == (F,)
-        assert not forced.rounds(0, F)
 
 
 def test_layers_by_name():
@@ -175,18 +151,3 @@ def test_bfloat16_is_widened_under_a_float16_policy_of_cpus(operator):
     found = decide(operator, {}, ["bfloat16"], policy)
     assert (found.precision, found.reads) == ("float32", ("float32",))
     assert decide(operator, {}, ["float16"], policy).precision == "float16"
-
-
-@mx.operator.register("decision_with_state")
-class WithState(mx.operator.CustomOpProp):
-    def list_arguments(self):
-        return ["data", "weight"]
-
-    def list_auxiliary_states(self):
-        return ["state"]
-
-
-def test_auxiliary_states_of_custom_operators_are_never_cast():
-    rule = Policy.default("float16", "gpu").rule("Custom")
-    assert fixed_inputs(rule, {"op_type": "decision_with_state"}, 3) == {2}
-    assert fixed_inputs(rule, {"op_type": "no such operator"}, 3) == frozenset()

@@ -2,10 +2,8 @@
 
 import mxnet as mx
 import pytest
-from mxnet import nd
 
 import mxamp as amp
-from helpers import kind
 from mxamp.policy.rules import long_sum_reason
 
 GPU = amp.Policy.default("float16", "gpu")
@@ -55,26 +53,7 @@ def test_what_is_float32_for_its_sums_widens_what_it_meets():
     assert precisions(net, a=(2, 7, 20), b=(2, 20, 9), x=(2, 7, 3))["sum"] == "float16"
 
 
-def test_operands_of_which_only_the_shape_counts_do_not_widen():
-    low = nd.ones((2, 3)).astype("float16")
-    with amp.autocast("float16"):
-        assert kind(nd.reshape_like(low, nd.ones((3, 2)))) == "float16"
-        assert kind(nd.slice_like(low, nd.ones((1, 2)))) == "float16"
-        assert kind(nd.broadcast_like(low[:1], nd.ones((2, 3)))) == "float16"
-
-
-def test_prelu_follows_its_data(tmp_path):
-    with amp.autocast("float16"):
-        low = nd.ones((2, 3)).astype("float16") * -2
-        gamma = nd.array([0.25, 0.5, 1])
-        gamma.attach_grad()
-        with mx.autograd.record():
-            out = nd.LeakyReLU(low, gamma, act_type="prelu")
-        out.backward()
-    assert kind(out) == "float16"
-    assert out.asnumpy().tolist() == [[-0.5, -1, -2]] * 2
-    assert kind(gamma.grad) == "float32"
-    assert gamma.grad.asnumpy().tolist() == [-4, -4, -4]
+def test_prelu_follows_its_data():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = mx.sym.LeakyReLU(net, mx.sym.var("gamma"), act_type="prelu", name="prelu")
     assert precisions(net, data=(2, 5))["prelu"] == "float16"

@@ -61,28 +61,9 @@ def test_blocks_stand_for_their_layers(net, case):
 
 def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
     assert layer_patterns("here", rnn.LSTM(4, prefix="lstm_")) == [["lstm_*"]]
-    assert layer_patterns("here", rnn.LSTMCell(4, prefix="cell_")) == [["cell_*"]]
     net.hybridize()
     net(randn(64, 8))
     with pytest.warns(UserWarning, match="Cannot decide type"):
         block = exported(net, tmp_path)
     (names,) = layer_patterns("here", block)
     assert {"net_dense0_fwd", "net_head0_tanh0"} <= set(names)
-
-
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
-        ("net_*", amp.ArgumentError, "must be a list of names or of Gluon blocks, not 'net_.'"),
-        ([3], amp.ArgumentError, r"of Gluon blocks, not \[3\]"),
-        (nn.Dense(3, prefix="a"), amp.ArgumentError, "prefix 'a' of block 'a' does not"),
-        (nn.Dense(3, prefix="elsewhere_"), amp.UnknownNameError, "'elsewhere_"),
-        (nn.HybridSequential(), amp.ArgumentError, "no operators and no children"),
-    ],
-)
-def test_what_is_no_layer(net, given, error, words):
-    with pytest.raises(error, match=words):
-        amp.explain(net, "bfloat16", excluded_sym_names=given, example_inputs=randn(64, 8))
-    if error is amp.ArgumentError and "children" not in words:
-        with pytest.raises(error, match=words):
-            POLICY.override(fp32_layers=given)

@@ -3,20 +3,18 @@
 import re
 
 import pytest
-from hypothesis import strategies as st
 
 import mxamp as amp
 from mxamp.framework import machine
 from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy
 
-DEFAULTS = [("float16", "cpu"), ("float16", "gpu"), ("bfloat16", "cpu")]
 F16, BF16 = amp.Policy.default("float16", "cpu"), Policy.default("bfloat16")
 
 POLICIES = {
+    "float16": F16, "bfloat16": BF16, "float16 on GPUs": Policy.default("float16", "gpu"),
     "untuned": BF16.untuned(),
     "in float32": BF16.in_float32(),
-    "in float32, of conditions": F16.override(low=["Activation"]).in_float32(),
     "low": F16.override(low=["exp", "Activation"]),
     "fp32": BF16.override(fp32=["Convolution", "Custom"]),
     "widest": BF16.override(widest=["softmax"]),
@@ -26,7 +24,6 @@ POLICIES = {
     "lists": F16.override(low=["dot"], fp32=["exp"], widest=[], conditional=[], replace_lists=True),
     "layers": F16.override(fp32_layers=['a"b\\', "*_é\n\t", "", "x\x7f\x00\u2028😀"]),
     "no substitutions": BF16.override(substitutions=[]),
-    "two substitutions": BF16.override(substitutions=["tanh", "sgd"]),
 }  # fmt: skip
 
 
@@ -34,16 +31,6 @@ def saved(policy, folder):
     path = folder / "saved.toml"
     policy.save(path)
     return path
-
-
-@pytest.mark.parametrize("target, device", DEFAULTS)
-@pytest.mark.parametrize("change", ["as it is", "untuned", "in float32"])
-def test_the_default_policies(tmp_path, target, device, change):
-    policy = Policy.default(target, device)
-    changed = {"as it is": policy, "untuned": policy.untuned(), "in float32": policy.in_float32()}
-    path = saved(changed[change], tmp_path)
-    assert Policy.load(path) is changed[change]
-    assert Policy.load(path, device) is changed[change]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -60,26 +47,18 @@ def test_changed_policies(tmp_path, name):
 
 def test_conditions_of_several_tables_and_attributes(tmp_path):
     path = tmp_path / "own.toml"
-    table = '[[conditional]]\noperators = ["BatchNorm", "LRN"]\notherwise = "low"\n'
+    table = '[[conditional]]\noperators = ["BatchNorm"]\notherwise = "low"\n'
     path.write_text(
         'format = 1\ndtype = "bfloat16"\n'
-        + table.replace(', "LRN"', "") + 'attribute = ["axis", "eps"]\nvalues = ["1"]\nreason = "one"\n'
-        + table.replace('"BatchNorm", ', "") + 'attribute = "alpha"\nbeyond_range = true\nreason = "two"\n'
-        + table.replace(', "LRN"', "") + 'attribute = ["eps", "momentum"]\nbeyond_range = true\nreason = "two"\n'
-        + table.replace(', "LRN"', "") + 'attribute = "momentum"\nvalues = ["0"]\nreason = "one"\n'
+        + table + 'attribute = ["axis", "eps"]\nvalues = ["1"]\nreason = "one"\n'
+        + table + 'attribute = ["eps", "momentum"]\nbeyond_range = true\nreason = "two"\n'
     )  # fmt: skip
     policy = Policy.load(path)
-    rule = policy.rule("BatchNorm")
-    assert [condition.reason for condition in rule.conditions] == [
-        "one",
-        "one",
-        "two",
-        "two",
-        "one",
-    ]
-    assert decide("BatchNorm", {"axis": "1"}, ["float32"], policy).reason == "axis=1: one"
-    decision = decide("BatchNorm", {"axis": "2", "eps": "1e-40"}, ["float32"], policy)
-    assert decision.reason == "eps=1e-40: two"
+    for attrs, reason in (
+        ({"axis": "1"}, "axis=1: one"),
+        ({"axis": "2", "eps": "1e-40"}, "eps=1e-40: two"),
+    ):
+        assert decide("BatchNorm", attrs, ["float32"], policy).reason == reason
     assert Policy.load(saved(policy, tmp_path)) is policy
 
 
@@ -105,51 +84,25 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     on()
     slow = Policy.load(path)
     assert slow is Policy.default("bfloat16") is not fast
-    for name in ("Convolution", "FullyConnected", "Activation", "dot"):
-        decisions = [
-            decide(name, {}, ["float32"] * 3, one) for one in (slow, Policy.default("bfloat16"))
-        ]
-        assert decisions[0] == decisions[1]
     assert decide("Convolution", {}, ["float32"] * 3, slow).through == "bfloat16"
     back = saved(slow, tmp_path)
     on("avx512", "avx512_bf16")
     assert Policy.load(back) is fast
-    assert Policy.load(
-        saved(slow.in_float32().override(low=["dot"]), tmp_path)
-    ) == fast.in_float32().override(low=["dot"])
 
 
 def test_a_file_is_for_one_kind_of_device(tmp_path):
-    path = saved(F16, tmp_path)
-    with pytest.raises(
-        amp.ArgumentError,
-        match="saved.toml: the list is for the cpu only",
-    ):
-        Policy.load(path, device="gpu")
-    with pytest.raises(amp.ArgumentError, match="'cpu', 'gpu' or a Context, not 'tpu'"):
-        Policy.load(path, device="tpu")
-    assert Policy.load(saved(Policy.default("float16", "gpu"), tmp_path)).device == "gpu"
+    with pytest.raises(amp.ArgumentError, match="saved.toml: the list is for the cpu only"):
+        Policy.load(saved(F16, tmp_path), device="gpu")
 
 
 def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypatch):
     monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"mine": "low"})
     policy = Policy.default("float16", "cpu")
-    files = [tmp_path / "lowered.toml", tmp_path / "float32.toml"]
-    policy.save(files[0])
-    policy.in_float32().save(files[1])
-    assert "mine" not in files[0].read_text()
-    assert [Policy.load(path) for path in files] == [policy, policy.in_float32()]
+    path = saved(policy, tmp_path)
+    assert "mine" not in path.read_text()
+    assert Policy.load(path) == policy
     custom = lambda policy, name: decide("Custom", {"op_type": name}, ["float32"], policy).precision  # noqa: E731
     assert custom(policy, "mine") == "float16"
-    monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"other": "low", "sum": "widest"})
-    lowered, in_float32 = map(Policy.load, files)
-    assert (custom(lowered, "mine"), custom(lowered, "other")) == ("float32", "float16")
-    assert custom(in_float32, "other") == "float32"
-    assert dict(in_float32.rule("Custom").by_op_type) == {"other": "fp32", "sum": "widest"}
-
-
-# ---------------------------------------------------------------------- anything
-
-
-def tuples(*of, most=3):
-    return st.lists(st.tuples(*of) if len(of) > 1 else of[0], max_size=most).map(tuple)
+    monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"other": "low"})
+    loaded = Policy.load(path)
+    assert (custom(loaded, "mine"), custom(loaded, "other")) == ("float32", "float16")

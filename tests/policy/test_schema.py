@@ -3,7 +3,6 @@
 import pytest
 
 import mxamp as amp
-from mxamp.framework.operators import registry
 from mxamp.policy.policy import Policy
 
 HEAD = 'format = 1\ndtype = "float16"\n'
@@ -29,13 +28,6 @@ def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path,
     ] * warned
 
 
-def test_prefixes_stand_for_all_operators_that_begin_so(tmp_path):
-    path = tmp_path / "own.toml"
-    path.write_text(HEAD + GROUP.replace('"dot"', '"dot", "_linalg_d*"'))
-    matching = [name for name in registry() if name.startswith("_linalg_d")]
-    assert Policy.load(path, "cpu").operators("low") == sorted([*matching, "dot"])
-
-
 def error_of(tmp_path, text):
     path = tmp_path / "own.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -50,14 +42,10 @@ def error_of(tmp_path, text):
     "old, new, expected",
     [
         (ALL, "", "the key 'format' is missing; it must be 1 or 2"),
-        ("format = 1", "format = true", "format must be 1 or 2, not True"),
         ('"float16"', '"float8"', "dtype must be 'float16' or 'bfloat16', not 'float8'"),
         ("[[conditional]]", "[[conditionals]]", "the closest is 'conditional'"),
-        ("[[group]]", "[group]", "group must be written as [[group]] tables"),
-        (SHAPE, "[[keep_inputs]]\nx = 1", "keep_inputs must be written as one table, [keep_inputs]"),
         ('reason = "fast"\n', "", "[[group]] table 1: the key 'reason' is missing"),
         ('class = "low"', 'klass = "low"', "[[group]] table 1: unknown key 'klass'; the closest is 'class'"),
-        ('operators = ["dot"]', 'operators = "dot"', "operators must be a list of strings, not 'dot'"),
         ('"few_rows"', '"long_sums"\nlimit = -1', "limit must be a whole number from 0, not -1"),
         ('["softrelu"]', '["softrelu"]\nbeyond_range = true', "give either values or beyond_range"),
         ('"softrelu"', '"softRelu"', "the closest is 'softrelu'"),
@@ -67,10 +55,8 @@ def error_of(tmp_path, text):
         ('"dot"', '"dott"', "[[group]] table 1: unknown operator 'dott'; the closest"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
         (GROUP, GROUP + GROUP, "[[group]] table 2: operator 'dot' is in [[group]] table 1 already"),
-        ("act_type", "act_typ", "[[conditional]] table 1: unknown attribute of Activation 'act_typ'"),
         (SHAPE, "[keep_inputs]\nBatchNorm = ['gama']", "unknown input of BatchNorm 'gama'; the closest"),
         (SHAPE, "[[change]]\nfp33 = ['dot']", "unknown argument of Policy.override 'fp33'"),
-        (SHAPE, "[[change]]\nfp32 = ['dott']", "[[change]]: unknown operator 'dott'"),
         ("[[group]]", "[[group", "is not valid TOML: Expected ']]' at the end"),
     ],
 )  # fmt: skip
