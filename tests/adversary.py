@@ -206,7 +206,7 @@ def collected(outputs, grads, aux):
 # ---------------------------------------------------------------------- ways to run
 
 
-def hybridized(run, **flags):
+def hybridized(run):
     args, aux = arrays_of(run, run.shapes[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dtypes follow from the values that are set
@@ -218,7 +218,7 @@ def hybridized(run, **flags):
         param.initialize(mx.init.Zero())
         if name in wanted:
             param.grad_req = wanted[name]
-    block.hybridize(**flags)
+    block.hybridize()
     results = []
     for shape in run.shapes:
         args, aux = arrays_of(run, shape)
@@ -245,17 +245,13 @@ def hybridized(run, **flags):
     return results
 
 
-def static(run):
-    return hybridized(run, static_alloc=True, static_shape=True)
-
-
-def executor(run, bind=None):
+def executor(run):
     results, bound = [], None
     for shape in run.shapes:
         args, aux = arrays_of(run, shape)
         with amp.autocast(policy=run.policy):
             if bound is None:
-                bound = (bind or bound_to_arrays)(run, args, aux)
+                bound = bound_to_arrays(run, args, aux)
             else:
                 bound = bound.reshape(allow_up_sizing=True, data=shape)
         bound.copy_params_from(args, aux)
@@ -283,14 +279,6 @@ def bound_to_arrays(run, args, aux):
     if run.training:
         grads = {n: nd.zeros(a.shape) for n, a in args.items() if wanted[n] != "null"}
     return run.symbol.bind(mx.cpu(), dict(args), grads, wanted, dict(aux))
-
-
-def simple_bound(run):
-    def bind(run, args, _aux):
-        wanted = requests(run) if run.training else "null"
-        return run.symbol.simple_bind(mx.cpu(), grad_req=wanted, data=args["data"].shape)
-
-    return executor(run, bind)
 
 
 def module(run):
@@ -339,7 +327,7 @@ def fused(run):
     return converted(run, fuse=True)
 
 
-WAYS = {way.__name__: way for way in (hybridized, static, executor, simple_bound, module)}
+WAYS = {way.__name__: way for way in (hybridized, executor, module)}
 
 
 # ---------------------------------------------------------------------- the comparison

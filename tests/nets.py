@@ -117,10 +117,6 @@ def unrolled():
     return Unrolled(rnn.LSTMCell), [randn(2, 3, 5)]
 
 
-def unrolled_gru():
-    return Unrolled(rnn.GRUCell), [randn(2, 3, 5)]
-
-
 class Masked(nn.HybridBlock):
     """Its rows after the mask are as many as there are ones in it."""
 
@@ -142,7 +138,7 @@ def masked(dropout=0.0):
 
 
 NETS = [
-    convolutional, separable, attention, perceptron, embedded, decoder, unrolled, unrolled_gru,
+    convolutional, separable, attention, perceptron, embedded, decoder, unrolled,
 ]  # fmt: skip
 
 

@@ -117,38 +117,5 @@ def test_every_function_and_class_has_an_example():
     assert [name for name in NAMES if not re.search(r"^>>> |::\n\n {4}", DOCS[name], re.M)] == []
 
 
-def parameters(name):
-    """The names that a call takes, or that a result has."""
-    found = PUBLIC[name]
-    if isinstance(found, type) and (issubclass(found, tuple) or name.startswith("debugging.")):
-        return getattr(found, "_fields", None) or getattr(found, "__dataclass_fields__", ())
-    own_init = inspect.isfunction(getattr(found, "__init__", None))
-    if not callable(found) or (inspect.isclass(found) and not own_init):
-        return ()
-    return set(inspect.signature(found).parameters) - {"self"}
-
-
-def described(name):
-    """The text that describes a name's parameters: with that of the function it refers to."""
-    other = re.search(r"other parameters are those of `(\w+)`", DOCS[name])
-    return DOCS[name] + (described(other[1]) if other else "")
-
-
-def is_described(parameter, text):
-    """Whether a section has a line for the parameter, or a sentence names it in backticks."""
-    line = rf"^(\w+, )*\**{parameter}(, \w+)*( : |$)"
-    return re.search(rf"{line}|`[^`\n]*\b{parameter}\b[^`\n]*`", text, re.M)
-
-
-def test_every_parameter_is_described():
-    missing = [
-        (name, parameter)
-        for name in NAMES
-        for parameter in parameters(name)
-        if parameter[0] != "_" and not is_described(parameter, described(name))
-    ]
-    assert missing == []
-
-
 def test_the_page_names_every_public_name():
     assert set(amp.__all__) - {"debugging", "__version__"} <= {*NAMES, "bfloat16"}

@@ -13,12 +13,6 @@ from helpers import ROOT, with_avx512
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
-def cells(path, kind):
-    """The source of each cell of a kind."""
-    found = json.loads(path.read_text())["cells"]
-    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_holds_its_outputs_and_no_path_of_a_machine(path):
     found = json.loads(path.read_text())["cells"]
@@ -27,15 +21,15 @@ def test_a_notebook_holds_its_outputs_and_no_path_of_a_machine(path):
     assert not re.search(r"/tmp/|/home/|/root/|/work/", json.dumps(outputs))
     counts = [cell["execution_count"] for cell in found if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1)), "run it from the top before you save it"
-    for target in re.findall(r"\]\(([^):]+)\)", "\n".join(cells(path, "markdown"))):
-        assert (path.parent / target).exists(), target
 
 
 @pytest.mark.slow
 @with_avx512  # fused conversions to bfloat16
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, tmp_path):
-    code = re.sub(r'budget="\d+s"', 'budget="2s"', "\n".join(cells(path, "code")))
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    code = re.sub(r'budget="\d+s"', 'budget="2s"', code)
     script = tmp_path / "notebook.py"
     script.write_text(code)
     done = subprocess.run(
@@ -43,7 +37,3 @@ def test_a_notebook_runs(path, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_there_are_three():
-    assert len(NOTEBOOKS) == 3

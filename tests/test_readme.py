@@ -2,8 +2,6 @@
 
 import re
 import runpy
-import sys
-import types
 
 import mxamp as amp
 
@@ -48,13 +46,6 @@ def test_pages(page, tmp_path, monkeypatch):
         names = runpy.run_path(str(path), init_globals=given)
 
 
-def test_it_is_short_and_has_blocks_and_both_commands():
-    assert len(TEXT.splitlines()) <= 120
-    assert BLOCKS and DIFF
-    assert "scripts/quickstart" in TEXT
-    assert "scripts/test" in TEXT
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("side", "-+")
 def test_both_sides_of_the_diff_run(side, tmp_path):
@@ -66,12 +57,3 @@ def test_both_sides_of_the_diff_run(side, tmp_path):
         amp.shutdown()
     assert ("amp" in names) == (side == "+")
     assert np.isfinite(names["loss"].asnumpy()).all()
-
-
-def test_the_diff_adds_few_lines():
-    assert sum(line.startswith("+") for line in DIFF) <= 5
-    assert len(DIFF) <= 20
-
-
-def test_modules_are_modules():
-    assert isinstance(sys.modules["mxamp"], types.ModuleType)

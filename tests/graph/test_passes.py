@@ -232,15 +232,8 @@ def cases(patterns):
             yield pytest.param(pattern, surrounding, id=f"{name}, {surrounding}")
 
 
-#: These run the same graphs as hybridized blocks and executors do.
-AS_OTHERS = {"static", "simple_bound"}
-
-
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=[pytest.mark.proof] * (way in AS_OTHERS)) for way in WAYS],
-)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
 def test_values_and_gradients_whatever_surrounds_it(pattern, surrounding, way):
     if WAYS[way] is module and pattern is SUBSTITUTED["rnn_params"]:
