@@ -13,6 +13,9 @@ _GONE = {
     "trace": _TRACE,
     "read_trace": _TRACE,
     "gradient_histogram": "a histogram of exponents, as in examples/tensorboard.py",
+    **dict.fromkeys(("CastCount", "OperatorCount", "OperatorStats"), "what operator_stats() gives"),
+    **dict.fromkeys(("Comparison", "TensorError"), "what compare(...) returns"),
+    **dict.fromkeys(("Finding", "NumericsCheck", "Statistics"), "what check_numerics() gives"),
 }
 
 

@@ -95,12 +95,6 @@ def install_policy_op(
         block._cached_op = PolicyCachedOp(block, source)
 
 
-def restore_cached_op(block: HybridBlock) -> None:
-    """Restore the block's original cached op."""
-    if isinstance(block._cached_op, PolicyCachedOp):
-        block._cached_op = block._cached_op._plain
-
-
 class _ReorderedOp:
     """A cached op whose graph reads the block's arguments in another order.
 

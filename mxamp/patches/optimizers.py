@@ -16,7 +16,8 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import SGD
 
 from ..framework import machine
-from ..framework.arrays import as_float, flat_view
+from ..framework.arrays import as_float, flat_view, invoke
+from ..framework.operators import handle_of
 from ..framework.patching import Original
 from ..policy.active import current_policy
 
@@ -142,6 +143,7 @@ def _parsed_number(value: Any) -> Any:
 @functools.lru_cache(maxsize=256)
 def _parse_by_mxnet(value: float) -> Any:
     """Return a number that an operator has parsed, by computing 0 - value * -1 (slow: cached)."""
-    zero = mx.nd.zeros((1,), ctx=mx.cpu())
-    minus_one = mx.nd.full((1,), -1, ctx=mx.cpu())
-    return _float(mx.nd.sgd_update(zero, minus_one, lr=value).asscalar())
+    arrays = [mx.nd.array([number], ctx=mx.cpu()) for number in (0, -1)]
+    return _float(
+        invoke(handle_of("sgd_update"), arrays, ["lr"], [value], None, False, False).asscalar()
+    )

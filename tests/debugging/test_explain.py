@@ -82,8 +82,7 @@ def test_a_block_that_has_run_is_explained_as_it_ran():
     assert explained() == ("bfloat16", "training", "bfloat16")
     with amp.autocast("float16"):
         assert amp.explain(net).target_dtype == "float16"
-    assert repr(amp.explain(net)).startswith("<Plan bfloat16 on cpu in training: 1 operator")
-    last = "training in bfloat16, as last run in mixed precision: 1 operator"
+    last = "training in bfloat16: 1 operator"
     assert amp.explain(net).summary().startswith(last)
     assert amp.explain(net, "bfloat16").mode == "converted"
 
@@ -132,7 +131,6 @@ def test_a_converted_symbol_is_shown_as_it_is(dtype, caplog):
     assert plan.casts
     assert plan["soft"].reason == "its inputs are float32"
     assert plan.summary().startswith("the model as it is: 4 operators: ")
-    assert f"<Plan {dtype} on cpu as it is: 4 operators" in repr(plan)
     assert not caplog.records
     assert amp.explain(symbol, mode="converted").mode == "converted"
 
@@ -235,10 +233,9 @@ def explained(*arguments, **options):
         (with_plan(lambda plan: plan.filter(precision="flot32")), "or 'as is', not 'flot32'"),
         (with_plan(lambda plan: plan.filter(precision=np.float32)), "not float32"),
         (with_plan(lambda plan: plan.filter(operator="Convolutoin")), "closest .*'Convolution'"),
-        (lambda: amp.explain(None), "Symbol or a HybridBlock"),
-        (lambda: amp.explain([1]), "Symbol or a HybridBlock"),
-        (lambda: amp.explain(made(perceptron)[0], params={}), "a block has its own"),
-        (explained(params=[1]), r"params must map names to NDArrays, not be \[1\]"),
+        (lambda: amp.explain(None), "takes a Symbol"),
+        (lambda: amp.explain([1]), "takes a Symbol"),
+        (lambda: amp.explain(made(perceptron)[0], params={}), "has its own params"),
         (explained(input_shapes=[1]), r"input_shapes must map names to shapes, not be \[1\]"),
         (explained(input_shapes={"data": 3}), "'data' must be sizes above 0, .* not 3"),
         (explained(input_shapes={"data": (0, 3)}), r"not \(0, 3\)"),

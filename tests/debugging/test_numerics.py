@@ -240,7 +240,6 @@ def test_raising_names_the_operator_and_restores_the_block():
     with pytest.raises(NumericsError, match=r"exp.*Inf") as error, check_numerics():
         net(x)
     assert error.value.finding.operator == "exp"
-    assert type(net._cached_op) is mx.nd.CachedOp
     net(x)
 
 
@@ -252,37 +251,21 @@ def test_findings_show_as_text_and_log_lines(caplog):
     assert "exp" in str(check) and "exp" in repr(check)
 
 
-def test_operators_are_selected_and_skipped():
+def test_skipped_operators_are_right():
     net, x = deep(explode), randn(4, 8, scale=3)
-    check = checked(lambda: net(x), operators=["FullyConnected", "tanh"])
-    assert check.first.kind == "input"
     for skipped in (["exp"], [net.name], "*deep?"):
-        check = checked(lambda: net(x), skip=skipped)
+        check = checked(lambda: net(x), skip=skipped)  # noqa: B023
         assert (check.first.operator, check.first.statistics.nan > 0) == ("FullyConnected", True)
 
 
 @pytest.mark.parametrize(
     "arguments, words",
-    [({"on": "print"}, "'collect'"), ({"steps": 0}, "at least 1"), ({"steps": True}, "must be"),
-     ({"operators": ["expp"]}, "'exp'"), ({"operators": [3]}, "must be"), ({"skip": 3}, "must be"),
-     ({"skip": [3]}, "must be"), ({"dtype": "float8"}, "float16")],
+    [({"on": "print"}, "'collect'"), ({"skip": 3}, "must be"), ({"skip": [3]}, "must be"),
+     ({"dtype": "float8"}, "float16")],
 )  # fmt: skip
 def test_wrong_arguments(arguments, words):
     with pytest.raises(amp.ArgumentError, match=words), check_numerics(**arguments):
         pass
-
-
-def test_steps_are_counted_and_end_the_check():
-    net = healthy()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    with check_numerics(on="collect", steps=2) as check:
-        for step in range(4):
-            x = randn(4, 8) if step in (0, 2) else nd.array(np.full((4, 8), np.nan))
-            with autograd.record():
-                loss = net(x).sum()
-            loss.backward()
-            trainer.step(4)
-    assert {finding.step for finding in check.findings} == {2}
 
 
 @pytest.mark.slow
@@ -462,7 +445,7 @@ def test_statistics_count_a_checked_graph_as_without_the_check(way, stats_first)
                 for one in ((stats, check) if stats_first else (check, stats))
             ]
             run()
-        counts.append(opened[not stats_first].to_dict())
+        counts.append(str(opened[not stats_first]))
     assert counts[0] == counts[1]
 
 

@@ -159,7 +159,6 @@ def test_it_is_off_after_it_also_after_an_error():
         raise RuntimeError("mine")
     net(x)
     assert sum(row.calls for row in stats.operators) == 3
-    assert type(net._cached_op) is mx.nd.CachedOp
     assert before.shape == (2, 2)
 
 
@@ -173,9 +172,6 @@ def test_what_it_shows():
         "relu      float32      2",
     ]
     assert "float32 to float16" in text
-    assert stats.to_dict()["operators"][0] == {
-        "operator": "relu", "dtype": "float32", "calls": 2,
-    }  # fmt: skip
     assert [row.operator for row in stats.filter(operator="exp").operators] == ["exp"]
     assert len(stats.filter(dtype="float16")) == 0
     assert repr(stats).startswith("<OperatorStats: ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Iterable, Iterator, Mapping, Sequence
@@ -44,12 +43,9 @@ MODES = ("converted", "inference", "training")
 #: The mode of a plan of a model that has half precision already, without another conversion.
 AS_IT_IS = "as it is"
 
+NO_MODEL = "explain takes a Symbol, or a HybridBlock, which has its own params, not {given}"
 #: The reason of casts that conversions keep.
 ROUNDS = "rounds on purpose: only casts back read it"
-#: The reasons in a plan of a model as it is.
-READS = "its inputs are {dtypes}"
-NO_INPUT = "it has no input"
-
 _GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
 
 
@@ -62,8 +58,6 @@ class NodePlan:
     precision: str
     reason: str
     inputs: tuple[tuple[str, str | None], ...] = ()  #: (name, the dtype it is cast to or None)
-    error: float | None = None  #: the error of low precision here, as measured by `tune`
-    gain: float | None = None  #: milliseconds that low precision saves here
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,7 @@ class Plan(Result):
         plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
         plan.filter(precision="float32").counts()
 
-    Plans count and iterate over their operators. Under a policy that `tune` has found for this
-    model, operators have an `error` and a `gain`, and the table has columns for them.
+    Plans count and iterate over their operators.
 
     Parameters
     ----------
@@ -104,8 +97,6 @@ class Plan(Result):
     mode : str
         The mode of `explain`, or "as it is" for a model in half precision that is not converted
         again.
-    has_run : bool
-        Whether the plan is of the graph that a block has run last in mixed precision.
     """
 
     target_dtype: str
@@ -114,7 +105,6 @@ class Plan(Result):
     casts: tuple[Cast, ...]
     inputs: tuple[str, ...] = ()
     mode: str = MODES[0]
-    has_run: bool = False
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -144,10 +134,7 @@ class Plan(Result):
 
     @checked_call
     def filter(
-        self,
-        name: str = "*",
-        operator: str | None = None,
-        precision: str | None = None,
+        self, name: str = "*", operator: str | None = None, precision: str | None = None
     ) -> Plan:
         """Return the plan with the operators that match; `name` may hold * and ?.
 
@@ -187,19 +174,13 @@ class Plan(Result):
         return dict(Counter(node.precision for node in self.nodes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values; with errors and gains for tuned policies only.
+        """Return the plan as plain values.
 
         ::
 
             nodes = amp.explain(net, "bfloat16").to_dict()["nodes"]
         """
-        data = asdict(self)
-        for node in data["nodes"]:
-            costs = {key: node.pop(key) for key in ("error", "gain")}
-            if self.is_tuned:
-                # JSON has no infinity.
-                node.update({k: "inf" if v == math.inf else v for k, v in costs.items()})
-        return data
+        return asdict(self)
 
     def _tables(self) -> Iterable[Table]:
         yield ("", *self.rows())
@@ -214,17 +195,12 @@ class Plan(Result):
 
         Known parameters are left out.
         """
-        lines = [
-            "digraph plan {",
-            '  node [shape=box style="filled,rounded" fillcolor="#e8e8e8" fontname="Helvetica"]',
-            '  edge [fontname="Helvetica" fontcolor="#c0392b"]',
-        ]
+        lines = ["digraph plan {", '  node [shape=box style="filled,rounded" fillcolor="#e8e8e8"]']
         for node in self.nodes:
-            color = PRECISION_COLORS.get(node.precision)
-            attrs = {"label": f"{node.name}\n{node.operator}", "tooltip": node.reason}
-            attrs.update({"fillcolor": color} if color else {})
-            listed = " ".join(f"{key}={_quoted(value)}" for key, value in attrs.items())
-            lines.append(f"  {_quoted(node.name)} [{listed}]")
+            color = PRECISION_COLORS.get(node.precision, "#e8e8e8")
+            label, tooltip = _quoted(f"{node.name}\n{node.operator}"), _quoted(node.reason)
+            about = f'label={label} tooltip={tooltip} fillcolor="{color}"'
+            lines.append(f"  {_quoted(node.name)} [{about}]")
         lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
         drawn = {*self.inputs, *(node.name for node in self.nodes)}
         for node in self.nodes:
@@ -234,35 +210,10 @@ class Plan(Result):
                     lines.append(f"  {_quoted(source)} -> {_quoted(node.name)}{label}")
         return "\n".join([*lines, "}", ""])
 
-    @property
-    def is_tuned(self) -> bool:
-        """Whether `tune` has measured errors and gains of the operators.
-
-        ::
-
-            plan = amp.explain(net, "bfloat16")
-            print(plan.is_tuned)  # False: the policy is mxamp's own
-        """
-        return any(node.error is not None or node.gain is not None for node in self.nodes)
-
     def rows(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         """Return headings and rows of the table."""
-        costs = ("error", "gain ms") if self.is_tuned else ()
-        rows = [
-            (n.name, n.operator, n.precision, *(n.error, n.gain)[: len(costs)], n.reason)
-            for n in self.nodes
-        ]
-        return ("name", "operator", "precision", *costs, "reason"), rows
-
-    def __repr__(self) -> str:
-        numbers = f"{self._counts_text()}; {counted(len(self.casts), 'cast')}"
-        mode = {MODES[0]: "", AS_IT_IS: f" {AS_IT_IS}"}.get(self.mode, f" in {self.mode}")
-        return f"<Plan {self.target_dtype} on {self.device}{mode}: {numbers}>"
-
-    def _counts_text(self) -> str:
-        """Return the number of operators, in all and in each precision, as text."""
-        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
-        return counted(len(self), "operator") + (f": {counts}" if counts else "")
+        rows = [(node.name, node.operator, node.precision, node.reason) for node in self.nodes]
+        return ("name", "operator", "precision", "reason"), rows
 
     def summary(self) -> str:
         """Return one line: operators by precision, and casts.
@@ -271,17 +222,11 @@ class Plan(Result):
 
             print(amp.explain(net, "bfloat16").summary())
         """
-        casts = counted(len(self.casts), "cast")
-        return f"{self._header()}{self._counts_text()}; {casts}"
-
-    def _header(self) -> str:
-        """Return what the plan shows, as the beginning of its summary; "" for a conversion."""
-        if self.mode == MODES[0]:
-            return ""
-        if self.mode == AS_IT_IS:
-            return "the model as it is: "
-        run = ", as last run in mixed precision" if self.has_run else ""
-        return f"{self.mode} in {self.target_dtype}{run}: "
+        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
+        operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
+        shown_as = {MODES[0]: "", AS_IT_IS: "the model as it is: "}
+        begins = shown_as.get(self.mode, f"{self.mode} in {self.target_dtype}: ")
+        return f"{begins}{operators}; {counted(len(self.casts), 'cast')}"
 
 
 def _quoted(text: str) -> str:
@@ -363,14 +308,16 @@ def explain(
     if mode is not None and mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     input_shapes = checked_shapes("input_shapes", input_shapes)
-    _check_model(model, params)
     example_shapes: Mapping[str, Sequence[int]] = {}
-    if isinstance(model, HybridBlock):
+    if isinstance(model, HybridBlock) and params is None:
         traced = trace(model, example_inputs)
         symbol, params = traced.symbol, traced.param_values()
         input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
+    elif isinstance(model, Symbol):
+        symbol, read = model, set(model.list_inputs())
+        params = params and {n: array for n, array in params.items() if n in read}
     else:
-        symbol, params = model, _params_read_by(model, params)
+        raise ArgumentError(NO_MODEL.format(given=shown(model)))
     known_params = params or {}
     is_chosen = policy is not None or target_dtype is not None
     source: Source | None = None if is_chosen else getattr(model, "_source", None)
@@ -384,8 +331,7 @@ def explain(
         elif policy is not None and source is None:
             mode = mode or MODES[1]
     graph = Graph.from_symbol(symbol) if source is None else source.graph
-    held_dtypes = {name: array.dtype for name, array in known_params.items()}
-    dtypes = resolved_dtypes(symbol, held_dtypes, input_dtypes)
+    dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in known_params.items()}, input_dtypes)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
         return _plan_as_it_is(graph, dtypes)
     mode = mode or MODES[0]
@@ -413,7 +359,7 @@ def explain(
     data = [name for name in graph.input_names if name not in known_params]
     plan = _make_plan(result, target, policy.device, data)
     nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
-    return replace(plan, mode=mode, has_run=run is not None, nodes=nodes)
+    return replace(plan, mode=mode, nodes=nodes)
 
 
 def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str]) -> Plan:
@@ -438,7 +384,8 @@ def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
         if node.is_variable or is_inserted_cast(node) or is_inserted_copy(node):
             continue
         precision = precision_of_node(graph, i, values)
-        reason = READS.format(dtypes=" and ".join(dict.fromkeys(reads))) if reads else NO_INPUT
+        read = " and ".join(dict.fromkeys(reads))
+        reason = f"its inputs are {read}" if reads else "it has no input"
         known = precision if precision in PRECISIONS else "as is"
         result.decisions[i] = Decision((None,) * len(reads), reason, known)
         if rewrites_bodies(node, training=False):
@@ -453,30 +400,6 @@ def _last_graph(model: Any, policy: Policy | None) -> LastGraph | None:
     """Return what a block's last graph under a policy, or any, was made for; None if none ran."""
     op = getattr(model, "_cached_op", None)
     return op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
-
-
-def _check_model(model: Any, params: Any) -> None:
-    """Raise `ArgumentError` unless a model is a block, or a symbol with parameters by name."""
-    if isinstance(model, HybridBlock):
-        if params is not None:
-            raise ArgumentError(
-                "params are for a Symbol, and a block has its own: leave params out"
-            )
-    elif not isinstance(model, Symbol):
-        hint = ": give its symbol, and params={**arg_params, **aux_params}"
-        is_saved = isinstance(model, tuple) and model[1:] and isinstance(model[0], Symbol)
-        given = f"a tuple{hint}" if is_saved else shown(model)
-        raise ArgumentError(f"explain takes a Symbol or a HybridBlock, not {given}")
-    elif not isinstance(params, (Mapping, type(None))):
-        raise ArgumentError(f"params must map names to NDArrays, not be {shown(params)}")
-
-
-def _params_read_by(
-    symbol: Symbol, params: Mapping[str, NDArray] | None
-) -> Mapping[str, NDArray] | None:
-    """Return the parameters that a symbol reads; None if none were given."""
-    used = set(symbol.list_inputs())
-    return None if params is None else {n: array for n, array in params.items() if n in used}
 
 
 def _make_plan(result: Rewrite, target_dtype: str, device: str, inputs: Iterable[str]) -> Plan:

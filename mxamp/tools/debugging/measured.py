@@ -11,19 +11,17 @@ from typing import Any, Callable, Iterator, Sequence
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.base import MXNetError
 from mxnet.gluon import Block
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.outputs import error_reason
 from ...errors import AmpError, ArgumentError, StateError
-from ...framework.arrays import cast, dtype_of, map_arrays
+from ...framework.arrays import cast, map_arrays
 from ...framework.patching import original
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_outputs
-from .blocks import blocks_in
 
 _SEED = 20180201
 #: `autograd.backward` without the front ends' patches, which scale losses.
@@ -37,8 +35,13 @@ UNLABELED = (
 NO_LOSS_VALUE = (
     "the loss must return an NDArray that is computed from the net's output, not {given}"
 )
-#: MXNet's errors for a loss that was not recorded.
-_NOT_RECORDED = "not in a computational graph", "no inputs in computation graph"
+
+
+def blocks_in(net: Block) -> list[Block]:
+    """Return a net and all blocks in it, once each."""
+    found: dict[int, Block] = {}
+    net.apply(lambda block: found.setdefault(id(block), block))
+    return list(found.values())
 
 
 def copied(net: Block, inputs: Sequence[Any]) -> Block:
@@ -46,34 +49,31 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
 
     `inputs` are the arguments of a first call, of the copy.
     """
-    for hybridized in (True, False):
-        made = _deep_copy(net)
+    try:
+        return _run_copy(net, inputs, hybridized=True)
+    except Exception:  # the user's own code runs in the trace
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of blocks that could be hybrid as a whole
-                made.hybridize(hybridized)
-            with suspended(), autograd.pause(train_mode=False):
-                made(*inputs)
+            return _run_copy(net, inputs, hybridized=False)
         except (DeferredInitializationError, RuntimeError) as error:
-            if not hybridized or "initialized" in str(error):
-                raise StateError(f"block {net.name!r} does not run: {error}") from None
-        except Exception:  # the user's own code runs in the trace
-            if not hybridized:
-                raise
-        else:
-            return made
-    raise AssertionError
+            raise StateError(f"block {net.name!r} does not run: {error}") from None
+
+
+def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
+    """Return a copy of a net that has run in float32 and in inference."""
+    made = _deep_copy(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of blocks that could be hybrid as a whole
+        made.hybridize(hybridized)
+    with suspended(), autograd.pause(train_mode=False):
+        made(*inputs)
+    return made
 
 
 def _deep_copy(net: Block) -> Block:
     """Return a copy of a net with arrays of its own, and none of its cached ops and trainers."""
-    blocks, params = blocks_in(net), list(net.collect_params().values())
-    left_out = [getattr(block, "_cached_op", None) for block in blocks]
-    left_out += [param._trainer for param in params]
-    try:
-        made: Block = copy.deepcopy(net, {id(one): None for one in left_out if one is not None})
-    except TypeError as error:
-        raise StateError(f"block {net.name!r} can't be copied: {error}") from None
+    left_out = [getattr(block, "_cached_op", None) for block in blocks_in(net)]
+    left_out += [param._trainer for param in net.collect_params().values()]
+    made: Block = copy.deepcopy(net, {id(one): None for one in left_out if one is not None})
     for block in blocks_in(made):
         block._forward_hooks.clear()
         block._forward_pre_hooks.clear()
@@ -91,21 +91,19 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
 
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """
-    states = random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     with suspended(), autograd.pause():
-        resume_from = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
+        drawn = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
 
-    def seed() -> None:
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-        mx.random.seed(_SEED)
+    def restart(seed: int = _SEED) -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        mx.random.seed(seed)
 
     try:
-        yield seed
+        yield restart
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        mx.random.seed(resume_from)
+        restart(drawn)
 
 
 @contextlib.contextmanager
@@ -136,13 +134,6 @@ def arrays_in(value: Any) -> list[NDArray]:
     return arrays
 
 
-def dense_values(array: NDArray) -> Any:
-    """Return an array's values as a float32 NumPy array."""
-    with suspended():
-        dense = array if array.stype == "default" else array.tostype("default")
-        return cast(dense, "float32").asnumpy()
-
-
 def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
     """Return the loss of an output; raise `ArgumentError` if the function returns no array."""
     found = loss(output, label)
@@ -151,26 +142,24 @@ def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
     return found
 
 
-def gradients_of(loss: Any, net: Block, scale: float) -> dict[str, NDArray]:
-    """Return the gradients of a recorded loss times a scale, by name of the net's parameter."""
+def gradients_of(loss: Any, net: Block, scale: float) -> dict[str, Any]:
+    """Return the gradients of a recorded loss, as NumPy arrays by name of the net's parameter.
+
+    The loss is multiplied by `scale` for the backward pass, and the gradients are divided by it.
+    """
     params = [param for param in net.collect_params().values() if param.grad_req != "null"]
-    # backward skips parameters that the loss does not depend on.
-    for gradient in (param.list_grad()[0] for param in params):
-        if gradient.stype == "default":
-            gradient[:] = 0
-        else:
-            mx.nd.sparse.zeros_like(gradient, out=gradient)
-    with suspended(), autograd.record():
-        heads = [_in_float32(one) * scale for one in arrays_in(loss)]
-    with suspended(), autograd.pause(), scaled_outputs(scale):
-        try:
+    gradients = [param.list_grad()[0] for param in params]
+    with suspended():
+        for gradient in gradients:
+            # backward skips parameters that the loss does not depend on
+            if gradient.stype == "default":
+                gradient[:] = 0
+            else:
+                mx.nd.sparse.zeros_like(gradient, out=gradient)
+        with autograd.record():
+            heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
+        with autograd.pause(), scaled_outputs(scale):
             _backward(heads)
-        except MXNetError as error:
-            if not any(words in str(error) for words in _NOT_RECORDED):
-                raise
-            raise ArgumentError(NO_LOSS_VALUE.format(given="one of other values")) from None
-    return {param.name: param.list_grad()[0] for param in params}
-
-
-def _in_float32(loss: NDArray) -> NDArray:
-    return loss if dtype_of(loss) in ("float32", "float64") else loss.astype("float32")
+        dense = [one if one.stype == "default" else one.tostype("default") for one in gradients]
+        values = [cast(array, "float32").asnumpy() / np.float32(scale) for array in dense]
+    return {param.name: value for param, value in zip(params, values)}

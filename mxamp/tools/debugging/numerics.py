@@ -1,109 +1,68 @@
-"""`check_numerics`: finds the first operator whose values go wrong, forward and backward.
-
-MXNet's own monitor watches graphs, a patch eager calls, and zeros that are added to the inputs of
-eager calls their gradients.
-"""
+"""`check_numerics`: finds the first operator whose values go wrong, forward and backward."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
 import logging
-import threading
-from dataclasses import replace
-from typing import Any, ContextManager, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ContextManager, Iterable, Iterator, Sequence
 
 from mxnet import autograd
 from mxnet.executor import Executor
 from mxnet.gluon import Trainer
-from mxnet.gluon.block import Block
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
 
 from ...convert.options import name_list
 from ...errors import ArgumentError
-from ...framework.arrays import as_list, dtypes_of, invoke
+from ...framework.arrays import as_list, dtypes_of
 from ...framework.keywords import checked_call
-from ...framework.operators import by_handle, handle_of, resolve
-from ...framework.patching import Patch, original
+from ...framework.patching import Original, Patch
 from ...framework.tables import text_table
 from ...framework.wording import one_of, shown
 from ...graph.casts.builder import HALVES
-from ...graph.ir import Graph
-from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp
-from ...policy.active import suspended
+from ...patches.cached_op import PolicyCachedOp, _Op
 from ...policy.policy import Policy
 from ...policy.targets import check_target
+from .eager_gradients import EagerGradients, RecordedCall
 from .findings import (
-    FAULT,
     PURPOSE,
     Fault,
     Finding,
     NumericsError,
-    Site,
     Statistics,
-    Tensor,
     fault_in,
     forward_fault,
     gradient_fault,
-    input_names,
 )
-from .monitoring import EagerGradients, GraphMonitor, monitored_op
-from .observing import Observer, Original, patch_over
+from .observing import Call, MonitoredGraph, Site, Tensor, TensorObserver, bound_inputs, patch_over
 
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
 _MOST_FINDINGS = 1000
-_MOST_REASONS = 1024
-_COPY_TO, _ZEROS = handle_of("_copyto"), handle_of("zeros_like")
+_COLUMNS = ("step", "phase", "kind", "block", "node", "operator", "tensor", "statistics")
 
 
-class _Active(threading.local):
-    """The blocks that each thread is executing, the innermost last."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-
-
-class NumericsCheck(Observer):
+class NumericsCheck(TensorObserver):
     """The findings of a check: `findings`, the first of each pass through the program.
-
-    >>> import mxnet as mx, mxamp as amp
-    >>> with amp.debugging.check_numerics(on="collect") as check:
-    ...     _ = mx.nd.log(mx.nd.array([-1.0, 1.0]))
-    >>> len(check), check.first.operator
-    (1, 'log')
 
     `str(check)` is a table. Falsy without findings.
     """
 
     def __init__(
-        self,
-        on: str,
-        operators: Sequence[str] | None,
-        skip: Sequence[str],
-        steps: int | None,
-        low_policy: Policy | None,
-        backward: bool,
+        self, on: str, skip: Sequence[str], low_policy: Policy | None, backward: bool
     ) -> None:
         super().__init__()
-        self._on, self._operators, self._skip, self._steps = on, operators, skip, steps
-        self._low_policy, self._step = low_policy, 1
+        self._on, self._skip, self._low_policy, self._step = on, skip, low_policy, 1
         self._findings: list[Finding] = []
         #: Overflows of gradients that a lower loss scale may cure, and those of the current step.
         self._curable: list[Finding] = []
         self._of_step: list[Finding] = []
-        #: The first fault of each graph in the running backward pass, by the graph's id.
-        self._in_graphs: dict[int, Finding] = {}
+        #: The first fault of each graph in the running backward pass.
+        self._in_graphs: dict[MonitoredGraph, Finding | None] = {}
         self._gradients = EagerGradients() if backward else None
-        self._active = _Active()
-        # Why arrays are not finite, by handle. The array is kept alive, since a freed handle may
-        # become that of another array.
-        self._reasons: dict[int, tuple[NDArray, str | None]] = {}
-        self._graphs: dict[int, _CheckedGraph] = {}
-        self._twins: dict[int, _Twin] = {}
+        self._executors: dict[Executor, MonitoredGraph] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -119,69 +78,114 @@ class NumericsCheck(Observer):
         """The first finding; None without findings."""
         return next(iter(self.findings), None)
 
-    def __bool__(self) -> bool:
-        return bool(self.findings)
-
     def __len__(self) -> int:
         return len(self.findings)
 
     def __str__(self) -> str:
         if not self:
             return "no findings"
-        names = ("step", "phase", "kind", "block", "node", "operator", "tensor")
-        rows = [(*(getattr(f, n) for n in names), str(f.statistics)) for f in self.findings]
-        return text_table((*names, "values"), rows)
+        return text_table(_COLUMNS, [[getattr(f, n) for n in _COLUMNS] for f in self.findings])
 
     def __repr__(self) -> str:
         return f"<NumericsCheck: {self.first or 'no findings'}>"
 
-    # ------------------------------------------------------------------ patches
+    # ------------------------------------------------------------------ forward
 
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches of calls, graphs, blocks, parameters, backward passes and updates."""
-        return [
-            *self.eager_patches(),
-            *self.graph_patches(),
-            patch_over(PolicyCachedOp, "_select_op", self._select_op),
-            patch_over(Executor, "forward", self._forward),
-            patch_over(Executor, "backward", self._backward),
-            patch_over(Block, "__call__", self._call_any_block),
-            patch_over(NDArray, "backward", self._run_backward),
-            patch_over(autograd, "backward", self._run_backward),
-            patch_over(autograd, "grad", self._run_backward),
-            patch_over(Trainer, "_update", self._update),
-            patch_over(Module, "update", self._update),
-        ]
+    def on_operator(self, call: Call) -> Finding | None:
+        """Judge an output of an operator; return a finding if it is at fault."""
+        site, inputs, output, _ = call
+        if not output.is_checkable:
+            return None
+        if self._is_skipped(site):
+            output.fact = PURPOSE
+            return None
+        fault, output.fact = forward_fault(call)
+        if fault is None and not output.is_bad and self._low_policy is not None:
+            fault = fault_in(self._low_policy, call)
+        if fault is None:
+            return None
+        if fault.kind == "input":
+            fault.tensor.fact = output.fact
+        return self._finding(site, fault, "forward", inputs.items())
 
-    def close(self) -> None:
-        """Remove the patches, and release the recorded arrays."""
-        super().close()
-        for held in (self._reasons, self._graphs, self._twins):
-            held.clear()
+    def on_end(self, found: Finding | None) -> None:
+        """Report the first finding of an eager call or a graph."""
+        if found is not None:
+            self._report(found)
 
-    def _call_any_block(
-        self, original: Original, block: Block, /, *args: Any, **options: Any
+    def on_call(
+        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
-        """Call a block; until it returns, it is the block that operators are attributed to."""
-        self._active.blocks.append(block)
-        try:
-            return original(block, *args, **options)
-        finally:
-            self._active.blocks.pop()
+        """Check an eager call, and watch the gradients of its inputs."""
+        if self._gradients is None or rest[2] is not None or not autograd.is_recording():
+            return super().on_call(original, handle, inputs, *rest)
+        site = self.site_of_call(handle, inputs, rest)
+        call = RecordedCall(site, inputs)
+        outputs = original(handle, self._gradients.record(call), *rest)
+        made = self.observe(site, inputs, as_list(outputs))
+        call.is_half = not HALVES.isdisjoint(dtypes_of([*inputs, *as_list(outputs)]))
+        call.is_ignored = self._is_skipped(site) or any(one.is_bad for one in made)
+        return outputs
+
+    def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
+        """Return the op that a block runs, with a monitor on its graph."""
+        found = super()._select_op(original, op, args)
+        if self._gradients is not None and autograd.is_recording():
+            self._gradients.record(RecordedCall(self._graphs[id(found.symbol)]))
+        return found
+
+    def _is_skipped(self, site: Site) -> bool:
+        """Return whether `skip` names a call, whose values are right by definition."""
+        names = (site.operator, site.node, site.block)
+        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+
+    # ------------------------------------------------------------------ backward
+
+    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
+        """Judge a gradient: the first that is not sound is at fault, if what comes in is sound."""
+        gradient, found = Tensor(array), self._in_graphs.setdefault(graph, None)
+        if found is not None or not gradient.is_checkable or self._is_skipped(site):
+            return
+        may_vanish = graph.is_alive and gradient.dtype in HALVES
+        fault = gradient_fault(site, name, gradient, may_vanish) if graph.is_sound else None
+        graph.is_alive = graph.is_alive and gradient.nonzero > 0
+        if fault is not None:
+            self._in_graphs[graph] = self._finding(site, fault, "backward")
+
+    def _first_fault(self) -> Finding | None:
+        """Return the first finding of the backward pass that has just run."""
+        if self._gradients is None:
+            return None
+        reached, is_alive = self._gradients.reached(self._in_graphs), True
+        if not reached:  # an executor's
+            return next((one for one in self._in_graphs.values() if one is not None), None)
+        for call, gradients in reached:
+            if isinstance(call.place, MonitoredGraph):
+                found = self._in_graphs[call.place]
+                if found is not None:
+                    return found
+                is_alive = is_alive and call.place.is_alive
+                continue
+            is_zero = not any(gradient.nonzero for gradient in gradients.values())
+            for i, gradient in gradients.items():
+                name = f"gradient of {call.place.names[i]}"
+                may_vanish = is_zero and is_alive and call.is_half
+                fault = gradient_fault(call.place, name, gradient, may_vanish)
+                if fault is not None:
+                    skipped = call.is_ignored
+                    return None if skipped else self._finding(call.place, fault, "backward")
+            is_alive = is_alive and not is_zero
+        return None
 
     def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
-        """Run a backward pass of autograd, then report its first fault."""
+        """Run a backward pass, of autograd or an executor, then report its first fault."""
         self._in_graphs.clear()
         results = original(*args, **options)
-        found = next(iter(self._in_graphs.values()), None)
-        eager = self._gradients.fault() if self._gradients is not None else None
-        if eager is not None:
-            call, fault = eager
-            found = self._in_graphs.get(id(call.graph))
-            if call.graph is None and not call.is_ignored:
-                found = self._finding(call.site, fault, "backward")
-        if found is not None:
-            self._report_gradient(found)
+        found = self._first_fault()
+        if found is not None and found.kind == "overflow":
+            self._of_step.append(found)  # a lower loss scale may cure it
+        elif found is not None:
+            self._report(found)
         return results
 
     def _update(self, original: Original, owner: Any, *args: Any, **options: Any) -> Any:
@@ -197,24 +201,16 @@ class NumericsCheck(Observer):
             for one in found:
                 self._report(one)
         self._step += 1
-        if self._steps is not None and self._step > self._steps:
-            self.close()
         return results
 
     # ------------------------------------------------------------------ reports
 
-    def _finding(
-        self, site: Site, fault: Fault, phase: str, inputs: Sequence[Tensor] = ()
-    ) -> Finding:
+    def _finding(self, site: Site, fault: Fault, phase: str, inputs: Iterable[Any] = ()) -> Finding:
         """Return the finding of a fault, with statistics of its tensor and of the inputs."""
-        kind, tensor, detail = fault
-        found = Statistics.of_values(tensor.dtype, tensor.values)
-        read = tuple(
-            (one.name, Statistics.of_values(one.dtype, one.values))
-            for one in inputs
-            if one.is_checkable
-        )
-        place = (site.block, site.node, site.operator, tensor.name)
+        kind, name, tensor, detail = fault
+        read = tuple((n, Statistics.of(one)) for n, one in inputs if one.is_checkable)
+        place = (site.block, site.node, site.operator, name)
+        found = Statistics.of(tensor)
         return Finding(kind, phase, self._step, *place, tensor.dtype, found, detail, read)
 
     def _report(self, finding: Finding) -> None:
@@ -226,284 +222,49 @@ class NumericsCheck(Observer):
         if self._on == "raise":
             raise NumericsError(finding)
 
-    def _report_gradient(self, finding: Finding) -> None:
-        """Report a finding of a backward pass; one that a lower loss scale may cure, later."""
-        if finding.kind == "overflow":
-            self._of_step.append(finding)
-        else:
-            self._report(finding)
-
     def report_rest(self) -> None:
         """Report the overflow of a gradient that no later step has shown to be harmless."""
         rest, self._curable, self._of_step = [*self._curable, *self._of_step][:1], [], []
         for finding in rest:
             self._report(finding)
 
-    # ------------------------------------------------------------------ judging
+    # ------------------------------------------------------------------ patches
 
-    def _is_skipped(self, site: Site) -> bool:
-        """Return whether `skip` names a call, whose values are right, or `operators` does not."""
-        names = (site.operator, site.node, site.block)
-        skipped = any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
-        return skipped or (self._operators is not None and site.operator not in self._operators)
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches of calls, graphs, executors, backward passes and updates."""
+        return [
+            *super().patches(),
+            patch_over(Executor, "forward", self._forward),
+            patch_over(Executor, "backward", self._run_backward),
+            patch_over(NDArray, "backward", self._run_backward),
+            patch_over(autograd, "backward", self._run_backward),
+            patch_over(autograd, "grad", self._run_backward),
+            patch_over(Trainer, "_update", self._update),
+            patch_over(Module, "update", self._update),
+        ]
 
-    def _why(self, array: NDArray) -> str | None:
-        """Return why an array is not finite; None if that is unknown."""
-        return self._reasons.get(array.handle.value, (None, None))[1]
-
-    def _set_reason(self, array: NDArray, reason: str) -> None:
-        """Record why an array is not finite, and forget the oldest array."""
-        if len(self._reasons) >= _MOST_REASONS:
-            del self._reasons[next(iter(self._reasons))]
-        self._reasons[array.handle.value] = array, reason
-
-    def _judge(
-        self, site: Site, inputs: Sequence[Tensor], output: Tensor, why: Sequence[str | None]
-    ) -> tuple[Fault | None, str | None]:
-        """Return the fault of an output and why it is not finite, after `skip` and `dtype`."""
-        if self._operators is not None and site.operator not in self._operators:
-            return None, None
-        if self._is_skipped(site):
-            return None, PURPOSE
-        fault, reason = forward_fault(site, inputs, output, why)
-        if fault is None and not output.is_bad and self._low_policy is not None:
-            fault = fault_in(self._low_policy, site, [*inputs, output])
-        return fault, reason
-
-    def _check_call(
-        self,
-        site: Site,
-        inputs: Sequence[NDArray],
-        made: Sequence[NDArray],
-        outputs: Sequence[Tensor],
-    ) -> Finding | None:
-        """Judge the outputs of an eager call, which `made` holds too; return the first finding."""
-        read = [Tensor(name, array) for name, array in zip(site.names, inputs)]
-        first = None
-        for array, output in zip(made, outputs):
-            if not output.is_checkable:
-                continue
-            why = [self._why(a) for t, a in zip(read, inputs) if output.is_bad and t.is_bad]
-            fault, reason = self._judge(site, read, output, why)
-            if output.is_bad and reason is not None:
-                self._set_reason(array, reason)
-            if fault is not None and fault.kind == "input":
-                self._set_reason(inputs[read.index(fault.tensor)], FAULT)
-            if fault is not None and first is None:
-                first = self._finding(site, fault, "forward", read)
-        return first
-
-    # ------------------------------------------------------------------ eager calls
-
-    def on_call(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
-        """Check an eager call, its casts included."""
-        keys, values, out = rest[:3]
-        operator, block, params = by_handle()[handle].name, "", {}
-        if self._active.blocks:
-            block = self._active.blocks[-1].name
-            held = self._active.blocks[-1]._reg_params.values()
-            params = {id(array): one.name for one in held for array in one._data or ()}
-        named = zip(inputs, input_names(operator, len(inputs)))
-        names = [params.get(id(array), name) for array, name in named]
-        site = Site(block, block or operator, operator, dict(zip(keys, values)), names)
-        call, given = None, inputs
-        if self._gradients is not None and out is None and autograd.is_recording():
-            call, given = self._gradients.record(site, inputs)
-        outputs = original(handle, given, *rest)
-        made = as_list(outputs)
-        tensors = [Tensor(site.output, array) for array in made]
-        finding = self._check_call(site, inputs, made, tensors)
-        if call is not None:
-            call.outputs = made
-            call.is_half = not HALVES.isdisjoint(dtypes_of([*inputs, *made]))
-            call.is_ignored = self._is_skipped(site) or any(one.is_bad for one in tensors)
-        if finding is not None:
-            self._report(finding)
-        return outputs
-
-    # ------------------------------------------------------------------ graphs
-
-    def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
-        """Return the op that a block runs, with a monitor on its graph."""
-        found: _Op = original(op, args)
-        if id(found.symbol) not in self._graphs:
-            block = self._active.blocks[-1] if self._active.blocks else None
-            self._graphs[id(found.symbol)] = _CheckedGraph(self, found.symbol, block)
-        run: Any = self._graphs[id(found.symbol)]
-        if isinstance(found.run, _ReorderedOp):
-            run = _ReorderedOp(run, found.run._order)
-        return _Op(run, found.symbol)
+    def close(self) -> None:
+        """Remove the patches, and restore the executors' monitors."""
+        super().close()
+        for executor in self._executors:
+            executor.set_monitor_callback(lambda *_: None)  # MXNet can't remove a monitor
+        self._executors.clear()
 
     def _forward(
         self, original: Original, executor: Executor, is_train: bool = False, **inputs: Any
     ) -> Any:
-        """Run an executor's forward pass, then that of its twin, which is monitored."""
+        """Run an executor's forward pass with a monitor on it."""
+        if executor not in self._executors:
+            # The graph as it runs: with casts, and with operators that oneDNN has fused.
+            graph = MonitoredGraph(self, executor.get_optimized_symbol(), None)
+            executor.set_monitor_callback(graph.on_output)
+            self._executors[executor] = graph
+        graph = self._executors[executor]
+        read = bound_inputs(executor, graph.input_names)
+        graph.begin(read)
         results = original(executor, is_train, **inputs)
-        if id(executor) not in self._twins:
-            self._twins[id(executor)] = _Twin(self, executor)
-        self._twins[id(executor)].forward(is_train, results)
+        graph.end(read, results)
         return results
-
-    def _backward(
-        self,
-        original: Original,
-        executor: Executor,
-        out_grads: Any = None,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Run the backward pass of an executor's twin, then its own."""
-        twin = self._twins.get(id(executor))
-        if twin is not None and self._gradients is not None:
-            self._in_graphs.clear()
-            twin.backward(out_grads)
-            for found in self._in_graphs.values():
-                self._report_gradient(found)
-        return original(executor, out_grads, *args, **options)
-
-
-class _CheckedGraph:
-    """The graph of a block, run by a cached op with a monitor, and what the monitor has found."""
-
-    def __init__(self, check: NumericsCheck, symbol: Symbol, block: Block | None) -> None:
-        self._check, self._symbol, self._names = check, symbol, symbol.list_inputs()
-        self.monitor = GraphMonitor(symbol, block, self._on_output)
-        self._op: Any = None
-        name = block.name if block is not None else ""
-        self._site = Site(name, name, "_CachedOp", {}, self._names)
-        self._inputs: Mapping[str, NDArray] = {}
-        #: Whether the forward pass was sound, and the backward pass has no gradient of zeros yet.
-        self._is_sound = self._is_alive = True
-        #: Why values inside the graph are not finite; None for values that were only moved.
-        self._inner: str | None = PURPOSE
-        self._found: Finding | None = None
-
-    def _register_op_hook(self, *hook: Any) -> None:
-        """Take no hook of the user: a cached op has one."""
-
-    def __call__(self, *inputs: NDArray, **options: Any) -> Any:
-        """Run the graph and report its first fault."""
-        if self._op is None:
-            self._op = monitored_op(self._symbol, self.monitor)
-        gradients, call = self._check._gradients, None
-        given: Sequence[NDArray] = inputs
-        if gradients is not None and autograd.is_recording():
-            call, given = gradients.record(self._site, inputs)
-            call.graph = self
-        self.begin(dict(zip(self._names, inputs)))
-        outputs = self._op(*given, **options)
-        if call is not None:
-            call.outputs = as_list(outputs)
-        self.end(as_list(outputs))
-        return outputs
-
-    def begin(self, inputs: Mapping[str, NDArray]) -> None:
-        """Begin a forward pass on these inputs."""
-        self._inputs, self._inner, self._found = inputs, PURPOSE, None
-        self._is_sound = self._is_alive = True
-        self.monitor.begin(inputs)
-
-    def end(self, outputs: Sequence[NDArray]) -> None:
-        """End a forward pass with these outputs: report its first fault."""
-        self.monitor.begin({})
-        for array in outputs:
-            if self._inner is not None and Tensor("", array).is_bad:
-                self._check._set_reason(array, self._inner)
-        if self._found is not None:
-            self._check._report(self._found)
-
-    def _on_output(self, site: Site, inputs: Sequence[Tensor] | None, output: Tensor) -> None:
-        """Judge an output that MXNet has computed; without inputs, a gradient."""
-        check = self._check
-        if not output.is_checkable:
-            return
-        if inputs is None:
-            self._check_gradient(site, output)
-            return
-        why = [self._why(one) for one in inputs if output.is_bad and one.is_bad]
-        fault, reason = check._judge(site, inputs, output, why)
-        if output.is_bad:
-            self._is_sound = False
-            self._inner = FAULT if FAULT in (self._inner, reason) else reason
-        if fault is not None and fault.kind == "input" and fault.tensor.variable:
-            check._set_reason(self._inputs[fault.tensor.variable], FAULT)
-        if fault is not None and self._found is None:
-            self._found = check._finding(site, fault, "forward", inputs)
-
-    def _why(self, tensor: Tensor) -> str | None:
-        """Return why an input of a node is not finite; None if that is unknown."""
-        if not tensor.variable:
-            return self._inner
-        return self._check._why(self._inputs[tensor.variable])
-
-    def _check_gradient(self, site: Site, gradient: Tensor) -> None:
-        """Judge a gradient: the first that is not sound is at fault, if what comes in is sound."""
-        check, key = self._check, id(self)
-        left_out = check._gradients is None or check._is_skipped(site)
-        if key in check._in_graphs or left_out or not self._is_sound:
-            return
-        is_half = self._is_alive and gradient.dtype in HALVES
-        fault = gradient_fault(site, gradient, is_half)
-        self._is_alive = self._is_alive and gradient.nonzero > 0
-        if fault is not None:
-            check._in_graphs[key] = check._finding(site, fault, "backward")
-
-
-class _Twin:
-    """A second executor of a bound symbol, with a monitor, that shares its parameters alone.
-
-    It has no dropout, which would draw the program's random numbers.
-    """
-
-    def __init__(self, check: NumericsCheck, executor: Executor) -> None:
-        self._original = executor
-        graph = _without_dropout(Graph.from_symbol(executor.get_optimized_symbol()))
-        symbol = graph.to_symbol()
-        self._watch = _CheckedGraph(check, symbol, None)
-        names, states = symbol.list_arguments(), symbol.list_auxiliary_states()
-        wanted = {n: a for n, a in executor.grad_dict.items() if a is not None and n in names}
-        with suspended(), autograd.pause():
-            gradients, self._states = (
-                {name: invoke(_ZEROS, [array], [], [], None, False, False) for name, array in of}
-                for of in (wanted.items(), [(name, executor.aux_dict[name]) for name in states])
-            )
-        self._executor = original(Symbol, "bind")(
-            symbol,
-            executor._ctx,
-            {name: executor.arg_dict[name] for name in names},
-            gradients,
-            {name: "write" if name in gradients else "null" for name in names},
-            self._states,
-            group2ctx=executor._group2ctx,
-        )
-        self._executor.set_monitor_callback(self._watch.monitor)
-
-    def forward(self, is_train: bool, outputs: Sequence[NDArray]) -> None:
-        """Run the forward pass; `outputs` are those of the original executor."""
-        for name, array in self._states.items():
-            invoke(_COPY_TO, [self._original.aux_dict[name]], [], [], array, False, False)
-        self._watch.begin({**self._executor.arg_dict, **self._states})
-        original(Executor, "forward")(self._executor, is_train)
-        self._watch.end(outputs)
-
-    def backward(self, out_grads: Any) -> None:
-        """Run the backward pass from the gradients of the outputs."""
-        if isinstance(out_grads, dict):
-            out_grads = [out_grads[name] for name in self._original._symbol.list_outputs()]
-        original(Executor, "backward")(self._executor, out_grads)
-
-
-def _without_dropout(graph: Graph) -> Graph:
-    nodes = []
-    for node in graph.nodes:
-        if node.op == "Dropout":
-            node = replace(node, op="_copy", attrs={}, inputs=node.inputs[:1])  # noqa: PLW2901
-        elif node.op == "RNN":
-            node = replace(node, attrs={**node.attrs, "p": "0"})  # noqa: PLW2901
-        nodes.append(node)
-    return replace(graph, nodes=nodes)
 
 
 def _can_lower_scale(owner: Any) -> bool:
@@ -526,9 +287,7 @@ def _checking(check: NumericsCheck) -> Iterator[NumericsCheck]:
 @checked_call
 def check_numerics(
     on: str = "raise",
-    operators: Iterable[str] | None = None,
-    skip: Iterable[str] | None = None,
-    steps: int | None = None,
+    skip: str | Iterable[str] | None = None,
     *,
     dtype: Any = None,
     backward: bool = True,
@@ -548,19 +307,22 @@ def check_numerics(
     ----------
     on : str, default "raise"
         "raise" a `NumericsError` at the first finding, "log" a warning for each, or "collect"
-        them in the `NumericsCheck` that the context yields.
-    operators : list of str, optional
-        Check these operators only, by any of their names.
-    skip : list of str, optional
+        them in what the context yields.
+    skip : str or list of str, optional
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
-    steps : int, optional
-        Stop after this many updates of a trainer or module.
     dtype : str or dtype, optional
         Also find float32 values that would overflow, or mostly vanish, in this dtype, in operators
         that its default policy does not keep in float32. Use it on a float32 run.
     backward : bool, default True
         Watch gradients too: of parameters, and between operators.
+
+    The context yields the check: `findings`, the first of each pass through the program; `first`,
+    the first of them or None. Printing it gives a table, and it is false without findings. A
+    finding has `kind`, `phase` ("forward" or "backward"), `step`, `block`, `node`, `operator`,
+    `tensor`, `dtype`, `statistics` of that tensor (`nan`, `inf` and `zero` values, `minimum`,
+    `maximum` and `mean` of the finite ones), `detail`, and `inputs`: names and statistics of what
+    the operator has read.
 
     The check finds operators that make Inf or NaN, inputs and parameters that hold Inf or NaN,
     casts that make Inf, or zeros of most values, and layers whose outputs are all zero. An infinity
@@ -569,24 +331,15 @@ def check_numerics(
     scale can fall and a later step is finite: the first steps of a run overflow so.
 
     MXNet's monitor watches the graphs of hybridized blocks, which run without `static_alloc` and
-    without hooks of `register_op_hook` meanwhile. A module's graph runs once more, without
-    dropout. A loop's body is one node. Steps count from 1; a skipped update ends a step too.
-    In training, results may differ in the last bits.
+    without hooks of `register_op_hook` meanwhile. It replaces the monitor of a module's executor,
+    which is a little slower afterwards. A loop's body is one node. Steps count from 1; a skipped
+    update ends a step too. In training, results may differ in the last bits.
 
     Cost: each value is read back and examined; training steps take a few times as long
     (`scripts/bench/overhead tools`). No cost outside the context.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ArgumentError(f"steps must be a number of updates, at least 1, not {shown(steps)}")
     low_policy = Policy.default(check_target(dtype)) if dtype is not None else None
-    named = _as_name_list("operators", operators)
-    known = None if operators is None else [resolve(name).name for name in named]
-    skipped = _as_name_list("skip", skip)
-    return _checking(NumericsCheck(on, known, skipped, steps, low_policy, backward))
-
-
-def _as_name_list(argument: str, names: Iterable[str] | None) -> Sequence[str]:
-    """Return an argument that is one name or several as a list; raise if it is neither."""
-    return [names] if isinstance(names, str) else name_list(argument, names)
+    skipped = [skip] if isinstance(skip, str) else name_list("skip", skip)
+    return _checking(NumericsCheck(on, skipped, low_policy, backward))

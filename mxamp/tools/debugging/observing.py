@@ -1,71 +1,85 @@
-"""Patches of everything that runs: eager calls, mxamp's own casts, graphs and executors."""
+"""What runs between two moments: eager calls, and the graphs of hybridized blocks.
+
+An `Observer` sees calls and graphs as a whole. A `TensorObserver` sees each operator in them, with
+the values of its inputs and outputs: MXNet's monitor names the outputs inside of graphs.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from typing import Any, Callable, Iterator, Sequence
+import re
+import threading
+from collections import Counter
+from ctypes import CFUNCTYPE, c_char_p, c_void_p
+from functools import cached_property
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
 
+import numpy as np
+from mxnet.base import _LIB, NDArrayHandle, check_call
 from mxnet.executor import Executor
-from mxnet.gluon.block import HybridBlock
+from mxnet.gluon.block import Block, HybridBlock
+from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
+from mxnet.symbol import Symbol
 
-from ...framework.operators import handle_of
-from ...framework.patching import Patch, PatchSet, wrapping
-from ...patches.cached_op import PolicyCachedOp, install_policy_op, restore_cached_op
+from ...framework.arrays import as_list, dtypes_of
+from ...framework.machine import BFLOAT16
+from ...framework.operators import by_handle, handle_of, resolve
+from ...framework.patching import Original, Patch, PatchSet, original, wrapping
+from ...graph.inspect import FLOATS
+from ...graph.ir import Graph, Output
+from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
 
 _TENSORDOT = handle_of("_npi_tensordot")
-#: A function that a patch has replaced.
-Original = Callable[..., Any]
+# Below all patches: mxamp's asnumpy() casts bfloat16 to float32.
+_asnumpy = original(NDArray, "asnumpy")
+#: An output as the monitor names it: node, whether in the backward pass, and the output's number.
+#: Operators name hidden outputs in other ways, whose values may be anything.
+_OUTPUT = re.compile(r"(.+?)(_backward)?_(?:output)?(\d*)")
+#: Operators that read the shape of their input alone.
+_SHAPES = frozenset({"ones_like", "shape_array", "size_array", "zeros_like"})
+#: A monitor that does nothing, since MXNet can't remove one.
+_IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: None)
+#: The most arrays about which facts are kept.
+_MOST_FACTS = 1024
+
+
+_Self = TypeVar("_Self", bound="Observer")
+
+
+def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
+    """Return a patch over all others whose `function` gets the original as first argument."""
+    return Patch(owner, name, wrapping(function), on_top=True)
 
 
 class Observer(PatchSet):
-    """Observes what runs between `open` and `close`, in all threads of the process.
+    """Observes what runs between `open` and `close`, in all threads of the process."""
 
-    A subclass overrides the `on_` methods that it needs. Each takes the original function and its
-    arguments, and returns its result. `patches` lists the places that the subclass observes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Blocks whose cached op was replaced by a `PolicyCachedOp` for the observation only.
-        self._followed: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
-
-    def eager_patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls."""
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches of eager calls, and that by which blocks run a `PolicyCachedOp`."""
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
+            patch_over(HybridBlock, "_call_cached_op", self._call_block),
         ]
 
-    def graph_patches(self) -> Sequence[Patch]:
-        """Return the patch by which every hybridized block runs a `PolicyCachedOp`."""
-        return [patch_over(HybridBlock, "_call_cached_op", self._call_block)]
-
-    def close(self) -> None:
-        """Remove the patches, and restore the blocks' cached ops."""
-        super().close()
-        for block in list(self._followed):
-            restore_cached_op(block)
-        self._followed.clear()
-
     @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Context in which calls are observed."""
+    def opened(self: _Self) -> Iterator[_Self]:
+        """Context in which calls are observed; it yields the observer."""
         self.open()
         try:
-            yield
+            yield self
         finally:
             self.close()
 
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
-        """Observe an eager call of the program; `rest` are keys, values and out, and more."""
-        return original(handle, inputs, *rest)
+        """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""
+        raise NotImplementedError
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: Any) -> Any:
         """Call `mx.np.tensordot`, which MXNet invokes on its own path, through `on_call`."""
@@ -75,18 +89,286 @@ class Observer(PatchSet):
 
     def _call_block(self, original: Original, block: HybridBlock, *args: Any) -> Any:
         """Call a hybridized block with a `PolicyCachedOp`, also where mixed precision is off."""
-        if current_policy() is None and not isinstance(block._cached_op, PolicyCachedOp):
+        if current_policy() is None:
             install_policy_op(block, args)
-            self._followed.add(block)
         return original(block, *args)
-
-
-def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
-    """Return a patch over all others whose `function` gets the original as first argument."""
-    return Patch(owner, name, wrapping(function), on_top=True)
 
 
 def bound_inputs(executor: Executor, names: Sequence[str]) -> Sequence[NDArray]:
     """Return the arrays that an executor reads, in the order of `names`."""
     held = {**executor.arg_dict, **executor.aux_dict}
     return [held[name] for name in names]
+
+
+# ---------------------------------------------------------------------- operators and tensors
+
+
+class Site(NamedTuple):
+    """The place where an operator was called."""
+
+    block: str
+    node: str
+    operator: str
+    attributes: Mapping[str, Any]
+    names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator has them
+
+
+class Tensor:
+    """An array whose values are read when they are needed.
+
+    The `fact` is what an observer knows about it, for the operators that read it; None: nothing.
+    """
+
+    def __init__(self, array: NDArray, fact: Any = None) -> None:
+        self.array, self.fact, self.dtype = array, fact, dtypes_of([array])[0]
+        self.is_checkable = self.dtype in FLOATS and array.size > 0 and array.stype == "default"
+
+    @cached_property
+    def values(self) -> Any:
+        """The values as a NumPy array; bfloat16 as float32, of the same values."""
+        values = _asnumpy(self.array)
+        if values.dtype != BFLOAT16:
+            return values
+        bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32).reshape(self.array.shape)
+
+    @cached_property
+    def is_bad(self) -> bool:
+        """Whether a value is Inf or NaN."""
+        return self.is_checkable and not bool(np.isfinite(self.values).all())
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a value is NaN."""
+        return self.is_bad and bool(np.isnan(self.values).any())
+
+    @cached_property
+    def nonzero(self) -> int:
+        """The number of values other than zero; 1 if the values can't be checked."""
+        return int(np.count_nonzero(self.values)) if self.is_checkable else 1
+
+
+class Call(NamedTuple):
+    """One output of an operator, with the inputs that are known, by name."""
+
+    site: Site
+    inputs: Mapping[str, Tensor]
+    output: Tensor
+    number: int
+
+
+class TensorObserver(Observer):
+    """Observes each operator with the values of its inputs and outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._active = threading.local()
+        self._graphs: dict[int, MonitoredGraph] = {}
+        # Facts by the id of an array, which is kept alive: another one may get its id.
+        self._facts: dict[int, tuple[NDArray, Any]] = {}
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the patches of calls, blocks and graphs."""
+        return [
+            *super().patches(),
+            patch_over(Block, "__call__", self._call_any_block),
+            patch_over(PolicyCachedOp, "_select_op", self._select_op),
+        ]
+
+    def close(self) -> None:
+        """Remove the patches and the monitors, and release arrays."""
+        super().close()
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()
+        self._facts.clear()
+
+    def on_operator(self, call: Call) -> Any:
+        """Observe an output of an operator; a result other than None goes to `on_end`."""
+        raise NotImplementedError
+
+    def on_end(self, found: Any) -> None:
+        """Take the first result of `on_operator` in an eager call or a graph that ends."""
+
+    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
+        """Observe a gradient inside of a graph, which the operator at `site` makes."""
+
+    def tensor(self, array: NDArray) -> Tensor:
+        """Return an array as a tensor, with the fact that is known about it."""
+        return Tensor(array, self._facts.get(id(array), (None, None))[1])
+
+    def remember(self, arrays: Sequence[NDArray], tensors: Sequence[Tensor | None]) -> None:
+        """Keep the facts about arrays that have some, and forget the oldest array."""
+        for array, tensor in zip(arrays, tensors):
+            if tensor is not None and tensor.fact is not None:
+                self._facts[id(array)] = array, tensor.fact
+                if len(self._facts) > _MOST_FACTS:
+                    del self._facts[next(iter(self._facts))]
+
+    def _blocks(self) -> list[Block]:
+        """Return the blocks that this thread is executing, the innermost last."""
+        blocks: list[Block] = vars(self._active).setdefault("blocks", [])
+        return blocks
+
+    def _call_any_block(
+        self, original: Original, block: Block, /, *args: Any, **options: Any
+    ) -> Any:
+        """Call a block; until it returns, it is the block that operators are attributed to."""
+        self._blocks().append(block)
+        try:
+            return original(block, *args, **options)
+        finally:
+            self._blocks().pop()
+
+    def site_of_call(self, handle: int, inputs: Sequence[NDArray], rest: Sequence[Any]) -> Site:
+        """Return the site of an eager call."""
+        operator, block, params = by_handle()[handle].name, "", {}
+        if self._blocks():
+            block = self._blocks()[-1].name
+            held = self._blocks()[-1]._reg_params.values()
+            params = {id(array): one.name for one in held for array in one._data or ()}
+        named = zip(inputs, _input_names(operator, len(inputs)))
+        names = [params.get(id(array), name) for array, name in named]
+        return Site(block, block or operator, operator, dict(zip(*rest[:2])), names)
+
+    def observe(
+        self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
+    ) -> Sequence[Tensor]:
+        """Observe the outputs of an eager call that has run; return them as tensors."""
+        read, made = list(map(self.tensor, inputs)), list(map(Tensor, outputs))
+        by_name = dict(zip(site.names, read))
+        found = [self.on_operator(Call(site, by_name, one, k)) for k, one in enumerate(made)]
+        self.remember([*inputs, *outputs], [*read, *made])
+        self.on_end(next((one for one in found if one is not None), None))
+        return made
+
+    def on_call(
+        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
+    ) -> Any:
+        """Observe the outputs of an eager call."""
+        outputs = original(handle, inputs, *rest)
+        self.observe(self.site_of_call(handle, inputs, rest), inputs, as_list(outputs))
+        return outputs
+
+    def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
+        """Return the op that a block runs, with a monitor on its graph."""
+        found: _Op = original(op, args)
+        if id(found.symbol) not in self._graphs:
+            block = self._blocks()[-1] if self._blocks() else None
+            self._graphs[id(found.symbol)] = MonitoredGraph(self, found.symbol, block)
+        run: Any = self._graphs[id(found.symbol)]
+        if isinstance(found.run, _ReorderedOp):
+            run = _ReorderedOp(run, found.run._order)
+        return _Op(run, found.symbol)
+
+
+class MonitoredGraph:
+    """Runs a symbol, and hands each output that MXNet computes in it to an observer."""
+
+    def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
+        self._observer, self._symbol = observer, symbol
+        self._graph, self.input_names = Graph.from_symbol(symbol), symbol.list_inputs()
+        blocks: list[Block] = []
+        if block is not None:
+            block.apply(blocks.append)
+        self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
+        #: The nodes of each name: Gluon gives those of a block that is called twice one name.
+        self._places: dict[str, list[int]] = {}
+        readers: dict[int, set[str]] = {}
+        for i, node in enumerate(self._graph.nodes):
+            if not node.is_variable:
+                self._places.setdefault(node.name, []).append(i)
+            for source, _ in node.inputs:
+                readers.setdefault(source, set()).add(node.op)
+        # MXNet does not compute what nobody reads: its memory may hold anything.
+        self._unread = {i for i, ops in readers.items() if ops <= _SHAPES}
+        self.begin(())
+
+    @cached_property
+    def _op(self) -> CachedOp:
+        # Static graphs don't call the monitor, nor do inlined ones.
+        op = CachedOp(self._symbol, [("inline_limit", "0")])
+        op._register_op_hook(self.on_output)
+        return op
+
+    def _register_op_hook(self, *hook: Any) -> None:
+        """Take no hook of the user: a cached op has one."""
+
+    def release(self) -> None:
+        """Replace the monitor, which a later backward pass would call."""
+        if "_op" in vars(self):
+            check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
+
+    def __call__(self, *inputs: NDArray, **options: Any) -> Any:
+        """Run the graph."""
+        self.begin(inputs)
+        outputs = self._op(*inputs, **options)
+        self.end(inputs, as_list(outputs))
+        return outputs
+
+    def begin(self, inputs: Sequence[NDArray]) -> None:
+        """Begin a forward pass on these inputs."""
+        #: The tensors of the running forward pass; variables by name, all others by output.
+        self._variables = dict(zip(self.input_names, map(self._observer.tensor, inputs)))
+        self._seen: dict[Output, Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._found: Any = None
+        #: Whether the forward pass was finite, and the backward pass has no gradient of zeros yet.
+        self.is_sound = self.is_alive = True
+
+    def end(self, inputs: Sequence[NDArray], outputs: Sequence[NDArray]) -> None:
+        """End a forward pass with these outputs."""
+        # The monitor does not name hidden outputs, such as the state of an RNN.
+        heads = [self._seen.get(head, self._seen.get((head[0], 0))) for head in self._graph.heads]
+        read = map(self._variables.get, self.input_names)
+        self._observer.remember([*inputs, *outputs], [*read, *heads])
+        self._seen, self._variables = {}, {}
+        self._observer.on_end(self._found)
+
+    def on_output(self, name: Any, *operator_and_handle: Any) -> None:
+        """Take an output: its name, in cached ops its operator's name, and the array's handle."""
+        array = NDArray(NDArrayHandle(operator_and_handle[-1]), writable=False)
+        found = _OUTPUT.fullmatch(name.decode() if isinstance(name, bytes) else name)
+        if found is None:
+            return
+        node, number = found[1], int(found[3] or 0)
+        places = self._places.get(node, [])
+        if found[2] or not places:
+            site = self._site(places[0]) if places else Site("", node, "add_n", {}, ())
+            of = dict(enumerate(site.names)).get(number, f"input {number}")
+            self._observer.on_gradient(self, site, f"gradient of {of}", array)
+            return
+        self._calls[node] += number == 0
+        i = places[min(self._calls[node], len(places)) - 1]
+        if i in self._unread:
+            return
+        output = self._seen[i, number] = Tensor(array)
+        # Read at once, as another operator may write over it.
+        self.is_sound = not output.is_bad and self.is_sound
+        site = self._site(i)
+        sources = zip(site.names, self._graph.nodes[i].inputs)
+        inputs = {name: one for name, entry in sources if (one := self._input(entry)) is not None}
+        made = self._observer.on_operator(Call(site, inputs, output, number))
+        self._found = made if self._found is None else self._found
+
+    def _input(self, entry: Output) -> Tensor | None:
+        """Return an input of a node; None if the monitor did not name it."""
+        source = self._graph.nodes[entry[0]]
+        return self._variables.get(source.name) if source.is_variable else self._seen.get(entry)
+
+    def _site(self, i: int) -> Site:
+        """Return the site of a node."""
+        node = self._graph.nodes[i]
+        sources = [self._graph.nodes[k] for k, _ in node.inputs]
+        names = [
+            source.name if source.is_variable else name
+            for source, name in zip(sources, _input_names(node.operator, len(sources)))
+        ]
+        inner = (block.name for block in self._blocks if node.name.startswith(block.prefix))
+        return Site(next(inner, ""), node.name, node.operator, node.attrs, names)
+
+
+def _input_names(operator: str, count: int) -> Sequence[str]:
+    """Return the names of an operator's first `count` inputs, or "input 0" and so on."""
+    names = resolve(operator).inputs
+    return names[:count] if len(names) >= count else [f"input {i}" for i in range(count)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any, ContextManager, Iterable, Iterator, Sequence
+from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
 from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
 
 from ...errors import unknown
@@ -21,21 +17,21 @@ from ...framework.arrays import dtype_code, dtypes_of
 from ...framework.keywords import checked_call
 from ...framework.machine import DTYPE_NAMES
 from ...framework.operators import by_handle, handle_of
-from ...framework.patching import Patch
+from ...framework.patching import Original, Patch
 from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
 from ...patches import optimizers
 from ...patches.cached_op import PolicyCachedOp
-from .observing import Observer, Original, bound_inputs, patch_over
+from .observing import Observer, bound_inputs, patch_over
 from .results import Result, Table
 
 #: `NDArray.astype` runs as `_copyto`.
 _CASTS = CASTS | {"_copyto"}
+_CAST_HANDLES = frozenset(map(handle_of, _CASTS))
 
 
-@dataclass(frozen=True)
-class OperatorCount:
+class OperatorCount(NamedTuple):
     """The calls of an operator in a dtype.
 
     >>> import mxnet as mx, mxamp as amp
@@ -59,8 +55,7 @@ class OperatorCount:
     calls: int
 
 
-@dataclass(frozen=True)
-class CastCount:
+class CastCount(NamedTuple):
     """The casts from one dtype to another, and the bytes that they read and write.
 
     >>> import mxnet as mx, mxamp as amp
@@ -111,7 +106,6 @@ class OperatorStats(Result, Observer):
         self._graphs: dict[Any, list[Any]] = {}
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
         self._census_lock = threading.Lock()
-        self._in_step = threading.local()
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
@@ -148,12 +142,6 @@ class OperatorStats(Result, Observer):
         }
         return OperatorStats(census._replace(operators=Counter(kept)))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the counts as lists of dicts, under "operators" and "casts"."""
-        return {
-            name: [asdict(row) for row in getattr(self, name)] for name in ("operators", "casts")
-        }
-
     def summary(self) -> str:
         """Return one line: calls and casts."""
         calls = sum(row.calls for row in self.operators)
@@ -171,32 +159,12 @@ class OperatorStats(Result, Observer):
     def patches(self) -> Sequence[Patch]:
         """Return the patches of eager calls, graphs, and SGD steps in NumPy."""
         return [
-            *self.eager_patches(),
+            *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
-            *self.graph_patches(),
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
             patch_over(Executor, "forward", self._forward),
             patch_over(optimizers, "_sgd", self._step_in_numpy),
         ]
-
-    def _step_in_numpy(
-        self,
-        original: Original,
-        optimizer: SGD,
-        weight: NDArray,
-        grad: NDArray,
-        momentum: NDArray | None,
-        *rates: float,
-    ) -> None:
-        """Count an SGD step in NumPy as the operator that it replaces; hide the calls in it."""
-        with self._census_lock:
-            name = "sgd_update" if momentum is None else "sgd_mom_update"
-            self._census.operators[name, "float32"] += 1
-        self._in_step.now = True
-        try:
-            original(optimizer, weight, grad, momentum, *rates)
-        finally:
-            self._in_step.now = False
 
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
@@ -207,12 +175,20 @@ class OperatorStats(Result, Observer):
         outputs = original(handle, inputs, *rest)
         first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
         target = dtype_code(first)
-        if not getattr(self._in_step, "now", False):
-            with self._census_lock:
-                self._calls[handle, source, target] += 1
-                if source != target and handle in _cast_handles():
-                    self._cast_sizes[source, target] += first.size
+        with self._census_lock:
+            self._calls[handle, source, target] += 1
+            if source != target and handle in _CAST_HANDLES:
+                self._cast_sizes[source, target] += first.size
         return outputs
+
+    def _step_in_numpy(
+        self, original: Original, optimizer: Any, weight: Any, grad: Any, momentum: Any, *rates: Any
+    ) -> None:
+        """Count an SGD step in NumPy as the operator that it replaces."""
+        original(optimizer, weight, grad, momentum, *rates)
+        with self._census_lock:
+            name = "sgd_update" if momentum is None else "sgd_mom_update"
+            self._census.operators[name, "float32"] += 1
 
     def _call_graph(
         self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
@@ -291,18 +267,4 @@ def operator_stats() -> ContextManager[OperatorStats]:
 
     Costs about 5 us for an eager call and 40 us for a graph, on a 2.5 GHz Xeon.
     """
-    return _counting()
-
-
-@contextlib.contextmanager
-def _counting() -> Iterator[OperatorStats]:
-    """Yield new statistics, of what runs until the context ends."""
-    stats = OperatorStats()
-    with stats.opened():
-        yield stats
-
-
-@functools.lru_cache(maxsize=None)
-def _cast_handles() -> frozenset[int]:
-    """Return the handles of operators that cast."""
-    return frozenset(map(handle_of, _CASTS))
+    return OperatorStats().opened()

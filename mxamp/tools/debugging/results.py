@@ -17,10 +17,6 @@ class Result:
         """Return one line that sums the result up."""
         raise NotImplementedError
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        raise NotImplementedError
-
     def _tables(self) -> Iterable[Table]:
         """Yield the tables that the result prints as."""
         raise NotImplementedError

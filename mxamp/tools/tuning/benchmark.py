@@ -21,8 +21,7 @@ from ...policy.policy import Policy
 from ...scaling.scaler import NoScaler
 from ...scaling.trainer import init_trainer
 from ..debugging.batches import Batch, batches_of, check_loss
-from ..debugging.blocks import blocks_in
-from ..debugging.measured import arrays_in, copied, loss_of
+from ..debugging.measured import arrays_in, blocks_in, copied, loss_of
 from ..debugging.results import Result, Table
 from .turns import (
     MOST_ROUNDS,
