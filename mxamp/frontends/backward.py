@@ -40,10 +40,9 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..scaling.finite import multiply, unscale
 from ..scaling.loss_outputs import build_custom_op_init, in_unscaled_backward, scaled_outputs
-from ..scaling.passes import passes, without_flags
+from ..scaling.passes import entries_of, passes, without_flags
 from ..scaling.scaler import SharedScale, scale_of
-from ..scaling.state import Stage, State
-from ..scaling.trainer import active_hook, attach_hook, hook_of
+from ..scaling.trainer import Stage, State, active_hook, attach_hook
 from .variables import Variable, Variables, by_gradient
 
 logger = logging.getLogger("mxamp")
@@ -118,21 +117,21 @@ class _BackwardPatches(FrontEnd):
         if shared is None:
             return
         try:
-            attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
+            hook = attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
         except AmpError as error:
             if own_scale is not None:
                 raise
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
             return
         # For a first step whose gradients only other workers have computed.
-        hook_of(trainer).last_stage = Stage.UNSCALED
+        hook.last_stage = Stage.UNSCALED
         self.trainers.add(trainer)
         self._has_new_trainer = True
 
     def retire_hooks(self) -> None:
         """Leave the trainers to other APIs; gradients that wait for their step are checked."""
         for hook in self._hooks():
-            hook.retired = True
+            hook.scaled_by = ""
 
     def _hooks(self) -> list[State]:
         """Return the states of the trainers that still have a shared scale."""
@@ -165,7 +164,7 @@ class _BackwardPatches(FrontEnd):
         losses = [head.detach() for head in heads] if head_grads is None else []
         for hook in hooks:
             hook.mark_unscaled(scale, overflown, losses)
-        owned = {id(entry.data) for hook in hooks for entry in hook.gradients.entries()}
+        owned = {id(entry.data) for hook in hooks for entry in entries_of(hook.trainer)}
         if not overflown <= owned and not self._has_warned:
             self._has_warned = True
             logger.warning(OVERFLOW, scale)

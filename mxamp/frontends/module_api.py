@@ -27,7 +27,7 @@ from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
-from ..scaling.distributed import COMPRESSED, check_settings, fill_with_inf
+from ..scaling.distributed import COMPRESSED, check_settings, fill
 from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
@@ -262,7 +262,7 @@ def _update_if_finite(
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         if overflown and is_distributed(kvstore):
-            fill_with_inf(_trained_gradients(group))
+            fill(_trained_gradients(group), float("inf"))
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:

@@ -5,23 +5,31 @@ of plain numbers and strings. So plain MXNet loads the file too, and a trainer t
 `init_trainer` finds the state in its optimizer afterwards.
 
 Like every pickle, a state file can run code when it is loaded: load only files that you trust.
+
+For float16 weights with `multi_precision=True`, MXNet's optimizers pair the states with float32
+master weights: (master, states), or (states, master). Without it the states are float16 as the
+weights are, or float32 for a few optimizers; those of float32 weights are float32. An optimizer
+fails on states of another form.
+
+The form that an optimizer wants for a weight is that of a new state, and it is filled with the
+arrays of the old one.
 """
 
-import os
-import pickletools
-from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from __future__ import annotations
 
-from mxnet.gluon import Trainer
+import copy
+from contextlib import contextmanager
+from typing import Any, Iterator, Sequence
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
-from ..framework.files import NOT_THE_SAME, checksum, replaced_file
-from ..framework.wording import shown
-from .optimizer_states import fit_to_parameters, saved_in_float32, share_step_counts, updaters_of
-from .scaler import whole_number
+from ..framework.arrays import cast, dtype_of, map_arrays, plain_array
+from ..framework.files import write_file
+from ..policy.active import suspended
 
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
@@ -29,89 +37,80 @@ NO_STATES = (
     "{path!r} holds no states of a trainer ({error!r}); the trainer is as it was. Was it written "
     "by trainer.save_states, and to its end?"
 )
-NO_STATE = "the state must come from state_dict, with scaler, steps and skips, not {given}"
+OTHER_SHAPE = (
+    "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: its states "
+    "are of another network. The trainer is as it was"
+)
 
 
-def save_states(
-    trainer: Trainer, path: str, state: Mapping[str, Any], by_level: bool = False
-) -> None:
-    """Write a trainer's states and the loss scaler's `state` to a file: the whole file or none.
+def save_states(state: Any, fname: str) -> None:
+    """Write a trainer's states with its `State` to a file: the whole file or none.
 
-    With `by_level`, for trainers of `initialize`, the states are those of float32 parameters at
-    every level, and the master weights are beside them.
+    For trainers of `initialize`, the states are those of float32 parameters at every level, and the
+    master weights are beside them.
 
     Raises `WriteError` if that fails.
     """
-    in_float32 = saved_in_float32(trainer) if by_level else nullcontext({})
-    with in_float32 as masters, replaced_file(path, _check_complete) as temporary:
-        added = {_ATTRIBUTE: dict(state), **({_MASTERS: masters} if by_level else {})}
+    trainer = state.trainer
+    added: dict[str, Any] = {_ATTRIBUTE: state.state_dict()}
+    _initialize_kvstore(trainer)
+    updater = updaters_of(trainer)[0]  # MXNet saves the states of the first device
+    held = updater.states
+    try:
+        if state.scaled_by == "initialize":
+            updater.states, added[_MASTERS] = _converted(trainer, 0, held)
         vars(trainer._optimizer).update(added)
-        try:
-            type(trainer).save_states(trainer, os.fspath(temporary))
-        finally:
-            for name in added:
-                delattr(trainer._optimizer, name)
+        content = updater.get_states(dump_optimizer=True)
+    finally:
+        updater.states = held
+        for name in added:
+            vars(trainer._optimizer).pop(name, None)
+    write_file(fname, content)
 
 
-def _check_complete(path: Path) -> None:
-    """Raise `OSError` unless a file holds one whole pickle: a pickle marks its own end."""
-    checksum(path)  # from the disk, into memory
-    with suppress(ValueError), open(path, "rb") as file:
-        deque(pickletools.genops(file), maxlen=0)
-        if not file.read(1):
-            return
-    raise OSError(NOT_THE_SAME)
+def _initialize_kvstore(trainer: Trainer) -> None:
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
 
 
-def load_states(
-    trainer: Trainer, path: str, resume: Callable[[Mapping[str, Any]], None], by_level: bool = False
-) -> List[Tuple[NDArray, NDArray]]:
-    """Load a trainer's states, and call `resume` with the loss scaler's; an error changes nothing.
+def load_states(state: Any, fname: str) -> None:
+    """Read a trainer's states, and its `State`; an error changes nothing.
 
-    The states are converted to the precision of the trainer's parameters. With `by_level`, for
-    trainers of `initialize`, the trainer and not the file decides whether there are master weights.
+    The states are converted to the precision of the trainer's parameters. For trainers of
+    `initialize`, the trainer and not the file decides whether there are master weights.
 
-    Returns the pairs that `follow_weights` takes.
-
-    Raises `ArgumentError` if the file holds no states of a trainer.
+    Load only files that you trust: MXNet unpickles them. Raises `ArgumentError` if the file holds
+    no states of a trainer.
     """
+    trainer = state.trainer
     with _restored_on_error(trainer):
         has_masters = trainer._optimizer.multi_precision
         try:
-            type(trainer).load_states(trainer, path)
+            type(trainer).load_states(trainer, fname)
         except OSError:
             raise
         except Exception as error:  # unpickling damaged states may raise anything
-            raise ArgumentError(NO_STATES.format(path=path, error=error)) from error
-        if by_level:
+            raise ArgumentError(NO_STATES.format(path=fname, error=error)) from error
+        if state.scaled_by == "initialize":
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
-        masters = fit_to_parameters(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
-        state = pop_scaler_state(trainer)
-        if state is not None:
-            resume(state)
-        return masters
+        masters = _fit(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
+        saved = pop_state(trainer)
+        if saved is not None:
+            state.load_state_dict(saved)
+        state.new_masters = masters
 
 
-def pop_scaler_state(trainer: Trainer) -> Optional[Dict[str, Any]]:
+def pop_state(trainer: Trainer) -> dict[str, Any] | None:
     """Remove the loss scaler's state from a trainer's optimizer; return it, or None."""
     state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
     return state if isinstance(state, dict) else None
 
 
-def parse_state(state: Any) -> Tuple[Any, int, int]:
-    """Return `scaler`, `steps` and `skips` of a hook's state; raise unless it holds all three."""
-    if not isinstance(state, Mapping) or not state.keys() >= {"scaler", "steps", "skips"}:
-        raise ArgumentError(NO_STATE.format(given=shown(state)))
-    steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
-    return state["scaler"], steps, skips
-
-
 @contextmanager
 def _restored_on_error(trainer: Trainer) -> Iterator[None]:
     """Context in which an error restores the trainer's optimizer and its states."""
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
+    _initialize_kvstore(trainer)
     optimizer = trainer._optimizer
     before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
     try:
@@ -121,3 +120,129 @@ def _restored_on_error(trainer: Trainer) -> Iterator[None]:
         for updater, attributes in before:
             vars(updater).update(attributes)
         raise
+
+
+# ------------------------------------------------------------ states in another precision
+
+
+def _fit(trainer: Trainer, masters: dict[int, NDArray]) -> list[tuple[NDArray, NDArray]]:
+    """Convert a trainer's loaded states to the precision of its parameters.
+
+    Returns pairs of a weight and its master weight, for `follow_weights` before the next update:
+    parameters may be loaded after the states.
+
+    `masters` are master weights by index of the parameter, saved beside the states. States in a
+    form that the optimizer does not have stay as they are.
+
+    Raises `ArgumentError` for states of other shapes than the parameters'.
+    """
+    pairs, params = [], trainer._params
+    for device, updater in enumerate(updaters_of(trainer)):
+        own = copy.deepcopy(masters)  # each device updates its own
+        updater.states, found = _converted(trainer, device, updater.states, own)
+        pairs += [(plain_array(params[i].list_data()[device]), found[i]) for i in found]
+    return pairs
+
+
+def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
+    """Set master weights that round to other values than their weights to these weights.
+
+    A plain trainer that loads and saves a state file passes on the master weights in it, which its
+    own steps have made stale. A float32 weight has no master weight: it takes the values of the
+    saved one where they round to its own.
+    """
+    with suspended(), autograd.pause():
+        for weight, master in pairs:
+            given = cast(weight.as_in_context(master.context), "float32")
+            rounded = cast(cast(master, "float16"), "float32")
+            follower = weight if dtype_of(weight) == "float32" else master
+            follower[:] = mx.nd.where(rounded == given, master, given)
+
+
+def share_step_counts(trainer: Trainer) -> None:
+    """Give every device of a trainer the largest step count of each parameter.
+
+    MXNet counts an optimizer's steps by device. States saved with other devices, or by a trainer
+    that updates on its kvstore, lack the counts of some: Adam would start anew there, and the
+    devices' weights would drift apart.
+    """
+    counts = trainer._optimizer._all_index_update_counts
+    indices = {index for held in counts.values() for index in held}
+    largest = {i: max(held.get(i, 0) for held in counts.values()) for i in indices}
+    for ctx in trainer._contexts:
+        counts.setdefault(ctx.device_id, {}).update(largest)
+
+
+def updaters_of(trainer: Trainer) -> list[Any]:
+    """Return the objects that hold a trainer's states: one a device, or the kvstore's."""
+    on_kvstore = getattr(trainer._kvstore, "_updater", None) if trainer._update_on_kvstore else None
+    return trainer._updaters if on_kvstore is None else [on_kvstore]
+
+
+def _converted(
+    trainer: Trainer, device: int, states: Any, saved: dict[int, NDArray] | None = None
+) -> tuple[dict[int, Any], dict[int, NDArray]]:
+    """Return states in the form for the weights of a device, and master weights, by index.
+
+    `saved` are master weights that the states lack; without it, the form is that for float32.
+    If the optimizer has another form for one state, all stay as they are.
+
+    Raises `ArgumentError` if an optimizer of MXNet's holds states of other shapes than the weights.
+    """
+    optimizer, converted, found = trainer._optimizer, dict(states), {}
+    try:
+        probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
+        place = _place_of_master(copy.copy(probe))
+        for index, param in enumerate(trainer._params):
+            if index not in states:
+                continue
+            weight = plain_array(param.list_data()[device])
+            wide = dtype_of(weight) == "float16" and (saved is None or optimizer.multi_precision)
+            weight = cast(weight, "float32") if wide else weight
+            with suspended():
+                new = probe.create_state(index, weight)
+            form, state, master = _form(new), states[index], (saved or {}).get(index)
+            if _form(state) == ((form, NDArray) if place else (NDArray, form)):
+                state, master = state if place else state[::-1]
+            state = _filled(new, state, param)
+            master = None if master is None else _filled(weight, master, param)
+            if wide and saved is not None:
+                master = weight if master is None else master
+                state = (state, master) if place else (master, state)
+            converted[index] = state
+            if master is not None and dtype_of(weight) == "float32":
+                found[index] = master
+    except Exception as error:
+        if isinstance(error, ArgumentError) and type(optimizer).__module__.startswith("mxnet."):
+            raise
+        return states, {}
+    return converted, found
+
+
+def _place_of_master(optimizer: Any) -> int:
+    """Return the place of the master weight beside the state of a float16 weight: 0 or -1."""
+    optimizer.multi_precision, optimizer.create_state = True, lambda index, weight: optimizer
+    pair = optimizer.create_state_multi_precision(0, mx.nd.zeros((1,), dtype="float16"))
+    return [part is optimizer for part in pair].index(True) - 1
+
+
+def _form(state: Any) -> Any:
+    """Return the nesting of a state, with types in place of its values."""
+    return map_arrays(state, lambda array: NDArray, type)
+
+
+def _filled(new: Any, state: Any, param: Parameter) -> Any:
+    """Return a state with its arrays cast to the dtypes of a new one; raise if it does not fit."""
+    if _form(state) != _form(new):
+        raise TypeError
+    arrays: list[NDArray] = []
+    map_arrays(new, arrays.append, type)
+
+    def fill(one: NDArray) -> NDArray:
+        like = arrays.pop(0)
+        if one.shape != like.shape:
+            shapes = {"state": one.shape, "weight": param.shape}
+            raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
+        return cast(one, dtype_of(like))
+
+    return map_arrays(state, fill, lambda other: other)

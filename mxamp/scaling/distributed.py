@@ -11,7 +11,6 @@ import itertools
 import os
 import weakref
 import zlib
-from operator import attrgetter
 from typing import Any, Mapping, Sequence
 
 import mxnet as mx
@@ -23,8 +22,8 @@ from .._version import __version__
 from ..errors import StateError
 from ..framework import distributed as transports
 from ..policy.active import current_policy, suspended
-from ..policy.policy import Policy
-from .passes import Entry, Gradients
+from ..policy.policy import custom_classes
+from .passes import Entry, entries_of, gradients
 from .scaler import LossScaler
 
 #: Checksums have this many bits: float32 holds them exactly.
@@ -32,13 +31,13 @@ _CHECKSUM = 2**24 - 1
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
 _keys = itertools.count(2**30)
-_RESULT_FIELDS = attrgetter(
-    "op_class", "conditions", "keep_inputs", "follow_inputs", "keep_outputs", "by_op_type",
-    "by_shape",
-)  # fmt: skip
 #: The trainer of this process whose parameters are on the servers. Global: a process has one set.
 _on_servers: list[weakref.ref[Trainer]] = []
 
+DIFFERENT = (
+    "worker {} differs from worker 0 in mxamp's version, policy or loss scaler: start all workers "
+    "with the same script, arguments, mxamp and checkpoint. Worker {} has mxamp {}, {}, {}"
+)
 COMPRESSED = "the kvstore would compress Inf to a finite number: leave out compression_params"
 
 
@@ -50,41 +49,22 @@ def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type
     """
     transports.end_worker_on_errors()
     policy = current_policy()
-    settings = {
-        "mxamp version": __version__,
-        "policy": None if policy is None else _results_of(policy),
-        "loss scale": scaler_state.get("loss_scale"),
-        "loss scaler": {k: v for k, v in sorted(scaler_state.items()) if k != "loss_scale"},
-    }
-    # One row per worker, in which the others send zeros.
-    table = np.zeros((kvstore.num_workers, len(settings)), dtype="float32")
-    table[kvstore.rank] = [zlib.crc32(repr(v).encode()) & _CHECKSUM for v in settings.values()]
+    # Missing kernels change no results: float32 and casts give the same values.
+    rules = policy and (policy.target_dtype, policy.device, policy.changes, custom_classes())
+    settings = repr((__version__, rules, sorted(scaler_state.items())))
+    # One element per worker, in which the others send zeros.
+    sums = np.zeros((kvstore.num_workers, 1), dtype="float32")
+    sums[kvstore.rank] = zlib.crc32(settings.encode()) & _CHECKSUM
     key = key_type(next(_keys))
     with suspended():
-        array = mx.nd.array(table)
+        array = mx.nd.array(sums)
         kvstore.init(key, array.zeros_like())
         kvstore.push(key, array)
         kvstore.pull(key, out=array)
-        rows = array.asnumpy()
-    settings["policy"] = policy
-    own = ", ".join(f"{name} {value}" for name, value in settings.items())
-    for other, row in enumerate(rows):
-        what = " and ".join(name for name, a, b in zip(settings, rows[0], row) if a != b)
-        if what:
-            raise StateError(
-                f"worker {other} differs from worker 0 in {what}: start all workers with the same "
-                f"script, arguments, mxamp and checkpoint. Worker {kvstore.rank} has {own}"
-            )
-
-
-def _results_of(policy: Policy) -> Any:
-    """Return the settings of a policy that change numerical results, alike in all processes.
-
-    Missing kernels do not change them: float32 and casts give the same values.
-    """
-    rules = [(name, _RESULT_FIELDS(rule)) for name, rule in sorted(policy.rules.items())]
-    substitutions = sorted(policy.substitutions)
-    return policy.target_dtype, policy.device, policy.fp32_layers, substitutions, rules
+        sums = array.asnumpy()
+    for other in np.flatnonzero(sums != sums[0])[:1]:
+        own = kvstore.rank, __version__, policy, dict(scaler_state)
+        raise StateError(DIFFERENT.format(other, *own))
 
 
 def check_kvstore(trainer: Trainer) -> None:
@@ -106,69 +86,58 @@ def check_kvstore(trainer: Trainer) -> None:
             )
 
 
-class Reduction:
-    """Sums one trainer's gradients over devices and workers."""
+def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
+    """Wait until a distributed kvstore holds a trainer's weights; a no-op on others.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        #: The kvstore through which the workers have compared settings. None in a run of one
-        #: process, and where "auto" has chosen float32.
-        self.workers: Any = None
-        self._uninitialized: int | None = None  #: number of parameters, at the last sum
-
-    def wait_for_weights(self) -> None:
-        """Wait until a distributed kvstore holds the trainer's weights; a no-op on others.
-
-        Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
-        where parameters are not updated on it.
-        """
-        trainer = self._trainer
-        if not trainer._kv_initialized:
-            trainer._init_kvstore()
-        if trainer._params_to_init:
-            trainer._init_params()
-        uninitialized = len(trainer._params_to_init)  # of a deferred shape, sent later
-        if self._uninitialized != uninitialized and transports.is_distributed(trainer._kvstore):
-            mx.nd.waitall()
-            self._uninitialized = uninitialized
-
-    def compare_workers(self, scaler: LossScaler) -> None:
-        """Raise `StateError` in the first step if the workers' settings differ."""
-        if self.workers is None:
-            trainer = self._trainer
-            store = trainer._kvstore if transports.is_distributed(trainer._kvstore) else None
-            if transports.is_horovod_trainer(trainer):
-                store = transports.horovod_store(trainer)
-            if store is not None:
-                check_settings(store, scaler.state_dict())
-                self.workers = store
-
-    def sum(self, gradients: Gradients) -> None:
-        """Sum the trainer's gradients.
-
-        With several workers, a gradient that has overflowed is set to Inf before, as a script may
-        have made it finite since by clipping. A stale one is set to 0: not computed since the last
-        step, it holds that step's sum, which MXNet would add again.
-        """
-        stale: list[Entry] = []
-        if self.workers is not None:
-            entries, overflown = gradients.entries(), gradients.is_overflown
-            if transports.is_horovod_trainer(self._trainer):
-                for entry in entries:
-                    transports.check_horovod_gradients(entry.param.name, entry.param.list_grad())
-            fill_with_inf([entry.gradient for entry in entries if overflown(entry)])
-            stale = [e for e in entries if not e.is_fresh and not overflown(e)]
-        with suspended():
-            for entry in stale:
-                entry.gradient[:] = 0
-        type(self._trainer)._allreduce_grads(self._trainer)
-        for entry in stale:
-            # Computed by another worker, which updates with it: so does this worker.
-            entry.data._fresh_grad = bool(entry.gradient.asnumpy().any())
+    Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
+    where parameters are not updated on it. Returns the number of parameters of a deferred shape,
+    which are sent later: `waited_for` at the next call.
+    """
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+    if trainer._params_to_init:
+        trainer._init_params()
+    uninitialized = len(trainer._params_to_init)
+    if waited_for != uninitialized and transports.is_distributed(trainer._kvstore):
+        mx.nd.waitall()
+    return uninitialized
 
 
-def fill_with_inf(gradients: Sequence[NDArray]) -> None:
-    """Fill gradients with Inf, so that all workers skip the step after the sum."""
+def compare_workers(trainer: Trainer, scaler: LossScaler) -> Any:
+    """Return the kvstore over several workers, or None; raise if the workers' settings differ."""
+    store = trainer._kvstore if transports.is_distributed(trainer._kvstore) else None
+    if transports.is_horovod_trainer(trainer):
+        store = transports.horovod_store(trainer)
+    if store is not None:
+        check_settings(store, scaler.state_dict())
+    return store
+
+
+def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
+    """Sum a trainer's gradients, which carry one scale, over devices and workers.
+
+    With several workers, a gradient that has overflowed is set to Inf before, as a script may
+    have made it finite since by clipping. A stale one is set to 0: not computed since the last
+    step, it holds that step's sum, which MXNet would add again.
+    """
+    stale: list[Entry] = []
+    for entry in entries_of(trainer) if has_workers else ():
+        if transports.is_horovod_trainer(trainer):
+            transports.check_horovod_gradients(entry.param.name, entry.param.list_grad())
+        if gradients.is_overflown(entry):
+            fill([entry.gradient], np.inf)
+        elif not entry.is_fresh:
+            fill([entry.gradient], 0)
+            gradients.note(entry, scale)
+            stale.append(entry)
+    type(trainer)._allreduce_grads(trainer)
+    for entry in stale:
+        # Computed by another worker, which updates with it: so does this worker.
+        entry.data._fresh_grad = bool(entry.gradient.asnumpy().any())
+
+
+def fill(gradients: Sequence[NDArray], value: float) -> None:
+    """Fill gradients with a value; with Inf, all workers skip the step after the sum."""
     with suspended():
         for gradient in gradients:
-            gradient[:] = np.inf
+            gradient[:] = value

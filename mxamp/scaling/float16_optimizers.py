@@ -21,7 +21,7 @@ from ..framework.machine import dtype_name
 
 FLOAT16_UPDATE = (
     "{optimizer} can't update float16 weights: {why}. Keep float32 master weights, by "
-    "initialize(net, trainer, opt_level='O2') or the optimizer's multi_precision=True{instead}"
+    "initialize(net, trainer, opt_level='O2') or the optimizer's multi_precision=True"
 )
 
 #: Gradients of a probe, of all sizes that loss scaling leaves in float16.
@@ -49,22 +49,21 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
         expected = _probed_update(optimizer, context, "float32")
     except Exception:  # a custom optimizer may need its own parameters
         return
-    why, instead, cause = "updates become NaN or far too large", "", None
+    why, cause = "updates become NaN or far too large", None
     try:
         finite, update = np.isfinite(expected), _probed_update(optimizer, context, "float16")
         sizes = np.abs(expected[finite])
         if (np.abs(update[finite]) <= sizes + sizes.max(initial=0)).all():
             return
-        for name, value in vars(optimizer).items():
-            # Below the smallest normal number.
-            if "eps" in name and isinstance(value, float) and 0 < value < 2.0**-14:
-                why = f"its {name}={value:g} is {np.float16(value):g} in float16, and {why}"
-                instead = f", or write {name}=1e-3"
     except Exception as error:
         last_line = (str(error).strip() or repr(error)).split("\n")[-1]
         why, cause = f"it raises {last_line!r}", error
+    for name, value in vars(optimizer).items():
+        # Below the smallest normal number.
+        if "eps" in name and isinstance(value, float) and 0 < value < 2.0**-14:
+            why += f": its {name}={value:g} is {np.float16(value):g} in float16, write 1e-3"
     kind = type(optimizer).__name__
-    raise ArgumentError(FLOAT16_UPDATE.format(optimizer=kind, why=why, instead=instead)) from cause
+    raise ArgumentError(FLOAT16_UPDATE.format(optimizer=kind, why=why)) from cause
 
 
 def _probed_update(optimizer: Any, context: Any, dtype: str) -> Any:

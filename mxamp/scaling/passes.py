@@ -1,11 +1,10 @@
 """Backward passes, and the loss scale that each gradient carries after them.
 
 A scaled loss carries a mark: MXNet keeps the text of a scalar operand, so a multiplication by
-"65536.0", twenty zeros and the numbers of the scalers computes the same bits, and autograd's graph
-shows the text. A backward pass reads the marks of its heads. It then tells the `Gradients` of each
-trainer with which scale it writes them: while that is the scale which they carry already, no array
-is looked at. Where it is another one, MXNet's flag `_fresh_grad` of each parameter's array tells
-the gradients that the pass has written.
+"65536.0", zeros and a one computes the same bits, and autograd's graph shows the text. A backward
+pass reads the marks of its heads, and records with which scale it writes gradients: while that is
+the scale that all of them carry already, no array is looked at. Where it is another one, MXNet's
+flag `_fresh_grad` of each parameter's array tells the gradients that the pass has written.
 """
 
 from __future__ import annotations
@@ -14,140 +13,142 @@ import gc
 import json
 import logging
 import threading
-import weakref
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from mxnet import autograd, nd
 from mxnet.base import MXNetError
-from mxnet.gluon import Constant, Parameter, Trainer
+from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _internal as np_internal
 from mxnet.numpy import ndarray as np_ndarray
 
-from ..errors import StateError
-from ..framework.patching import (
-    FrontEnd,
-    Original,
-    Patch,
-    hold_during_forks,
-    patches_of_function,
-    wrapping,
-)
+from ..errors import ArgumentError, StateError
+from ..framework import patching
+from ..framework.arrays import dtype_of, map_arrays
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
+from ..framework.wording import shown
 from .finite import multiply, unscale
 from .loss_outputs import scaled_outputs
-from .statistics import RunningStatistics
+from .statistics import RunningStatistics, running_statistics
 
 logger = logging.getLogger("mxamp")
 
+NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
+SCALED_ALREADY = "this loss has been scaled already: scale each loss once"
 FOREIGN = (
-    "the gradients of this trainer come from a loss that was scaled, by {scale:g}, for another "
-    "trainer: after init_trainer for each, scale the loss for both, "
-    "`with mxamp.scale_loss(loss, [trainer, other]) as scaled`; with a GradScaler call "
-    "scaler.step(trainer, batch_size)"
+    "the gradients of this trainer come from a loss that was scaled for another trainer: call "
+    "init_trainer for it too, or with a GradScaler scaler.step(trainer, batch_size)"
 )
 SEVERAL_SCALES = (
-    "this backward pass starts from losses that were scaled apart, or not all scaled: scale them "
-    "together, `with mxamp.scale_loss([one, other], [trainer, ...]) as scaled`, or call backward "
-    "for each"
+    "these losses were scaled apart, or not all scaled: scale them together, "
+    "`with mxamp.scale_loss([one, other], trainers) as scaled`, or call backward for each"
 )
-
 MADE_LATE = (
-    "the gradient of %s is older than its trainer, and backward passes had several loss scales: it "
-    "counts as stale. Make the trainer before the backward pass"
+    "the gradient of %s is older than its trainer, and set to zero, as its loss scale is unknown: "
+    "make the trainer before the backward pass"
 )
 
 # ---------------------------------------------------------------------- the mark of a scaled loss
 
-#: Between a scale and the numbers of its scalers: digits too small to change the scale, which no
-#: program writes. Each number has a 1 before it and eight digits.
-_ZEROS = "0" * 20
-_DIGITS = 9
+#: Behind the scale of a scaled loss: digits too small to change it, which no program writes.
+_MARK = "00000000000000000001"
 #: MXNet reads scalars from 19 digits before the point, and as many behind it.
 _SMALLEST, _LARGEST = 2.0**-30, 2.0**60
 
 
-class Mark(NamedTuple):
-    """The scale of a scaled loss, and the numbers of the scalers that it was scaled for."""
-
-    scale: float = 1.0
-    owners: frozenset[int] = frozenset()
-
-
-def marked(loss: NDArray, scale: float, owners: Iterable[int]) -> NDArray:
+def _marked(loss: NDArray, scale: float) -> NDArray:
     """Return a loss times a scale, with a mark; a scale of 1 needs neither."""
     if scale == 1:
         return loss
     if not _SMALLEST <= scale <= _LARGEST:
         raise StateError(f"a loss scale of {scale:g} is not between 2**-30 and 2**60")
-    text = _text(scale, tuple(owners))
+    text = np.format_float_positional(scale, trim="0") + _MARK
     if isinstance(loss, np_ndarray):
         return np_internal.multiply_scalar(loss, scalar=text)
     return nd._internal._mul_scalar(loss, scalar=text)
 
 
-@lru_cache(maxsize=64)
-def _text(scale: float, owners: tuple[int, ...]) -> str:
-    """Return a scale with its mark, as MXNet reads and keeps it."""
-    numbers = "".join(f"1{number:08d}" for number in owners)
-    return f"{np.format_float_positional(scale, trim='0')}{_ZEROS}{numbers}"
+def _scale_in(scalar: str | None) -> float | None:
+    """Return the scale in the text of a scalar operand; None if it holds no mark."""
+    return float(scalar[: -len(_MARK)]) if scalar and scalar.endswith(_MARK) else None
 
 
-@lru_cache(maxsize=64)
-def _parsed(scalar: str | None) -> Mark | None:
-    """Return the mark in the text of a scalar operand; None if it holds none."""
-    text, zeros, digits = (scalar or "").rpartition(_ZEROS)
-    if not zeros or not digits:
-        return None
-    numbers = (digits[i + 1 : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
-    return Mark(float(text), frozenset(map(int, numbers)))
-
-
-def mark_of(head: NDArray) -> Mark | None:
-    """Return the mark of a scaled loss; None for any other array. Takes some 3 us."""
+def _scale_of(head: NDArray) -> float | None:
+    """Return the scale of a scaled loss; None for any other array. Takes some 3 us."""
     try:
-        return _parsed(autograd.get_symbol(head).attr("scalar"))
+        return _scale_in(autograd.get_symbol(head).attr("scalar"))
     except MXNetError:
         return None  # not the result of a recorded call
 
 
-def marks_behind(head: NDArray) -> set[Mark]:
-    """Return the marks of a head: its own, or those of the scaled losses that it is made from."""
-    own = mark_of(head)
+def _scales_behind(head: NDArray) -> set[float]:
+    """Return the scale of a head: its own, or those of the scaled losses that it is made from."""
+    own = _scale_of(head)
     if own is not None:
         return {own}
     try:
         text = autograd.get_symbol(head).tojson()
     except MXNetError:
         return set()
-    if _ZEROS not in text:
+    if _MARK not in text:
         return set()
     graph = json.loads(text)
-    found: set[Mark] = set()
+    found: set[float] = set()
     seen: set[int] = set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:
         index = waiting.pop()
         node = graph["nodes"][index]
-        mark = _parsed(node.get("attrs", {}).get("scalar"))
-        if mark is not None:
-            found.add(mark)
+        scale = _scale_in(node.get("attrs", {}).get("scalar"))
+        if scale is not None:
+            found.add(scale)
         elif node["op"] != "BlockGrad" and index not in seen:  # no gradient passes a BlockGrad
             waiting += [source[0] for source in node["inputs"]]
         seen.add(index)
     return found
 
 
-# ---------------------------------------------------------------------- the gradients of a trainer
+def scale_losses(loss: Any, scale: float, others: bool) -> tuple[Any, list[NDArray]]:
+    """Return marked losses times a scale, in the same containers, and the unscaled ones.
+
+    Raises `StateError` if one is scaled already. With `others`, losses scaled since the last step
+    may lie behind it: this reads its whole graph.
+    """
+    unscaled: list[NDArray] = []
+
+    def scaled_in_float32(array: NDArray) -> NDArray:
+        if _scale_of(array) or (others and _scales_behind(array)):
+            raise StateError(SCALED_ALREADY)
+        unscaled.append(array.detach())
+        if dtype_of(array) not in ("float32", "float64"):
+            array = array.astype("float32")  # 65504 is float16's largest number
+        return _marked(array, scale)
+
+    with autograd.record(train_mode=autograd.is_training()):
+        mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
+    if not unscaled:
+        _raise_no_loss(loss)
+    if scale != 1:
+        passes.open()
+    return mapped, unscaled
+
+
+def _raise_no_loss(value: Any) -> Any:
+    raise ArgumentError(NO_LOSS.format(shown(value)))
+
+
+# ---------------------------------------------------------------------- the scales of gradients
 
 
 class Entry(NamedTuple):
     """The gradient of one parameter on one device."""
 
-    key: tuple[int, int]  #: the positions of the parameter and of the device
     param: Parameter
+    device: int  #: its position
     data: NDArray
     gradient: NDArray
 
@@ -162,190 +163,163 @@ class Entry(NamedTuple):
         return bool(self.param.grad_req == "add")
 
 
+def entries_of(*trainers: Trainer) -> list[Entry]:
+    """Return the gradients of all parameters of trainers on all devices."""
+    return [
+        Entry(param, device, data, gradient)
+        for param in dict.fromkeys(param for trainer in trainers for param in trainer._params)
+        if param.grad_req != "null" and param._grad is not None
+        for device, (data, gradient) in enumerate(zip(param._data, param._grad))
+    ]
+
+
+def fresh(trainer: Trainer) -> list[Entry]:
+    """Return the gradients that backward passes have written since a trainer's last update."""
+    return [entry for entry in entries_of(trainer) if entry.is_fresh]
+
+
 @contextmanager
 def without_flags(arrays: Iterable[NDArray]) -> Iterator[None]:
     """Context in which `_fresh_grad` marks just the arrays that it writes the gradients of.
 
     Afterwards the arrays that were marked before are marked again.
     """
-    fresh = [array for array in arrays if array._fresh_grad]
-    for array in fresh:
+    flagged = [array for array in arrays if array._fresh_grad]
+    for array in flagged:
         array._fresh_grad = False
     try:
         yield
     finally:
-        for array in fresh:
+        for array in flagged:
             array._fresh_grad = True
 
 
+class Note(NamedTuple):
+    """What is known of one gradient."""
+
+    scale: float
+    #: The gradient, if it was found not finite and not replaced since: a script may have hidden it.
+    overflown: NDArray | None = None
+
+
 class Gradients:
-    """The loss scales that the gradients of one trainer carry, stale ones included."""
+    """The loss scales that the gradients of all known trainers carry, stale ones included."""
 
-    def __init__(self, trainer: Trainer, carried: float) -> None:
-        self.trainer, self.carried = trainer, carried
-        self.exceptions: dict[tuple[int, int], float] = {}  #: other scales than `carried`
-        #: Gradients found not finite, and not replaced since: a script may have hidden it.
-        self.overflown: dict[tuple[int, int], NDArray] = {}
-        #: The scalers of the losses that gradients come from, by number; none since the last step.
-        self.owners: frozenset[int] = frozenset()
-        self.is_known = False  #: a pass was seen since the last step
-        self.statistics = RunningStatistics()
+    def __init__(self) -> None:
+        self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
+        self.scale = 1.0  #: of all gradients without a note
+        self._notes: WeakKeyDictionary[Parameter, dict[int, Note]] = WeakKeyDictionary()
+        self.any_scaled = False  #: a pass with a scale other than 1 was seen
+        self.passes = 0  #: the number of passes so far
 
-    def running_statistics(self) -> dict[str, NDArray]:
-        """Return the running statistics of BatchNorm among the parameters, on all devices.
+    def add(self, trainer: Trainer) -> None:
+        """Add a trainer; its gradients from earlier passes become zero and stale."""
+        if trainer in self.trainers:
+            return
+        known = {param for other in list(self.trainers) for param in other._params}
+        self.trainers[trainer] = RunningStatistics()
+        for entry in fresh(trainer) if self.any_scaled else ():
+            if entry.param not in known:
+                logger.warning(MADE_LATE, entry.param.name)
+                entry.param.zero_grad()
+                entry.data._fresh_grad = False
 
-        MXNet does not tell them from other parameters without a gradient; vectors are small.
-        """
-        return {
-            f"{param.name} on {data.context}": data
-            for param in self.trainer._params
-            if param.grad_req == "null" and param._data is not None
-            if not isinstance(param, Constant) and len(param.shape) == 1
-            for data in param.list_data()
-        }
-
-    def entries(self, keys: Iterable[Any] | None = None) -> list[Entry]:
-        """Return the gradients of all parameters on all devices, or those of some `keys`."""
-        wanted = None if keys is None else set(keys)
-        return [
-            Entry((i, k), param, data, gradient)
-            for i, param in enumerate(self.trainer._params)
-            if param.grad_req != "null" and param._grad is not None
-            for k, (data, gradient) in enumerate(zip(param._data, param._grad))
-            if wanted is None or (i, k) in wanted
-        ]
-
-    def fresh(self) -> list[Entry]:
-        """Return the gradients that backward passes have written since the last update."""
-        return [entry for entry in self.entries() if entry.is_fresh]
-
-    def scale_of(self, entry: Entry) -> float:
-        """Return the scale that a gradient carries."""
-        return self.exceptions.get(entry.key, self.carried)
+    def note_of(self, entry: Entry) -> Note:
+        """Return what is known of a gradient."""
+        return self._notes.get(entry.param, {}).get(entry.device, Note(self.scale))
 
     def is_overflown(self, entry: Entry) -> bool:
         """Return whether a gradient was found not finite; another `grad_req` makes a new one."""
-        return self.overflown.get(entry.key) is entry.gradient
+        return self.note_of(entry).overflown is entry.gradient
 
-    def carry_all(self, scale: float) -> bool:
+    def note(self, entry: Entry, scale: float, overflown: NDArray | None = None) -> None:
+        """Record the scale of a gradient, and whether it was found not finite."""
+        held = self._notes.setdefault(entry.param, {})
+        held[entry.device] = Note(scale, overflown)
+        if scale == self.scale and overflown is None:
+            del held[entry.device]
+        if not held:
+            del self._notes[entry.param]
+
+    def all_carry(self, scale: float) -> bool:
         """Return whether no backward pass with `scale` changes this record."""
-        return self.carried == scale and not self.exceptions and not self.overflown
+        return self.scale == scale and not self._notes
 
     @contextmanager
-    def written(self, scale: float, prepared: set[int]) -> Iterator[None]:
-        """Context of a backward pass with a scale, which may write these gradients.
-
-        `prepared` are arrays, by `id`, that trainers with the same parameters have prepared.
-        """
-        known = self.carried == scale
-        entries = self.entries({*self.exceptions, *self.overflown} if known else None)
+    def written(self, scale: float) -> Iterator[None]:
+        """Context of a backward pass with a scale: record the gradients that it writes."""
+        entries = [] if self.all_carry(scale) else entries_of(*list(self.trainers))
+        if scale == self.scale:
+            entries = [entry for entry in entries if entry.param in self._notes]
         with without_flags([entry.data for entry in entries]):
-            adding = [one for one in entries if one.adds and id(one.data) not in prepared]
-            kept = [(entry, self._prepared(entry, scale)) for entry in adding]
-            prepared.update(id(entry.data) for entry in adding)
+            adding = [one for one in entries if one.adds and self.note_of(one).scale != scale]
+            with autograd.pause():
+                kept = [(entry, entry.gradient.copy()) for entry in adding]
+            for entry in adding:
+                multiply([entry.gradient], scale / self.note_of(entry).scale)
             try:
                 yield
             finally:
-                for entry, before in kept:
-                    if before is not None and not entry.is_fresh:
-                        with autograd.pause():
+                with autograd.pause():
+                    for entry, before in kept:
+                        if not entry.is_fresh:
                             before.copyto(entry.gradient)
                 self._record(entries, scale)
 
-    def _prepared(self, entry: Entry, scale: float) -> NDArray | None:
-        """Bring a gradient that the pass may add to to its scale; return a copy from before."""
-        factor, before = scale / self.scale_of(entry), None
-        if factor != 1:
-            with autograd.pause():
-                before = entry.gradient.copy()
-            multiply([entry.gradient], factor)
-        return before
-
     def _record(self, entries: Sequence[Entry], scale: float) -> None:
         """Record the scale of the `entries` that a pass has written."""
-        written = {entry.key for entry in entries if entry.is_fresh}
-        if written:
-            for key in (one.key for one in entries if one.key in written and not one.adds):
-                self.overflown.pop(key, None)
-            others = {one.key: self.scale_of(one) for one in entries if one.key not in written}
-            self.carried = scale
-            self.exceptions = {key: other for key, other in others.items() if other != scale}
+        found = [(entry, self.note_of(entry), entry.is_fresh) for entry in entries]
+        if any(is_written for _, _, is_written in found):
+            self.scale = scale
+            for entry, before, is_written in found:
+                after = Note(scale, before.overflown if entry.adds else None)
+                self.note(entry, *(after if is_written else before))
 
-    def assume(self, scale: float) -> None:
-        """Take fresh gradients for those of a loss with `scale` if no pass was seen since the step.
+    def carry_scale(self, trainer: Trainer) -> bool:
+        """Return whether a fresh gradient of a trainer carries a scale other than 1."""
+        is_plain = self.all_carry(1)
+        return not is_plain and any(self.note_of(entry).scale != 1 for entry in fresh(trainer))
 
-        The pass was then made by a function that the program has looked up before the patches.
-        """
-        if not self.is_known:
-            self._record(self.entries(), scale)
+    def carried(self, trainer: Trainer) -> float:
+        """Return the scale of a trainer's fresh gradients: the smallest, if they have several."""
+        if not self._notes:
+            return self.scale
+        return min((self.note_of(entry).scale for entry in fresh(trainer)), default=self.scale)
 
-    def equalize(self) -> float:
-        """Multiply gradients so that all fresh ones carry one scale; return it."""
-        for entry in self.entries(self.exceptions) if self.exceptions else ():
-            if entry.is_fresh or entry.adds:
-                multiply([entry.gradient], self.carried / self.exceptions.pop(entry.key))
-        return self.carried
+    def equalize(self, trainer: Trainer) -> float:
+        """Multiply gradients so that all fresh ones of a trainer carry one scale; return it."""
+        scale = self.carried(trainer)
+        for entry in entries_of(trainer) if self._notes else ():
+            other, overflown = self.note_of(entry)
+            if other != scale and (entry.is_fresh or entry.adds):
+                multiply([entry.gradient], scale / other)
+                self.note(entry, scale, overflown)
+        return scale
 
-    def unscale(self) -> None:
-        """Divide all gradients by their scales, and record which fresh ones are not finite."""
-        entries = [one for one in self.entries() if one.is_fresh or self.scale_of(one) != 1]
-        for scale in {self.scale_of(entry) for entry in entries}:
-            group = [entry for entry in entries if self.scale_of(entry) == scale]
-            bad = [group[i] for i in unscale([entry.gradient for entry in group], scale)]
-            self.overflown.update((one.key, one.gradient) for one in bad if one.is_fresh)
-        self.carried, self.exceptions, self.owners = 1.0, {}, frozenset()
-        self.tell_others(entries)
+    def unscale(self, trainer: Trainer) -> None:
+        """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
+        found = [(entry, self.note_of(entry)) for entry in entries_of(trainer)]
+        found = [(entry, note) for entry, note in found if entry.is_fresh or note.scale != 1]
+        for scale in {note.scale for _, note in found}:
+            group = [(entry, note) for entry, note in found if note.scale == scale]
+            bad = unscale([entry.gradient for entry, _ in group], scale)
+            for i, (entry, note) in enumerate(group):
+                is_bad = i in bad and entry.is_fresh
+                self.note(entry, 1.0, entry.gradient if is_bad else note.overflown)
 
-    def tell_others(self, entries: Sequence[Entry]) -> None:
-        """Record in trainers with the same parameters that these gradients are unscaled."""
-        unscaled = {id(entry.data) for entry in entries}
-        others = [gradients_of(trainer) for trainer in passes.trainers]
-        for other in others if len(others) > 1 else ():
-            shared = [one for one in other.entries() if id(one.data) in unscaled]
-            if other is not self and other.carried != 1:
-                other.exceptions.update((one.key, 1.0) for one in shared)
+    def end_step(self, trainer: Trainer) -> None:
+        """Record that a trainer's gradients have been used."""
+        for entry in entries_of(trainer) if self._notes else ():
+            self.note(entry, self.note_of(entry).scale)
 
-    def end_step(self) -> None:
-        """Record that the gradients have been used."""
-        self.overflown, self.owners, self.is_known = {}, frozenset(), False
-
-    def check_unscaled(self) -> None:
-        """Raise `StateError` if a fresh gradient carries a scale, which nothing will take out."""
-        if self.carried == 1 and not self.exceptions:
-            return
-        scales = {self.scale_of(entry) for entry in self.fresh()} - {1.0}
-        if scales:
-            raise StateError(FOREIGN.format(scale=max(scales)))
+    def clear(self) -> None:
+        """Forget the trainers, after `unscale` for each: no gradient carries a scale any more."""
+        self.trainers.clear()
+        self.scale, self.any_scaled = 1.0, False
 
 
-def gradients_of(trainer: Trainer) -> Gradients:
-    """Return the record of a trainer's gradients, which its attribute `_amp_gradients` holds."""
-    found: Gradients | None = vars(trainer).get("_amp_gradients")
-    if found is None:
-        found = trainer._amp_gradients = Gradients(trainer, 1.0)
-        fresh = found.fresh()
-        if fresh and passes.scales - {1.0}:
-            _take_earlier_passes(found, fresh)
-    return found
-
-
-def _take_earlier_passes(new: Gradients, fresh: Sequence[Entry]) -> None:
-    """Record the scales of gradients from before their trainer was made.
-
-    Another trainer of the parameters knows them, or all passes so far had one scale. Else the
-    gradients count as stale: a step raises.
-    """
-    others = (gradients_of(other) for other in passes.trainers if other is not new.trainer)
-    known = {id(e.data): other.scale_of(e) for other in others for e in other.entries()}
-    if len(passes.scales) == 1:
-        known = {**dict.fromkeys((id(e.data) for e in fresh), *passes.scales), **known}
-    for entry in fresh:
-        scale = known.get(id(entry.data))
-        if scale is None:
-            logger.warning(MADE_LATE, entry.param.name)
-            entry.data._fresh_grad = False
-        elif scale != 1:
-            new.exceptions[entry.key] = scale
+#: One per process, as MXNet's gradients are.
+gradients = Gradients()
 
 
 # ---------------------------------------------------------------------- the one patch of backward
@@ -356,8 +330,6 @@ class _Passes(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        self.scales: set[float] = set()  #: of all passes so far
         #: The front end whose scale never leaves the backward pass, if it is on.
         self.automatic: Any = None
         #: Held by passes and steps of several trainers while they read and set flags.
@@ -367,8 +339,8 @@ class _Passes(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            *patches_of_function(autograd, "backward", wrapping(self._patched_backward)),
-            *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
+            *patching.patches_of_function(autograd, "backward", wrapping(self._patched_backward)),
+            *patching.patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
             Patch(NDArray, "backward", wrapping(_patched_array_backward)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "step", wrapping(self._patched_step)),
@@ -378,17 +350,17 @@ class _Passes(FrontEnd):
     def open(self) -> None:
         """Patch backward passes and trainers, and find the existing trainers in memory."""
         if not self.is_open:
-            self.trainers.update(one for one in gc.get_objects() if issubclass(type(one), Trainer))
+            for one in gc.get_objects():
+                if issubclass(type(one), Trainer):
+                    gradients.add(one)
         super().open()
 
     def close(self) -> None:
         """Undo the patches. No pass is seen from then on: no gradient carries a scale any more."""
         super().close()
-        for trainer in list(self.trainers):
-            hook = getattr(trainer, "_amp_loss_scaler", None)
-            getattr(hook, "leave_passes", gradients_of(trainer).unscale)()
-        self.trainers.clear()
-        self.scales.clear()
+        for trainer in list(gradients.trainers):
+            getattr(_state(trainer), "leave_passes", partial(gradients.unscale, trainer))()
+        gradients.clear()
 
     @property
     def is_nested(self) -> bool:
@@ -399,61 +371,45 @@ class _Passes(FrontEnd):
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         return foreign or getattr(self._thread, "runs", False)
 
-    def _mark_of_heads(self, heads: Sequence[NDArray]) -> Mark:
-        """Return the mark of a pass; raise `StateError` if it would mix several scales."""
-        behind = [marks_behind(head) for head in heads]
-        marks = set().union(*behind)
-        if len({mark.scale for mark in marks}) > 1 or (marks and not all(behind)):
-            raise StateError(SEVERAL_SCALES)
-        if not marks:
-            return Mark()
-        owners = frozenset().union(*(mark.owners for mark in marks))
-        return Mark(marks.pop().scale, owners)
-
     @contextmanager
-    def _running(self, heads: Sequence[NDArray]) -> Iterator[Mark]:
-        """Context of a backward pass: yield its mark, and set the scale of output operators."""
-        mark = self._mark_of_heads(heads)
+    def _running(self, heads: Sequence[NDArray]) -> Iterator[float]:
+        """Context of a backward pass: yield its scale, and set that of output operators.
+
+        Raises `StateError` if the pass would mix several scales.
+        """
+        behind = [_scales_behind(head) for head in heads]
+        scales = set().union(*behind)
+        if len(scales) > 1 or (scales and not all(behind)):
+            raise StateError(SEVERAL_SCALES)
+        scale = scales.pop() if scales else 1.0
         self._thread.runs = True
         try:
             # The scale of output operators is the process's.
-            lock = self._pass_lock if len(self.trainers) > 1 else nullcontext()
-            with lock, scaled_outputs(mark.scale):
-                yield mark
+            lock = self._pass_lock if len(gradients.trainers) > 1 else nullcontext()
+            with lock, scaled_outputs(scale):
+                yield scale
         finally:
             self._thread.runs = False
 
     @contextmanager
-    def _recorded(self, mark: Mark) -> Iterator[None]:
-        """Context of a pass that writes gradients: record its scale for each trainer."""
-        records = [gradients_of(trainer) for trainer in list(self.trainers)]
-        self.scales.add(mark.scale)
-        for record in records:
-            record.statistics.before_pass(record.running_statistics)
-            record.owners |= mark.owners
-            record.is_known = True
-        if len(records) == 1 and self.automatic is None and records[0].carry_all(mark.scale):
-            yield
-            return
-        prepared: set[int] = set()
-        with self._pass_lock, ExitStack() as stack:
-            for record in records:
-                if not record.carry_all(mark.scale):
-                    stack.enter_context(record.written(mark.scale, prepared))
+    def _recorded(self, scale: float) -> Iterator[None]:
+        """Context of a pass that writes gradients: record its scale."""
+        gradients.passes += 1
+        gradients.any_scaled |= scale != 1
+        for trainer, statistics in list(gradients.trainers.items()):
+            statistics.before_pass(partial(running_statistics, trainer))
+        alone = len(gradients.trainers) == 1 and self.automatic is None
+        lock = nullcontext() if alone and gradients.all_carry(scale) else self._pass_lock
+        with lock, gradients.written(scale):
             yield
 
     def _patched_backward(
-        self,
-        original: Original,
-        heads: Any,
-        head_grads: Any = None,
-        retain_graph: bool = False,
-        train_mode: bool = True,
+        self, original: Original, heads: Any, head_grads: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         """Run a backward pass, and record for each trainer the scale of its gradients."""
 
         def compute(gradients: Any) -> None:
-            original(heads, gradients, retain_graph, train_mode)
+            original(heads, gradients, *args, **kwargs)
 
         heads = [heads] if isinstance(heads, NDArray) else heads
         if self.is_nested:
@@ -462,12 +418,12 @@ class _Passes(FrontEnd):
             else:
                 self.automatic.run_nested(compute, heads, head_grads)
             return
-        with self._running(heads) as mark:
+        with self._running(heads) as scale:
             if self.automatic is None:
-                with self._recorded(mark):
+                with self._recorded(scale):
                     compute(head_grads)
             else:
-                self.automatic.run(compute, heads, head_grads, self._recorded(mark))
+                self.automatic.run(compute, heads, head_grads, self._recorded(scale))
 
     def _patched_grad(
         self,
@@ -475,14 +431,13 @@ class _Passes(FrontEnd):
         heads: Any,
         variables: Any,
         head_grads: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        train_mode: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run `autograd.grad`; gradients of a scaled loss carry its scale."""
 
         def compute(gradients: Any) -> Any:
-            return original(heads, variables, gradients, retain_graph, create_graph, train_mode)
+            return original(heads, variables, gradients, *args, **kwargs)
 
         heads = [heads] if isinstance(heads, NDArray) else heads
         nested = self.is_nested
@@ -496,32 +451,32 @@ class _Passes(FrontEnd):
     ) -> None:
         """Initialize a trainer, and add it to the known trainers."""
         original(trainer, *args, **kwargs)
-        self.trainers.add(trainer)
-        gradients_of(trainer)
+        gradients.add(trainer)
 
     def _patched_step(
         self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
     ) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
-        self.trainers.add(trainer)  # a copied trainer has run no constructor
-        if not hasattr(getattr(trainer, "_amp_loss_scaler", None), "stage"):
-            gradients_of(trainer).check_unscaled()
-        with self._pass_lock if len(self.trainers) > 1 else nullcontext():
+        gradients.add(trainer)  # a copied trainer has run no constructor
+        has_state = hasattr(_state(trainer), "leave_passes")
+        if not has_state and gradients.carry_scale(trainer):
+            raise StateError(FOREIGN)
+        with self._pass_lock if len(gradients.trainers) > 1 else nullcontext():
             original(trainer, *args, **kwargs)
 
 
+def _state(trainer: Trainer) -> Any:
+    """Return a trainer's loss scaler: a `State`, one of MXNet's, or None."""
+    return getattr(trainer, "_amp_loss_scaler", None)
+
+
 def _patched_array_backward(
-    original: Original,
-    array: NDArray,
-    out_grad: Any = None,
-    retain_graph: bool = False,
-    train_mode: bool = True,
+    _original: Original, array: NDArray, out_grad: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """Run `NDArray.backward` through the patched `autograd.backward`, looked up at each call."""
-    del original
-    autograd.backward([array], [out_grad], retain_graph, train_mode)
+    autograd.backward([array], [out_grad], *args, **kwargs)
 
 
 #: One per process, like the functions that it patches.
 passes = _Passes()
-hold_during_forks(passes._pass_lock)
+patching.hold_during_forks(passes._pass_lock)

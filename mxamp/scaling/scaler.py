@@ -10,8 +10,6 @@ backward pass.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
 import math
 import numbers
@@ -27,9 +25,6 @@ STATE_VERSION = 1
 NO_STATE = "the state must be what state_dict of a {kind} gives, with {fields}, not {given}"
 OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
 
-#: Numbers of scalers, which scaled losses carry: see `passes`.
-_numbers = itertools.count(1)
-
 
 def positive_number(name: str, value: Any) -> float:
     """Return `value` as a float; raise unless it is a positive finite number."""
@@ -43,9 +38,7 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
     """Return `value` as an int; raise unless it is a whole number of at least `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
-        raise ArgumentError(
-            f"{name} must be a whole number of at least {least}, not {shown(value)}"
-        )
+        raise ArgumentError(f"{name} must be a whole number from {least}, not {shown(value)}")
     return int(value)
 
 
@@ -105,12 +98,13 @@ class LossScaler:
             raise ArgumentError(f"growth_factor must be more than 1, not {shown(growth_factor)}")
         if self._backoff_factor >= 1:
             raise ArgumentError(f"backoff_factor must be less than 1, not {shown(backoff_factor)}")
-        self._check_limits("init_scale", self._loss_scale)
+        if not self._min_scale <= self._loss_scale <= self._max_scale:
+            raise ArgumentError(f"init_scale is not from min_scale to max_scale: {init_scale:g}")
         self._overflows_left = self._hysteresis
 
     def _start(self, scale: float) -> None:
         """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
-        self.number, self.kind = next(_numbers), type(self).__name__
+        self.kind = type(self).__name__
         self.steps = self.skips = 0  #: updates done and skipped
         self._loss_scale = scale
         self._growth_factor = self._backoff_factor = 1.0
@@ -137,15 +131,8 @@ class LossScaler:
         """Whether an overflow can't lower the scale."""
         return self._backoff_factor == 1 or self._loss_scale <= self._min_scale
 
-    def _check_limits(self, name: str, scale: float) -> None:
-        if not self._min_scale <= scale <= self._max_scale:
-            raise ArgumentError(
-                f"{name} must be between min_scale and max_scale, {self._min_scale:g} and "
-                f"{self._max_scale:g}, not {scale:g}"
-            )
-
     def set_scale(self, scale: float) -> None:
-        """Set the scale; raise `ArgumentError` outside `min_scale` and `max_scale`.
+        """Set the scale, and widen the limits where it is outside of them; a no-op in float32.
 
         >>> scaler = LossScaler()
         >>> scaler.set_scale(1024)
@@ -157,14 +144,8 @@ class LossScaler:
         scale : float
             The scale of the next loss.
         """
-        scale = positive_number("scale", scale)
-        self._check_limits("scale", scale)
-        self._loss_scale = scale
-
-    def assign_scale(self, scale: float) -> None:
-        """Set the scale, and widen the limits where it is outside of them; a no-op in float32."""
         if self.checks:
-            self._loss_scale = positive_number("loss_scale", scale)
+            self._loss_scale = positive_number("scale", scale)
             self._min_scale = min(self._min_scale, self._loss_scale)
             self._max_scale = max(self._max_scale, self._loss_scale)
 
@@ -196,12 +177,8 @@ class LossScaler:
         >>> StaticLossScaler(128).state_dict()
         {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
         """
-        values = {name: getattr(self, f"_{name}") for name in self._saved_fields}
+        values = {name: getattr(self, f"_{name}") for name in self._fields}
         return {"kind": self.kind, "version": STATE_VERSION, **values}
-
-    @property
-    def _saved_fields(self) -> tuple[str, ...]:
-        return _KINDS.get(self.kind, type(self))._fields
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the `state` that `state_dict` has returned.
@@ -214,17 +191,16 @@ class LossScaler:
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
         """
-        own, fields = self.state_dict(), self._saved_fields
+        own, fields = self.state_dict(), self._fields
         fits = isinstance(state, Mapping) and state.keys() >= own.keys()
         if not fits or any(state[name] != own[name] for name in ("kind", "version")):
             names = ", ".join(own)
             raise ArgumentError(NO_STATE.format(kind=self.kind, fields=names, given=shown(state)))
         positive_number("loss_scale", state["loss_scale"])
-        if self.kind == LossScaler.__name__:
-            # The constructor checks the settings; the two counts at the end are not among them.
-            LossScaler(state["loss_scale"], **{name: state[name] for name in fields[1:-2]})
-            for name in fields[-2:]:
-                whole_number(name, state[name])
+        # The constructor checks the settings; the two counts at the end are not among them.
+        LossScaler(*(state[name] for name in fields[:-2]))
+        for name in fields[7:]:
+            whole_number(name, state[name])
         vars(self).update({f"_{name}": state[name] for name in fields})
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -233,25 +209,14 @@ class LossScaler:
         A scaler that scales does not become one that does not, nor the other way round: a run in
         float16 may resume from one in bfloat16. In float32 there is nothing to resume.
         """
-        saved = from_state_dict(state)
-        if not self.checks:
-            return
-        if saved.scales != self.scales:
+        kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
+        saved = _KINDS.get(kind, LossScaler)()
+        saved.load_state_dict(state)
+        saved.steps, saved.skips = self.steps, self.skips
+        if self.checks and saved.scales != self.scales:
             logger.warning(OTHER_KIND, saved, self)
-            return
-        vars(self).update({**vars(saved), "number": self.number})
-
-    def __deepcopy__(self, memo: Any) -> LossScaler:
-        copied = copy.copy(self)
-        copied.number = next(_numbers)
-        return copied
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LossScaler):
-            return False
-        return self.state_dict() == other.state_dict() and self.checks == other.checks
-
-    __hash__ = None  # type: ignore[assignment]
+        elif self.checks:
+            vars(self).update(vars(saved), _fields=saved._fields)
 
     def __repr__(self) -> str:
         return f"{self.kind}({f'{self.loss_scale:g}' if self.scales else ''})"
@@ -299,16 +264,6 @@ def unchecked_scaler() -> LossScaler:
     return scaler
 
 
-def from_state_dict(state: Mapping[str, Any]) -> LossScaler:
-    """Return a new scaler with the state that `state_dict` returned."""
-    kind = state.get("kind") if isinstance(state, Mapping) else None
-    scaler = _KINDS.get(str(kind), LossScaler)()
-    scaler.load_state_dict(state)
-    counts = (whole_number(name, state.get(name, 0)) for name in ("shared_steps", "shared_skips"))
-    scaler.steps, scaler.skips = counts
-    return scaler
-
-
 class SharedScale:
     """A loss scaler in an optimizer, for the API `scaled_by`, whose trainers and modules share it.
 
@@ -328,9 +283,6 @@ class SharedScale:
 
     def __reduce__(self) -> Any:
         return dict, ()
-
-    def __repr__(self) -> str:
-        return f"<{self.scaler!r} of {self.scaled_by}: {self.steps} steps, {self.skips} skipped>"
 
 
 def scale_of(optimizer: Any) -> SharedScale | None:

@@ -10,6 +10,7 @@ import logging
 from typing import Callable, Mapping
 
 from mxnet import autograd
+from mxnet.gluon import Constant, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.wording import shortened
@@ -22,11 +23,6 @@ RESTORED = (
     "the skipped step left running statistics that are not finite, and those of the last finite "
     "step were put back: %s"
 )
-LOST = (
-    "running statistics are not finite, and were not before the first step either: set them again, "
-    "or evaluation gives NaN: %s"
-)
-
 
 Arrays = Callable[[], Mapping[str, NDArray]]
 
@@ -57,11 +53,22 @@ class RunningStatistics:
                 self._save(arrays)
             return
         bad = {name: array for name, array in arrays().items() if not all_finite([array])}
-        saved = {name: self._saved[name] for name in bad if name in self._saved}
-        known = {name for name, array in saved.items() if all_finite([array])}
-        for name in known:
-            saved[name].copyto(bad[name])
-        for message, names in ((RESTORED, known), (LOST, bad.keys() - known)):
-            if names and not self._has_logged:
-                logger.warning(message, shortened(sorted(names)))
-        self._has_logged |= bool(bad)
+        for name in bad.keys() & self._saved.keys():
+            self._saved[name].copyto(bad[name])
+        if bad and not self._has_logged:
+            logger.warning(RESTORED, shortened(sorted(bad)))
+            self._has_logged = True
+
+
+def running_statistics(trainer: Trainer) -> dict[str, NDArray]:
+    """Return the running statistics of BatchNorm among a trainer's parameters, on all devices.
+
+    MXNet does not tell them from other parameters without a gradient; vectors are small.
+    """
+    return {
+        f"{param.name} on {data.context}": data
+        for param in trainer._params
+        if param.grad_req == "null" and param._data is not None
+        if not isinstance(param, Constant) and len(param.shape) == 1
+        for data in param.list_data()
+    }

@@ -1,62 +1,389 @@
 """Loss scaling for a Gluon Trainer, from `init_trainer` and `scale_loss` to the step.
 
-`state` holds the trainer's state.
+`Trainer._update` calls `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
+the update on True. By then `step` has reduced the gradients of all devices and set the optimizer's
+`rescale_grad`, which takes the scale out again.
+
+Whether gradients carry the scale is a state of the trainer:
+
+    none ── a loss is scaled ──► scaled ── unscale ──► unscaled
+      ▲                            │                      │
+      └─────────── step or update, done or skipped ───────┘
+
+With a `GradScaler` the step leads to "stepped", and the scaler's `update()` from there to "none".
+A backward pass from a loss that was scaled before the last step leads to "scaled" too. Which scale
+each gradient carries is recorded by the backward passes (see `passes`). A step in "none" is
+MXNet's plain step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from contextlib import ExitStack, contextmanager
-from typing import Any, Iterator, Sequence
+from collections import deque
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
-from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.optimizer import Optimizer
+from mxnet.optimizer import LBSGD
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import dtype_of, map_arrays
+from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
-from .checkpoint import pop_scaler_state
-from .distributed import check_kvstore
-from .finite import multiply, square_sum
-from .optimizer_states import share_step_counts
-from .passes import mark_of, marked, marks_behind, passes
-from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler
-from .state import Stage, State
+from .checkpoint import follow_weights, load_states, pop_state, save_states, share_step_counts
+from .distributed import check_kvstore, compare_workers, sum_gradients, wait_for_weights
+from .finite import all_finite, multiply, square_sum
+from .float16_optimizers import check_float16_update
+from .passes import Entry, entries_of, fresh, gradients, passes, scale_losses
+from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler, whole_number
+from .statistics import running_statistics
 
 logger = logging.getLogger("mxamp")
 
-NO_POLICY = (
-    "mixed precision is off, so init_trainer can't choose a loss scaler for this trainer: "
-    "call mxamp.init() first, or pass loss_scaler="
+#: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
+_STUCK = 10
+#: The losses of one step that are looked at after an overflow: those of validation may be many.
+LOSSES = 100
+_HALF = {"float16", "bfloat16"}
+
+SCALED_TWICE = "losses are scaled by {one} already; {other} would scale them twice: remove {rest}"
+SKIPPED = "step skipped, gradients of %s are not finite; %s"
+TOO_MANY_SKIPS = (
+    "skipped %d steps in a row, and the loss scale is down to %g: %s%s are not finite. "
+    "Look for a learning rate that is too high, a division by zero or a logarithm of zero."
 )
-NOT_INITIALIZED = (
-    "the trainer of {names} has no loss scaler: call mxamp.init_trainer(trainer) with it first"
+LOSS_NOT_FINITE = " and the loss"
+NO_STATE = "the state must come from state_dict, with scaler, steps and skips, not {given}"
+NOT_SCALED = (
+    "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
+    "backward on the loss that scale_loss or scaler.scale returns"
 )
-UNSKIPPABLE = (
-    "this trainer updates its parameters {where}, where a gradient that overflowed can't be kept "
-    "out: {instead}"
-)
-_OFF_KVSTORE = "make it with Trainer(..., update_on_kvstore=False)"
-_SYNCHRONOUS = "use a synchronous kvstore, such as 'dist_sync' or 'device'"
-_HOROVOD = "make it with hvd.DistributedTrainer, and without hvd.DistributedOptimizer"
-NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {given}"
-SCALED_ALREADY = (
-    "this loss has been scaled already: scale each loss once, and call backward on the scaled loss"
-)
+NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
+NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}"
+NOT_INITIALIZED = "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first"
+UNSKIPPABLE = "this trainer updates parameters {}, where an overflow can't be kept out: {}"
+
+
+class Stage(Enum):
+    """Whether a trainer's gradients carry the loss scale."""
+
+    NONE = "none"
+    SCALED = "scaled"
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"  #: by a GradScaler, before its update()
+
+
+#: The illegal moves: the error of an action in a stage. All other moves are legal.
+_ILLEGAL = {
+    ("scale", Stage.UNSCALED): "gradients have been unscaled: call step() before scale_loss",
+    ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
+    ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step",
+    (
+        "unscale",
+        Stage.STEPPED,
+    ): "this trainer has stepped already: call unscale_ before step",
+    ("step", Stage.STEPPED): "this trainer has stepped already: call the scaler's update() first",
+}
+
+
+class StepReport(NamedTuple):
+    """The outcome of an update: `trainer.amp_last_step`."""
+
+    stepped: bool  #: False if the update was skipped
+    loss_scale: float  #: the scale that the gradients carried
+    next_loss_scale: float
+    nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
+    loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
+
+
+def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
+    """Return a property of states for an attribute of their scalers."""
+    return property(
+        lambda state: getattr(state.scaler, name),
+        lambda state, value: setattr(state.scaler, name, check(value)),
+    )
+
+
+class State:
+    """One trainer's loss scaling: the object in `trainer._amp_loss_scaler`.
+
+    `loss_scale` is the scale of the current gradients, as scripts written for `mxnet.contrib.amp`
+    read it. `steps` and `skips` count updates done and skipped. `scaled_by` names the API that
+    scales this trainer's losses; it is empty when that has ended, and another may take over.
+    """
+
+    def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
+        self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
+        self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
+        #: These losses, unscaled.
+        self.losses: deque[NDArray] = deque(maxlen=LOSSES)
+        #: The results of steps for a GradScaler's `update`; None: each step updates the scaler.
+        self.results: dict[State, bool] | None = None
+        #: Weights and master weights to set to them: parameters may be loaded after the states.
+        self.new_masters: list[tuple[NDArray, NDArray]] = []
+        self.steps = self.skips = self._skips_in_a_row = 0
+        self._is_probed = False  #: its optimizer can update these weights
+        #: The number of backward passes before the last step, and before the sum over devices.
+        self.stepped_at, self._reduced_at = gradients.passes, -1
+        self.last_stage = Stage.SCALED  #: of the gradients in the last step
+        self._may_warn = not self.is_shared  #: of gradients without a scale
+        #: The kvstore through which the workers have compared settings. None in a run of one
+        #: process, and where "auto" has chosen float32.
+        self.workers: Any = None
+        self._uninitialized: int | None = None  #: number of parameters, at the last sum
+        self.publish(None)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a scale that never leaves the backward pass is shared with other trainers."""
+        return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
+
+    @property
+    def stage(self) -> Stage:
+        """Whether the gradients carry a scale now."""
+        # Their loss was scaled before the last step, or for another trainer.
+        again = self._stage is Stage.NONE and gradients.carry_scale(self.trainer)
+        return Stage.SCALED if again else self._stage
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the current gradients and of the next loss."""
+        if self.stage is not Stage.SCALED:
+            return self.scaler.loss_scale
+        return gradients.carried(self.trainer) if self._is_seen else self._scale
+
+    @property
+    def _is_seen(self) -> bool:
+        """Whether a backward pass was seen since the last step."""
+        return gradients.passes > self.stepped_at
+
+    def _assign_scale(self, scale: float) -> None:
+        """Set the scale of the scaler and `trainer.amp_loss_scale`."""
+        self.scaler.set_scale(scale)
+        self.publish(self.trainer.amp_last_step)
+
+    # The attributes of contrib's scaler, which scripts save and restore by themselves.
+    _loss_scale = _next_loss_scale = property(lambda one: one.scaler.loss_scale, _assign_scale)
+    _unskipped = _forwarded("_clean_steps", partial(whole_number, "_unskipped"))
+    _scale_seq_len = _forwarded("_growth_interval", partial(whole_number, "steps", least=1))
+    _max_loss_scale = _forwarded("_max_scale", float)
+
+    def check_scaled_by(self, *allowed: str) -> None:
+        """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
+        if self.scaled_by not in allowed:
+            one, other = self.scaled_by, allowed[0]
+            rest = " or ".join(sorted({one, other} - {"GradScaler"}))
+            raise StateError(SCALED_TWICE.format(one=one, other=other, rest=rest))
+
+    def check(self, action: str) -> None:
+        """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
+        if (action, self.stage) in _ILLEGAL:
+            raise StateError(_ILLEGAL[action, self.stage])
+
+    def mark_scaled(self, scale: float) -> None:
+        """Mark the gradients as scaled; the first loss since a step sets the scale."""
+        gradients.add(self.trainer)  # a copied trainer has run no constructor
+        if self._stage is Stage.NONE:
+            self._scale = scale
+            self._stage = Stage.SCALED  # after the scale: other threads read both
+
+    def end_update(self) -> None:
+        """Record that a GradScaler has updated its scale."""
+        self._stage = Stage.NONE
+        self.publish(self.trainer.amp_last_step)
+
+    def mark_unscaled(self, scale: float, overflown: set[int], losses: Iterable[NDArray]) -> None:
+        """Record a backward pass that has scaled its losses and unscaled the gradients.
+
+        `overflown` are arrays, by `id`, whose gradients are not finite. `losses` are the losses of
+        the pass. Losses of earlier passes, possibly for other trainers, are forgotten.
+        """
+        for entry in entries_of(self.trainer) if overflown else ():
+            if id(entry.data) in overflown:
+                gradients.note(entry, gradients.note_of(entry).scale, entry.gradient)
+        self._stage, self._scale = Stage.UNSCALED, scale
+        self.losses = deque(losses, LOSSES)
+
+    def unscale(self) -> None:
+        """Divide the gradients of all devices by the scale, and record which are not finite."""
+        self.check("unscale")
+        self._equalize()
+        gradients.unscale(self.trainer)
+        self._stage = Stage.UNSCALED
+
+    def leave_passes(self) -> None:
+        """Unscale the gradients, because no backward pass is seen from now on."""
+        if self.stage is not Stage.SCALED:
+            gradients.unscale(self.trainer)
+        elif self._is_seen:
+            self.unscale()
+
+    def reduce(self) -> None:
+        """Sum the gradients over devices and workers."""
+        check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
+        if self._reduced_at == gradients.passes:  # to clip them, before `step`
+            return
+        carried = self._equalize()
+        self._uninitialized = wait_for_weights(self.trainer, self._uninitialized)
+        if self.scaler.checks and self.workers is None:
+            self.workers = compare_workers(self.trainer, self.scaler)
+        computed = self._stage is not Stage.NONE or fresh(self.trainer)
+        if self.workers is not None and not computed:
+            # Only other workers have computed gradients: scaled as in the last step.
+            self._scale, self._stage = self.scaler.loss_scale, self.last_stage
+            carried = self._scale if self._stage is Stage.SCALED else 1.0
+        sum_gradients(self.trainer, carried, self.workers is not None)
+        self._reduced_at = -1 if self._stage is Stage.NONE else gradients.passes
+
+    def _equalize(self) -> float:
+        """Bring all gradients to one scale, and return it."""
+        if self._stage is Stage.SCALED and not self._is_seen:
+            # The program has looked backward up before the patches: its pass was not seen.
+            for entry in fresh(self.trainer):
+                gradients.note(entry, self._scale)
+        carried = gradients.equalize(self.trainer)
+        if self.stage is not self._stage:
+            self._stage, self._scale = self.stage, carried
+        # A trainer of a GradScaler may step without it.
+        mine = self._stage is (Stage.NONE if self.results is None else Stage.SCALED)
+        plain = carried == 1 and self._is_seen and (mine or self._stage is Stage.SCALED)
+        if self._may_warn and plain and self.scaler.loss_scale != 1:
+            self._may_warn = False
+            logger.warning(NOT_SCALED)
+        return carried
+
+    def has_overflow(self, _params: Any = None) -> bool:
+        """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
+        carried, optimizer = self._equalize(), self.trainer._optimizer
+        if not self._is_probed:
+            check_float16_update(self.trainer)
+            self._is_probed = True
+        follow_weights(self.new_masters)
+        self.new_masters = []
+        # An array if `step` was given one: MXNet's operators parse its text.
+        optimizer.rescale_grad = as_float(optimizer.rescale_grad)
+        self.last_stage = self._stage
+        self.stepped_at, self._reduced_at = gradients.passes, -1
+        if self._stage is Stage.NONE:
+            self._notify(StepReport(True, 1.0, self.loss_scale))
+            return False
+        # All workers use the gradients that one of them has computed.
+        used = (fresh if self.workers is None else entries_of)(self.trainer)
+        used = used if self.scaler.checks or carried != 1 else []
+        arrays = [entry.gradient for entry in used]
+        finite = not any(map(gradients.is_overflown, used)) and all_finite(arrays)
+        if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
+            for entry in used:
+                gradients.note(entry, 1.0)
+        report = self._update_scaler(finite, used)
+        gradients.end_step(self.trainer)
+        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
+        statistics = gradients.trainers.get(self.trainer)
+        if self.scaler.scales and self.scaler.checks and statistics is not None:
+            statistics.after_step(finite, partial(running_statistics, self.trainer))
+        self.publish(report)
+        self._notify(report)
+        self._log(report)
+        return not finite
+
+    def _update_scaler(self, finite: bool, used: Sequence[Entry]) -> StepReport:
+        """Update the loss scale after a step with these gradients; return the step's report."""
+        names: tuple[str, ...] = ()
+        if not finite:
+            gone = gradients.is_overflown
+            bad = [one for one in used if gone(one) or not all_finite([one.gradient])]
+            names = tuple(dict.fromkeys(entry.param.name for entry in bad))
+            # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
+            for entry in used:
+                entry.data._fresh_grad = False
+            if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
+                self.scaler.back_off_from(self._scale)
+        loss_finite = finite or all_finite(self.losses)
+        if self.results is None:
+            self.scaler.update(finite)
+            self.losses.clear()
+            self._stage = Stage.NONE
+        else:
+            self.results[self] = finite and self.results.get(self, True)
+            self._stage = Stage.STEPPED
+        return StepReport(finite, self._scale, self.scaler.loss_scale, names, loss_finite)
+
+    def _notify(self, report: StepReport) -> None:
+        """Call the functions of `debugging.on_step`."""
+        for function in tuple(vars(self.trainer).get("_amp_observers", ())):
+            function(report)
+
+    def _log(self, report: StepReport) -> None:
+        """Log a step that was skipped or has changed the scale; warn of many skips in a row."""
+        names = shortened(report.nonfinite)
+        change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
+        self._skips_in_a_row = 0 if report.stepped else self._skips_in_a_row + 1
+        if not report.stepped:
+            logger.info(SKIPPED, names, change)
+        elif report.next_loss_scale != report.loss_scale:
+            logger.info(change)
+        if self._skips_in_a_row == _STUCK:
+            loss = "" if report.loss_finite else LOSS_NOT_FINITE
+            logger.warning(TOO_MANY_SKIPS, _STUCK, report.next_loss_scale, names, loss)
+
+    def publish(self, report: StepReport | None) -> None:
+        """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
+        self.trainer.amp_loss_scale = self.scaler.loss_scale
+        self.trainer.amp_last_step = report
+        self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state and the counts of steps and skips."""
+        return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict`; raise `ArgumentError` if `state` is something else."""
+        if not isinstance(state, Mapping) or not state.keys() >= {"scaler", "steps", "skips"}:
+            raise ArgumentError(NO_STATE.format(given=shown(state)))
+        steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
+        self.scaler.resume(state["scaler"])
+        self.steps, self.skips = steps, skips
+        self.publish(None)
+
+    def __repr__(self) -> str:
+        return f"<State of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
+
+
+def state_of(trainer: Any) -> State | None:
+    """Return a trainer's state; None if it has no loss scaling."""
+    state = getattr(trainer, "_amp_loss_scaler", None)
+    return state if isinstance(state, State) else None
+
+
+def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> bool:
+    """Divide an optimizer's `rescale_grad`, or else the gradients, by the loss scale.
+
+    Returns whether it was the gradients. MXNet's optimizers multiply them by `rescale_grad`, which
+    costs nothing extra. Optimizers that may not do so, or read gradients before, get gradients that
+    are divided here.
+    """
+    dtypes = set(map(dtype_of, gradients))
+    # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm. In float16
+    # MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
+    underflows = "float16" in dtypes and not optimizer.multi_precision
+    # Division in half precision would lose the small values that the scale preserves.
+    trusted = type(optimizer).__module__.startswith("mxnet.optimizer") or dtypes & _HALF
+    if trusted and not underflows and not isinstance(optimizer, LBSGD):
+        optimizer.rescale_grad /= scale
+        return False
+    multiply(gradients, 1.0 / scale)
+    return True
 
 
 @checked_call
-def init_trainer(
-    optimizer_or_trainer: Trainer,
-    loss_scaler: LossScaler | None = None,
-) -> None:
+def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None = None) -> None:
     """Give a Gluon Trainer loss scaling.
 
     >>> import mxnet as mx, mxamp as amp
@@ -91,19 +418,10 @@ def init_trainer(
         Mixed precision is off and no scaler is given; or the trainer has updated parameters on
         its kvstore already, or has to.
     """
-    trainer = optimizer_or_trainer
-    if not isinstance(trainer, Trainer):
-        hint = "; call it once for each" if isinstance(trainer, (list, tuple)) else ""
-        if isinstance(trainer, Optimizer):
-            hint = ": an Optimizer alone can't skip a step; make a Trainer with it, or decorate it"
-        raise ArgumentError(f"init_trainer takes a gluon.Trainer, not {shown(trainer)}{hint}")
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
-        raise ArgumentError(
-            "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler of mxamp, such as "
-            f"LossScaler() or StaticLossScaler(128), not {shown(loss_scaler)}"
-        )
-    attach_hook(trainer, None if chose_float32() else loss_scaler)
-    if hook_of(trainer).loss_scale != 1:
+        raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
+    scaler = None if chose_float32() else loss_scaler
+    if attach_hook(optimizer_or_trainer, scaler).loss_scale != 1:
         passes.open()
 
 
@@ -176,7 +494,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     hook.check("unscale")
     trainer.allreduce_grads()
     hook.unscale()
-    gradients = [entry.gradient for entry in hook.gradients.fresh()]
+    gradients = [entry.gradient for entry in fresh(trainer)]
     first = trainer._contexts[0]
     norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
     if math.isfinite(norm) and norm > limit:
@@ -185,52 +503,60 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
 
 
 def active_hook(trainer: Any) -> State | None:
-    """Return a trainer's hook; None if it has none, or a retired one."""
-    hook = getattr(trainer, "_amp_loss_scaler", None)
-    return hook if isinstance(hook, State) and not hook.retired else None
+    """Return a trainer's state; None if no API scales its losses, or that API has ended."""
+    state = state_of(trainer)
+    return state if state is not None and state.scaled_by else None
 
 
 def hook_of(trainer: Any) -> State:
-    """Return a trainer's hook; raise if the trainer has no loss scaling."""
+    """Return a trainer's state; raise if the trainer has no loss scaling."""
+    _check_trainer(trainer)
+    state = active_hook(trainer)
+    if state is None:
+        names = shortened([param.name for param in trainer._params], 1)
+        raise StateError(NOT_INITIALIZED.format(names))
+    return state
+
+
+def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
-    hook = active_hook(trainer)
-    if hook is None:
-        names = shortened([param.name for param in trainer._params], 1)
-        raise StateError(NOT_INITIALIZED.format(names=names))
-    return hook
 
 
 def attach_hook(
     trainer: Trainer, loss_scaler: LossScaler | None, scaled_by: str = "init_trainer"
-) -> None:
-    """Give a trainer a hook for losses that the API `scaled_by` scales, or update its hook.
+) -> State:
+    """Give a trainer a state for losses that the API `scaled_by` scales, or update its state.
 
-    An existing hook stays, with the given scaler. A trainer that has loaded states resumes from
+    An existing state stays, with the given scaler. A trainer that has loaded states resumes from
     them, whatever scaler is given.
     """
+    _check_trainer(trainer)
     check_contrib_is_off()
-    hook = active_hook(trainer)
-    if hook is not None and hook.trainer is trainer:
-        hook.check_scaled_by(scaled_by)
-        if not hook.scaler.checks and current_policy() is not None:
-            loss_scaler = loss_scaler or _default_scaler()
-        if loss_scaler is not None:
-            _keep_updates_skippable(trainer, loss_scaler)
-            hook.scaler = loss_scaler
-            hook.publish(trainer.amp_last_step)
-        return
+    state = state_of(trainer)
+    if state is not None and state.trainer is not trainer:  # of the trainer that this one copies
+        state = None
+    if state is not None and state.scaled_by:
+        state.check_scaled_by(scaled_by)
+        if loss_scaler is None and (state.scaler.checks or current_policy() is None):
+            return state
     scaler = loss_scaler or _default_scaler()
     _keep_updates_skippable(trainer, scaler)
-    hook = State(trainer, scaler, scaled_by)
-    retired = getattr(trainer, "_amp_loss_scaler", None)
-    if isinstance(retired, State) and retired.trainer is trainer:
-        hook.take_over(retired)
+    if state is not None:
+        state.scaler, state.scaled_by = scaler, scaled_by
+        state.publish(trainer.amp_last_step)
+        return state
+    state = State(trainer, scaler, scaled_by)
     share_step_counts(trainer)
-    saved = pop_scaler_state(trainer) or (hook.loaded if loss_scaler is None else None)
+    saved = pop_state(trainer)
     if saved is not None:
-        hook.load_state_dict(saved)
-    _install(trainer, hook)
+        state.load_state_dict(saved)
+    # Partial functions of the state, and its method: a copied trainer gets its own.
+    trainer.save_states = partial(save_states, state)
+    trainer.load_states = partial(load_states, state)
+    trainer._allreduce_grads = state.reduce
+    trainer._amp_loss_scaler, trainer._amp_original_scale = state, RefusedScale()
+    return state
 
 
 def _default_scaler() -> LossScaler:
@@ -243,33 +569,24 @@ def _default_scaler() -> LossScaler:
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
 
 
-def _install(trainer: Trainer, hook: State) -> None:
-    """Install the hook as the trainer's loss scaler, and wrap its save, load and allreduce."""
-    # Methods of the hook, not closures: a copied trainer gets its own.
-    trainer.save_states, trainer.load_states = hook.save_states, hook.load_states
-    trainer._allreduce_grads = hook.reduce
-    trainer._amp_loss_scaler, trainer._amp_original_scale = hook, RefusedScale()
-
-
 def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
-    settings, obstacle = trainer._kvstore_params, None
-    kvstore = settings["kvstore"]
+    settings = trainer._kvstore_params
+    kvstore, begun = settings["kvstore"], trainer._kv_initialized
+    on_kvstore = begun and trainer._kvstore is not None and trainer._update_on_kvstore
+    obstacle = None
     if scaler.checks and is_horovod_optimizer(trainer._optimizer):
-        obstacle = "by Horovod's optimizer", _HOROVOD
-    elif trainer._kv_initialized:
-        if trainer._kvstore is not None and trainer._update_on_kvstore:
-            obstacle = "on the kvstore", _OFF_KVSTORE
-    elif trainer._contains_sparse_weight:
-        obstacle = "on the kvstore because row_sparse parameters need it", _OFF_KVSTORE
-    elif "async" in str(getattr(kvstore, "type", kvstore)):
-        obstacle = "on an asynchronous kvstore's servers", _SYNCHRONOUS
+        obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
+    elif on_kvstore or (trainer._contains_sparse_weight and not begun):
+        obstacle = "on the kvstore", "make it with update_on_kvstore=False"
+    elif not begun and "async" in str(getattr(kvstore, "type", kvstore)):
+        obstacle = "on asynchronous servers", "use a synchronous kvstore, such as 'dist_sync'"
     if obstacle is None:
         if settings["update_on_kvstore"]:
             logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
         settings["update_on_kvstore"] = False
     elif scaler.checks:
-        raise StateError(UNSKIPPABLE.format(where=obstacle[0], instead=obstacle[1]))
+        raise StateError(UNSKIPPABLE.format(*obstacle))
     if scaler.checks:
         check_kvstore(trainer)
 
@@ -298,9 +615,8 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         overflows, it skips its step and lowers its scale.
 
     Works inside `autograd.record()` and outside. Several losses may be scaled before one step, also
-    in several threads: the scale changes only in steps. An error inside leaves the trainer
-    unchanged. Scaling a loss twice raises `StateError`. So does the step of a trainer with
-    gradients of the scaled loss that was not passed here.
+    in several threads: the scale changes only in steps. Scaling a loss twice raises `StateError`.
+    So does the step of a trainer with gradients of the scaled loss that was not passed here.
     """
     trainers = optimizer_or_trainer
     listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
@@ -309,51 +625,12 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
     for hook in hooks:
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
+        hook.check("scale")
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
-    scales = [hook.next_scale for hook in hooks if hook.scaler.scales]
-    scale = min(scales, default=hooks[0].next_scale)
-    others = any(hook.stage is Stage.SCALED for hook in hooks)
-    scaled, unscaled = scale_losses(loss, scale, [hook.scaler.number for hook in hooks], others)
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.enter_context(hook.scaling(scale, unscaled))
-        yield scaled
-
-
-def scale_losses(
-    loss: Any, scale: float, owners: Sequence[int], others: bool
-) -> tuple[Any, list[NDArray]]:
-    """Return marked losses times a scale, in the same containers, and the unscaled ones.
-
-    Raises `StateError` if one is scaled already. With `others`, losses scaled since the last step
-    may lie behind it: this reads its whole graph.
-    """
-    unscaled: list[NDArray] = []
-
-    def scaled_in_float32(array: NDArray) -> NDArray:
-        if mark_of(array) or (others and marks_behind(array)):
-            raise StateError(SCALED_ALREADY)
-        unscaled.append(array.detach())
-        if dtype_of(array) not in ("float32", "float64"):
-            array = array.astype("float32")  # 65504 is float16's largest number
-        return marked(array, scale, owners)
-
-    with autograd.record(train_mode=autograd.is_training()):
-        mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
-    if not unscaled:
-        _raise_no_loss(loss)
-    if scale != 1:
-        passes.open()
-    return _Losses(mapped) if type(mapped) is list else mapped, unscaled
-
-
-class _Losses(list):  # type: ignore[type-arg]
-    """A list of losses with the method `backward` that one loss has."""
-
-    def backward(self, *args: Any, **keywords: Any) -> None:
-        """Compute the gradients of all losses: `autograd.backward` of the list."""
-        autograd.backward(self, *args, **keywords)
-
-
-def _raise_no_loss(value: Any) -> Any:
-    raise ArgumentError(NO_LOSS.format(given=shown(value)))
+    scales = [hook.scaler.loss_scale for hook in hooks if hook.scaler.scales]
+    scale = min(scales, default=hooks[0].scaler.loss_scale)
+    scaled, unscaled = scale_losses(loss, scale, any(hook.losses for hook in hooks))
+    for hook in hooks:
+        hook.mark_scaled(scale)
+        hook.losses.extend(unscaled)
+    yield scaled

@@ -244,10 +244,6 @@ def test_states_of_a_decorated_trainer(tmp_path):
     other = amp.decorate(mx.optimizer.SGD())
     resumed = digits.trainer_of(digits.network(), other)
     resumed.load_states(path)
-    assert (other._amp_scaling.steps, other._amp_scaling.skips) == (
-        optimizer._amp_scaling.steps, optimizer._amp_scaling.skips,
-    )  # fmt: skip
-    assert other._amp_scaling.skips > 0
     assert other._amp_scaling.loss_scale == optimizer._amp_scaling.loss_scale
     assert (resumed.amp_steps, resumed.amp_skips) == (trainer.amp_steps, trainer.amp_skips)
 

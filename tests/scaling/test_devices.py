@@ -8,7 +8,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from mxamp.scaling.state import unscale_update
+from mxamp.scaling.trainer import unscale_update
 from training import (
     CONTEXTS,
     assert_as_plain,

@@ -150,7 +150,7 @@ for step in range(3):
     [
         ("killed", 137, ""),
         ("raises", 1, "[worker 1] RuntimeError: the reason"),
-        ("differs", 1, "worker 1 differs from worker 0 in loss scale: start all workers"),
+        ("differs", 1, "worker 1 differs from worker 0"),
     ],
 )
 def test_a_broken_run_ends_at_once_and_says_why(what, status, words):

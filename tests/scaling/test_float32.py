@@ -122,7 +122,7 @@ def test_workers_compare_nothing(monkeypatch):
     train(net, trainer, poisoned(batches()[0]))
     train(control, plain, poisoned(batches()[0]), scaled=False)
     assert_same_weights(net, control)
-    assert trainer._amp_loss_scaler.reduction.workers is None
+    assert trainer._amp_loss_scaler.workers is None
     assert sys.excepthook is hook
 
 
@@ -132,7 +132,7 @@ def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_sca
     amp.init_trainer(trainer)
     amp.shutdown()
     amp.init("float16", ctx=mx.cpu(), tuned=False)
-    with pytest.raises(amp.StateError, match="updates its parameters on the kvstore"):
+    with pytest.raises(amp.StateError, match="updates parameters on the kvstore"):
         amp.init_trainer(trainer)
     assert not trainer._amp_loss_scaler.scaler.checks
 
@@ -165,12 +165,8 @@ def test_unscale_and_clip(way, devices):
     assert_as_plain(run, ctx=CONTEXTS[devices])
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["after init", "before init"])
-def test_grad_scaler(early):
-    amp.shutdown()
-    scaler = amp.GradScaler() if early else None
-    amp.init("auto")
-    scaler = scaler or amp.GradScaler()
+def test_grad_scaler():
+    scaler = amp.GradScaler()
     net, trainer = setup(optimizer="adam")
     control, plain = setup(optimizer="adam")
     before = scaler.state_dict()

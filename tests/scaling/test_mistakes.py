@@ -11,53 +11,29 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import check_python, kind, randn
-from training import assert_same_weights, batches, one_step, poisoned, setup, train
+from training import batches, one_step, poisoned, setup, train
 
 
-def nested(loss, trainer, _other):
+def nested(loss, trainer):
     with amp.scale_loss(loss, trainer) as scaled, amp.scale_loss([scaled], trainer) as twice:
         autograd.backward(twice)
 
 
-def nested_for_another_trainer(loss, trainer, other):
-    with amp.scale_loss(loss, trainer) as scaled, amp.scale_loss(scaled, other) as twice:
-        autograd.backward(twice)
-
-
-def scaled_twice(loss, *_trainers):
+def scaled_twice(loss, _trainer):
     scaler = amp.GradScaler(init_scale=8)
     scaler.scale({"loss": scaler.scale(loss)})
 
 
-@pytest.mark.parametrize("mistake", [nested, nested_for_another_trainer, scaled_twice])
+@pytest.mark.parametrize("mistake", [nested, scaled_twice])
 def test_scaling_what_is_scaled(mistake):
     amp.init("float16", ctx=mx.cpu())
     net, trainer = setup(scaler=amp.StaticLossScaler(8))
-    _, other = setup(scaler=amp.StaticLossScaler(8))
     with autograd.record():
         loss = (net(randn(4, 4)) ** 2).sum()
         with pytest.raises(amp.StateError, match="scaled already"):
-            mistake(loss, trainer, other)
+            mistake(loss, trainer)
     train(net, trainer, batches(1)[0])  # all is as before
     assert trainer.amp_steps == 1
-
-
-def test_several_losses_may_be_scaled_at_once():
-    amp.init("float16", ctx=mx.cpu())
-    for scaler in (amp.StaticLossScaler(8), amp.NoScaler()):
-        net, trainer = setup(scaler=scaler)
-        control, plain = setup()
-        for given, step in ((net, trainer), (control, plain)):
-            with autograd.record():
-                losses = [(given(nd.array(batch)) ** 2).sum() for batch in batches(2)]
-                if given is control:
-                    autograd.backward(losses)
-                else:
-                    with amp.scale_loss(losses[0], step) as one:
-                        with amp.scale_loss(losses[1], step) as other:
-                            autograd.backward([one, other])
-            step.step(1)
-        assert_same_weights(net, control)
 
 
 def test_a_step_of_a_loss_that_no_scaler_has_scaled(caplog):
@@ -72,109 +48,15 @@ def test_a_step_of_a_loss_that_no_scaler_has_scaled(caplog):
         assert ("carry no loss scale" in caplog.text) is not scaled
 
 
-@pytest.mark.parametrize("clipping", [False, True])
-@pytest.mark.parametrize(
-    "scale, warning",
-    [
-        (lambda scaler, loss: scaler.scale(loss), None),
-        (lambda scaler, loss: [scaler.scale(loss), loss][1], "carry no loss scale"),
-        (lambda scaler, loss: amp.GradScaler(init_scale=64).scale(loss), None),
-    ],
-)
-def test_gradients_of_other_losses_are_told(scale, warning, clipping, caplog):
-    (net, trainer), (control, plain) = setup(), setup()
-    scaler, data, warnings = amp.GradScaler(init_scale=8), batches(1)[0], []
-    for _ in range(2):
-        caplog.clear()
-        with autograd.record():
-            loss = (net(nd.array(data)) ** 2).sum()
-        scale(scaler, loss).backward()
-        if clipping:
-            scaler.unscale_(trainer)
-        scaler.step(trainer, len(data))
-        scaler.update()
-        warnings.append(caplog.text)
-        train(control, plain, data, scaled=False)
-    assert_same_weights(net, control)
-    assert [bool(text) for text in warnings] == [bool(warning), False]  # once
-    assert (warning or "") in warnings[0]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda loss, trainer: amp.scale_loss(loss, trainer).__enter__(),
-        lambda loss, trainer: amp.unscale(trainer),
-        lambda loss, trainer: amp.clip_grad_global_norm(trainer, 1.0),
-    ],
-)
-def test_a_scale_assigned_to_the_trainer_is_an_error(use):
-    net, trainer = setup(scaler=amp.LossScaler())
-    trainer.amp_loss_scale = trainer.amp_loss_scale
-    with autograd.record():
-        loss = (net(randn(4, 4)) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.amp_loss_scale = 128
-    with pytest.raises(amp.StateError, match="only shows the scale, and 128 was assigned"):
-        use(loss, trainer)
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=128))
-    trainer.step(4)
-    assert trainer.amp_last_step.stepped
-    assert trainer.amp_loss_scale == 128
-
-
-@pytest.mark.parametrize("scale", [0.5, 2.0**25, 0, float("nan")])
-def test_scales_outside_the_limits_are_errors(scale):
-    scaler = amp.LossScaler()
-    with pytest.raises(amp.ArgumentError):
-        scaler.set_scale(scale)
-    assert scaler == amp.LossScaler()
-    grad_scaler = amp.GradScaler()
-    with pytest.raises(amp.ArgumentError):
-        grad_scaler.update(scale)
-    assert grad_scaler.get_scale() == 2.0**16
-
-
-def test_grad_scalers_copy_and_pickle():
-    net, trainer = setup()
-    scaler = amp.GradScaler(init_scale=1024)
-    with autograd.record():
-        loss = (net(randn(4, 4)) ** 2).sum()
-    scaler.scale(loss).backward()
-    scaler.step(trainer, 4)
-    for other in (copy.copy(scaler), copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):  # noqa: S301
-        assert other.state_dict() == scaler.state_dict()
-        other.update()
-    scaler.update()
-
-
-SKIPPING = {
-    "a search from 2^16": ({"init_scale": 2.0**16}, 10),
-    "at the floor": ({"init_scale": 2}, 2),
-    "a scale that waits": ({"init_scale": 2.0**16, "hysteresis": 5}, 10),
-}
-
-
 @pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
-@pytest.mark.parametrize("settings, after", SKIPPING.values(), ids=list(SKIPPING))
-def test_a_run_that_only_skips_says_so_once(settings, after, way, caplog):
-    net, trainer = setup(scaler=amp.LossScaler(**settings) if way == "scale_loss" else None)
-    scaler = amp.GradScaler(**settings)
-    for row in (1, 2):
-        for skips in range(1, 16):
-            one_step(net, trainer, nd.array(poisoned(batches(1)[0])), way, scaler)
-            warned = row if skips >= after else row - 1
-            assert caplog.text.count("steps in a row") == warned, skips
-        one_step(net, trainer, nd.array(batches(1)[0]), way, scaler)
-        assert trainer.amp_last_step.stepped
-        if way == "scale_loss":
-            amp.init_trainer(trainer, amp.LossScaler(**settings))
-        else:
-            scaler.update(settings["init_scale"])
-    assert f"skipped {after} steps in a row" in caplog.text
+def test_a_run_that_only_skips_is_warned_of(way, caplog):
+    net, trainer = setup(scaler=amp.LossScaler() if way == "scale_loss" else None)
+    scaler = amp.GradScaler()
+    for skips in range(1, 16):
+        one_step(net, trainer, nd.array(poisoned(batches(1)[0])), way, scaler)
+        assert caplog.text.count("steps in a row") == (skips >= 10)
     assert net[0].weight.name in caplog.text
-    assert "loss itself was not finite" in caplog.text
+    assert "and the loss are not finite" in caplog.text
 
 
 MIXED = [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mxamp.errors import ArgumentError
-from mxamp.scaling.scaler import LossScaler, NoScaler, StaticLossScaler, from_state_dict
+from mxamp.scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 
 
 def reference(steps, scale, growth, backoff, interval, low, high, hysteresis):
@@ -82,13 +82,11 @@ def test_states_round_trip(scaler):
     scaler.update(False)
     state = scaler.state_dict()
     assert all(isinstance(v, (int, float, str)) for v in state.values())
-    again = from_state_dict(state)
-    assert again == scaler
-    assert again is not scaler
-    assert pickle.loads(pickle.dumps(scaler)) == scaler  # noqa: S301
+    again = pickle.loads(pickle.dumps(type(scaler)()))  # noqa: S301
+    again.load_state_dict(state)
+    assert again.state_dict() == state
     assert [again.update(f) for f in (False, True)] == [scaler.update(f) for f in (False, True)]
     assert str(int(scaler.loss_scale)) in repr(scaler) or isinstance(scaler, NoScaler)
-    assert scaler != 3
 
 
 @pytest.mark.parametrize(

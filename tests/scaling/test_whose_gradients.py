@@ -1,6 +1,5 @@
 """Steps on gradients that `scale_loss` has scaled, whichever trainer they were scaled for."""
 
-import sys
 import threading
 
 import mxnet as mx
@@ -10,7 +9,6 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import randn
-from mxamp.scaling.state import Stage
 
 DATA = randn(4, 4)
 
@@ -70,40 +68,6 @@ def backward(loss, trainers, scaled):
         autograd.backward(product)
 
 
-@pytest.mark.parametrize("way", ["init_trainer", "plain, made before", "plain, made after"])
-def test_a_step_of_a_trainer_that_the_loss_was_not_scaled_for(way):
-    other = dense(2, 3, *static(2.0**16)) if way == "init_trainer" else dense(2, 3)
-    encoder, first = dense(3, 4, *static(2.0**16))
-    decoder, second = dense(2, 3) if way == "plain, made after" else other
-    before = weight(decoder)
-    for _ in range(2):
-        backward(through(encoder, decoder), first, True)
-        first.step(4)
-        for step in (second.step, second.update):
-            with pytest.raises(amp.StateError, match="by 65536.*another trainer.*scale_loss"):
-                step(4)
-    np.testing.assert_array_equal(weight(decoder), before)
-    backward(loss_of(decoder), second, way == "init_trainer")
-    second.step(4)
-    assert not np.array_equal(weight(decoder), before)
-
-
-@pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-def test_a_loss_scaled_for_two_trainers(scales, grad_req):
-    def program(encoder, first, decoder, second, scaled):
-        for i in range(3):
-            backward(through(encoder, decoder, i + 1), [first, second], scaled)
-            if scaled:
-                assert first.amp_loss_scale == scales[0]
-                assert first._amp_loss_scaler.loss_scale == min(scales)
-            for net, trainer in ((encoder, first), (decoder, second)):
-                trainer.step(4)
-                net.collect_params().zero_grad()
-
-    assert_right(program, *static(*scales), grad_req=grad_req)
-
-
 def test_each_of_two_trainers_reports_its_own_overflow():
     encoder, first = dense(3, 4, amp.LossScaler(2.0**12))
     decoder, second = dense(2, 3, amp.LossScaler(2.0**8))
@@ -123,144 +87,10 @@ def test_each_of_two_trainers_reports_its_own_overflow():
     assert (first.amp_loss_scale, second.amp_loss_scale) == (2.0**7, 2.0**8)
 
 
-def gan(generator, first, critic, second, scaled):
-    """Each loss writes gradients of both nets; one trainer uses its own."""
-    for i in range(3):
-        backward(through(generator, critic, i + 1), second, scaled)
-        second.step(4)
-        backward(through(generator, critic, target=1), first, scaled)
-        first.step(4)
-
-
-def partly_plain(generator, first, critic, second, scaled):
-    """The second trainer's losses are never scaled."""
-    for i in range(3):
-        through(generator, critic, i + 1).backward()
-        second.step(4)
-        backward(through(generator, critic, target=1), first, scaled)
-        first.step(4)
-
-
-def overwritten(generator, first, critic, second, scaled):
-    """Both steps use the gradients of the last pass, which was scaled for one trainer."""
-    for i in range(3):
-        backward(through(generator, critic, i + 1), second, scaled)
-        backward(through(generator, critic, target=1), first, scaled)
-        first.step(4)
-        second.step(4)
-
-
-def accumulated(generator, first, critic, second, scaled):
-    """Unscaled losses are added before and after a scaled one."""
-    for i in range(3):
-        for net in (generator, critic):
-            net.collect_params().zero_grad()
-        for k in range(3):
-            backward(loss_of(generator, i + 1 + k), first, scaled and k == 1)
-        backward(loss_of(critic), second, scaled)
-        first.step(4)
-        second.step(4)
-
-
-@pytest.mark.parametrize("program", [gan, partly_plain, overwritten, accumulated])
-@pytest.mark.parametrize("scales", [(1024, 1024), (4096, 16), (16, 4096)])
-@pytest.mark.parametrize("switched_on", [False, True])
-def test_alternating_losses(program, scales, switched_on):
-    grad_req = "add" if program is accumulated else "write"
-    if switched_on:
-        policy = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
-        amp.init("float16", ctx=mx.cpu(), policy=policy)
-    assert_right(program, *static(*scales), grad_req=grad_req)
-
-
-PASSES = {
-    "exact": autograd.backward,
-    "sum": lambda products: products[0].backward(),
-    "twice": lambda products: [autograd.backward(products, retain_graph=True), autograd.backward(products)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("how", PASSES)
-def test_the_pass_is_recognized(how, inside):
-    def program(encoder, first, decoder, second, scaled):
-        with autograd.record():
-            losses = [loss_of(encoder), loss_of(encoder, 2)]
-            if scaled:
-                with amp.scale_loss(losses, first) as products:
-                    heads = [products[0] + products[1]] if how == "sum" else products
-                    if inside:
-                        PASSES[how](heads)
-        if not scaled:
-            autograd.backward(losses)
-        elif not inside:
-            PASSES[how](heads)
-        first.step(4)
-
-    assert_right(program, *static(1024, 1024))
-
-
-@pytest.mark.parametrize("ends", ["step", "error", "GradScaler"])
-def test_scaled_losses_are_let_go(ends):
-    net, trainer = dense(scaler=None if ends == "GradScaler" else amp.StaticLossScaler(1024))
-    loss = loss_of(net)
-    if ends == "GradScaler":
-        scaler = amp.GradScaler(1024)
-        scaled = scaler.scale(loss)
-        scaled.backward()
-        scaler.step(trainer, 4)
-        scaler.update()
-    else:
-        try:
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-                1 / (ends == "step")
-        except ZeroDivisionError:
-            pass
-        else:
-            trainer.step(4)
-    assert sys.getrefcount(scaled) == 2
-
-
-def test_a_step_past_the_grad_scaler():
-    net, trainer = dense()
-    scaler = amp.GradScaler(init_scale=1024)
-    for plain in (False, True):
-        scaler.scale(loss_of(net)).backward()
-        if plain:
-            with pytest.raises(amp.StateError, match=r"scaler\.step"):
-                trainer.step(4)
-        scaler.step(trainer, 4)
-        scaler.update()
-    assert trainer.amp_steps == 2
-
-
-def test_a_grad_scaler_and_a_trainer_with_its_own():
-    encoder, first = dense(3, 4)
-    decoder, second = dense(2, 3, *static(8))
-    scaler = amp.GradScaler(init_scale=1024)
-    scaler.scale(through(encoder, decoder)).backward()
-    scaler.step(first, 4)
-    with pytest.raises(amp.StateError, match="another trainer"):
-        second.step(4)
-    scaler.update()
-
-
 @pytest.mark.parametrize("wrong", [[], [None], "sgd"])
 def test_lists_of_no_trainers(wrong):
     with pytest.raises(amp.ArgumentError), amp.scale_loss(nd.ones(1), wrong):
         pass
-
-
-def test_an_error_with_several_trainers_takes_all_back():
-    _, first = dense(scaler=amp.StaticLossScaler(8))
-    net, second = dense(scaler=amp.StaticLossScaler(8))
-    backward(loss_of(net), second, True)
-    amp.unscale(second)
-    with pytest.raises(amp.StateError, match="been unscaled"):
-        backward(loss_of(net), [first, second], True)
-    assert first._amp_loss_scaler.stage is Stage.NONE
-    second.step(4)
 
 
 @pytest.mark.parametrize("dtype, scaler, losses_scaled, warns", [
@@ -337,54 +167,6 @@ def test_an_assigned_scale_is_used(scaler):
         hook._scale_seq_len = 0
 
 
-def test_contribs_attributes_of_shared_scales():
-    net, trainer = dense()
-    scaler = amp.GradScaler(init_scale=1024)
-    scaler.scale(loss_of(net)).backward()
-    scaler.step(trainer, 4)
-    scaler.update()
-    trainer._amp_loss_scaler._loss_scale = 256
-    assert scaler.get_scale() == 256
-    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=64)
-    trainer = gluon.Trainer(net.collect_params(), optimizer)
-    trainer._amp_loss_scaler._loss_scale = 32
-    assert optimizer.scaling.loss_scale == 32
-
-
-@pytest.mark.parametrize("first_is", ["decorated", "explicit"])
-@pytest.mark.parametrize("scaled_for", ["explicit", "nobody"])
-def test_a_decorated_trainer_beside_one_that_scales_explicitly(first_is, scaled_for):
-    def program(encoder, first, decoder, second, scaled):
-        if scaled:
-            if first_is == "explicit":  # its patches then lie above the decorated trainer's
-                dense(scaler=amp.StaticLossScaler(8))
-            optimizer = amp.decorate(mx.optimizer.SGD(learning_rate=0.01), init_loss_scaling=16)
-            first = gluon.Trainer(encoder.collect_params(), optimizer)
-            amp.init_trainer(second, amp.StaticLossScaler(1024))
-        for i in range(3):
-            backward(through(encoder, decoder, i + 1), second, scaled and scaled_for == "explicit")
-            first.step(4)
-            second.step(4)
-
-    assert_right(program, None, None)
-
-
-@pytest.mark.parametrize("grad_req", ["write", "add"])
-def test_gradients_that_another_loss_does_not_reach(grad_req):
-    """A plain trainer's own gradients wait while another loss is scaled for another trainer."""
-
-    def program(net, first, other, second, scaled):
-        for i in range(3):
-            loss_of(other, i + 1).backward()
-            backward(loss_of(net, i + 1), first, scaled)
-            second.step(4)
-            first.step(4)
-            for one in (net, other):
-                one.collect_params().zero_grad()
-
-    assert_right(program, amp.StaticLossScaler(1024), None, grad_req=grad_req)
-
-
 def test_threads_that_scale_losses_of_two_trainers():
     """One thread a trainer, each with its scale; both trainers know of each other's passes."""
 
@@ -433,92 +215,6 @@ def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
     assert all(np.isfinite(weight(part)).all() for part in parts)
 
 
-@pytest.mark.parametrize("updates", ["once", "after each step"])
-def test_a_grad_scaler_of_a_gan(updates):
-    """The scale grows with each update: gradients that wait for a step keep theirs."""
-
-    def program(generator, first, critic, second, scaled):
-        scaler = amp.GradScaler(init_scale=16, growth_interval=1, enabled=scaled)
-        for i in range(4):
-            scaler.scale(through(generator, critic, i + 1)).backward()
-            one, other = (first, second) if i % 2 else (second, first)
-            scaler.step(one, 4)
-            if updates != "once":
-                scaler.update()
-            if one is second:  # else both step on gradients of the same loss
-                scaler.scale(through(generator, critic, target=1)).backward()
-            scaler.step(other, 4)
-            scaler.update()
-
-    assert_right(program, None, None)
-
-
-@pytest.mark.parametrize("way", ["two scales", "one unscaled", "two GradScalers"])
-def test_one_pass_from_losses_scaled_apart(way):
-    encoder, first = dense(3, 4, *static(1024))
-    decoder, second = dense(2, 3, *static(32))
-    with autograd.record():
-        features = encoder(DATA)
-        losses = [features.sum(), (decoder(features) ** 2).sum()]
-        if way == "two GradScalers":
-            losses = [amp.GradScaler(n).scale(loss) for n, loss in zip((8, 16), losses)]
-        with pytest.raises(amp.StateError, match="scale them together"):
-            if way == "two GradScalers":
-                autograd.backward(losses)
-            with amp.scale_loss(losses[0], first) as one:
-                if way == "one unscaled":
-                    autograd.backward([one, losses[1]])
-                with amp.scale_loss(losses[1], [first, second]) as two:
-                    autograd.backward([one, two])
-    assert first._amp_loss_scaler.stage is second._amp_loss_scaler.stage is Stage.NONE
-
-
-@pytest.mark.parametrize("plain_second", [False, True])
-def test_gradients_that_are_added_to_after_a_step(plain_second):
-    """MXNet adds to old gradients until `zero_grad` is called."""
-
-    def program(net, trainer, _net, _trainer, scaled):
-        for i in range(3):
-            backward(loss_of(net), trainer, scaled and not (i == 1 and plain_second))
-            trainer.step(4)
-
-    scalers = (amp.LossScaler(1024, growth_interval=1) for _ in range(2))
-    assert_right(program, *scalers, grad_req="add")
-
-
-PASSES_FROM = {
-    "the scaled loss": lambda loss, scaled: scaled.backward(),
-    "a sum of it": lambda loss, scaled: (scaled.sum() * 1.0).backward(),
-    "the loss before": lambda loss, scaled: autograd.backward([loss]),
-    "a mean of the loss before": lambda loss, scaled: (loss.mean() * loss.size).backward(),
-}
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", PASSES_FROM)
-@pytest.mark.parametrize("way", ["init_trainer", "init", "autocast"])
-def test_a_step_knows_whether_a_pass_was_scaled(name, inside, way, caplog):
-    policy = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
-    if way == "init":
-        amp.init(policy=policy)
-
-    def program(net, trainer, _net, _trainer, scaled):
-        with autograd.record(), amp.autocast(policy=policy, enabled=way == "autocast"):
-            loss = net(DATA) ** 2
-            if not scaled:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, trainer) as one:
-                    if inside:
-                        PASSES_FROM[name](loss, one)
-                if not inside:
-                    PASSES_FROM[name](loss, one)
-        trainer.step(4)
-
-    assert_right(program, amp.LossScaler(64), amp.LossScaler(64))
-    assert ("carry no loss scale" in caplog.text) == ("before" in name)
-
-
 @pytest.mark.parametrize("unscaled", [(), (0,), (0, 1)], ids=str)
 def test_two_trainers_that_share_a_parameter(unscaled):
     def trained(*scalers):
@@ -541,3 +237,65 @@ def test_two_trainers_that_share_a_parameter(unscaled):
         return [p.data().asnumpy() for p in (one, other, shared)]
 
     np.testing.assert_array_equal(trained(*static(8, 8)), trained(None, None))
+
+
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_plain_trainer_of_a_scaled_loss(made):
+    decoder, second = dense(2, 3)
+    encoder, first = dense(3, 4, *static(2.0**16))
+    if made == "after":
+        decoder, second = dense(2, 3)
+    before = weight(decoder)
+    backward(through(encoder, decoder), first, True)
+    first.step(4)
+    for step in (second.step, second.update):
+        with pytest.raises(amp.StateError, match="another trainer"):
+            step(4)
+    np.testing.assert_array_equal(weight(decoder), before)
+    backward(loss_of(decoder), second, False)
+    second.step(4)
+    assert not np.array_equal(weight(decoder), before)
+
+
+def test_one_pass_from_losses_scaled_apart():
+    net = dense(3, 4)[0]
+    losses = [amp.GradScaler(scale).scale(loss_of(net)) for scale in (8, 16)]
+    for heads in (losses, [losses[0], loss_of(net)]):
+        with pytest.raises(amp.StateError, match="scale them together"):
+            autograd.backward(heads)
+
+
+@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
+def test_a_backward_function_that_was_stored_before_the_patches(way):
+    amp.shutdown()
+    stored = autograd.backward
+
+    def program(net, trainer, _net, _trainer, scaled):
+        scaler = amp.GradScaler(1024, enabled=scaled and way == "GradScaler")
+        if scaled and way == "init_trainer":
+            amp.init_trainer(trainer, amp.StaticLossScaler(1024))
+        for _ in range(2):
+            if scaled and way == "init_trainer":
+                with amp.scale_loss(loss_of(net), trainer) as loss:
+                    stored([loss])
+                trainer.step(4)
+            else:
+                stored([scaler.scale(loss_of(net))])
+                scaler.step(trainer, 4)
+                scaler.update()
+
+    assert_right(program, None, None)
+
+
+def test_a_step_of_the_trainer_is_one_of_its_grad_scaler():
+    net, trainer = dense()
+    scaler = amp.GradScaler(init_scale=1024)
+    for _ in range(2):
+        scaler.scale(loss_of(net)).backward()
+        scaler.step(trainer, 4)
+        scaler.update()
+    scaler.scale(loss_of(net)).backward()
+    trainer.step(4)
+    scaler.update()
+    assert trainer.amp_steps == 3
+    assert np.isfinite(weight(net)).all()

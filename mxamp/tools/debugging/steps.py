@@ -8,7 +8,7 @@ from mxnet.gluon import Trainer
 
 from ...errors import ArgumentError, StateError
 from ...framework.wording import shown
-from ...scaling.state import State, StepReport
+from ...scaling.trainer import State, StepReport
 
 FOREIGN_SCALER = (
     "this trainer's loss scaler is a {kind} and not mxamp's, so its steps can't be observed: use "
