@@ -1,5 +1,7 @@
 """The command `mxamp convert`: convert a saved model, and check the result."""
 
+import re
+from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import click
@@ -69,7 +71,8 @@ def convert(
 ) -> None:
     """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
 
-    PREFIX may also be the name of either file. --dtype or --policy is required.
+    PREFIX may also be the name of either file. --dtype or --policy is required. With a policy that
+    `mxamp tune` has written, the model is converted in the form that was the fastest.
     """
     if not (dtype or policy):
         raise click.UsageError("Missing option '--dtype' (or '--policy').")
@@ -79,6 +82,10 @@ def convert(
         target: Dict[str, Any] = {"target_dtype": dtype}
     else:
         target = {"policy": chosen_policy(dtype, policy, device).override(fp32=fp32_op)}
+    if policy:  # tuned in a form: this is the one with the speed that was measured
+        forms = re.findall("^# Form: (converted|fused)$", Path(policy).read_text(), re.M)
+        options["fuse"] |= "fused" in forms
+        options["cast_optional_params"] |= bool(forms)
     check_inputs = None
     if check:
         with saved_semantics(prefix, epoch):

@@ -2,14 +2,13 @@
 
 import shlex
 from dataclasses import replace
-from typing import Any, Iterable, Optional, Sequence, Tuple
+from typing import Any, Iterable, List, Sequence
 
 import click
 import mxnet as mx
 
 from ..convert.options import with_excluded_layers
 from ..convert.saved import load_model, saved_semantics
-from ..errors import ArgumentError
 from ..graph.ir import Graph
 from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
@@ -25,26 +24,9 @@ from .options import (
 )
 from .output import examples
 
-__all__ = ["tune"]
-
 TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
-NO_GPU = (
-    "the policy is for GPUs, and there is none here that MXNet can use: tune it on a machine with "
-    "one, or for this machine with --device cpu"
-)
-RANDOM = (
-    "The errors were measured on random numbers for {names}, and may be others on your own data: "
-    "give that with --data FILE.npz or --input NAME:FILE.npy."
-)
+RANDOM = "The errors are those on random numbers for {names}: give your own data with --data."
 INTERRUPTED = "interrupted: the best policy so far is written"
-#: How to use the policy, by the form that was the fastest.
-_USES = {
-    "plain": "nothing faster was found within the tolerance: run the model as it is, in float32",
-    "autocast": "mxamp run --policy {out} SCRIPT, or {convert}",
-    "converted": "{convert} --cast-params",
-    "fused": "{convert} --cast-params --fuse",
-}
-
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
     "mxamp tune model --input data:8,3,224,224 --budget 5m --out policy.toml",
@@ -55,41 +37,15 @@ _EXAMPLES = examples(
 @saved_model_options
 @dtype_option
 @click.option("--out", required=True, metavar="FILE", help="The policy file to write.")
-@click.option(
-    "--data",
-    multiple=True,
-    metavar="FILE.npz",
-    help="A batch: an .npz file of arrays by name of input. Repeat for each batch.",
-)
+@click.option("--data", multiple=True, metavar="FILE.npz", help="A batch: arrays by input name.")
 @input_option
 @input_dtype_option
-@click.option(
-    "--budget", default="60s", show_default=True, metavar="TIME", help="Time: 90s, 5m, 1h."
-)
-@click.option(
-    "--rtol",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Largest allowed relative error of an output. Default: 0.05.",
-)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Random seed."
-)
+@click.option("--budget", default="60s", show_default=True, help="Time: 90s, 5m, 1h.")
+@click.option("--rtol", type=float, help="Largest relative error of an output. Default: 0.05.")
 @click.option("--accuracy-only", is_flag=True, help="Skip the timing, for use on another machine.")
 @force_option
 def tune(
-    prefix: str,
-    epoch: int,
-    device: Optional[str],
-    keep_fp32: Sequence[str],
-    policy: Optional[str],
-    dtype: Optional[str],
-    out: str,
-    data: Sequence[str],
-    inputs: Sequence[Tuple[str, Any]],
-    dtypes: Sequence[Tuple[str, str]],
-    accuracy_only: bool,
-    force: bool,
-    **options: Any,
+    prefix: str, epoch: int, out: str, data: Sequence[str], inputs: Sequence[Any], **given: Any
 ) -> None:
     """Find the fastest form of a saved float32 model whose outputs are within --rtol of its own.
 
@@ -101,26 +57,27 @@ def tune(
     """
     if data and inputs:
         raise click.UsageError(TWO_WAYS)
-    check_out(out, force)
-    input_dtypes = dict(dtypes)
-    start = chosen_policy(dtype, policy, device)
-    if start.device == "gpu" and not mx.context.num_gpus():
-        raise ArgumentError(NO_GPU)
-    with mx.Context(start.device, 0), saved_semantics(prefix, epoch):
+    check_out(out, given["force"])
+    dtypes = dict(given["dtypes"])
+    notes: List[str] = []
+    start = chosen_policy(given["dtype"], given["policy"], given["device"])
+    device = start.device if mx.context.num_gpus() else "cpu"
+    with mx.Context(device), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        start = with_excluded_layers(start, keep_fp32, Graph.from_symbol(model[0]))
-        drawn: Sequence[str] = ()  # the inputs that are random numbers
-        batches: Iterable[Any] = read_batches(model, data, input_dtypes)
+        start = with_excluded_layers(start, given["keep_fp32"], Graph.from_symbol(model[0]))
+        batches: Iterable[Any] = read_batches(model, data, dtypes)
         if not data:
-            values, drawn = input_values(model, inputs, dtypes, options["seed"])
-            batches = [checked_batch(model, values, input_dtypes)]
-        tuning = tune_model(model, batches, policy=start, timed=not accuracy_only, **options)
-    notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
-    tuning = replace(tuning, notes=(*tuning.notes, *notes))
-    file, name = shlex.quote(out), shlex.quote(prefix)
-    convert = f"mxamp convert {name} --policy {file} --out {name}-tuned"
-    use = _USES[tuning.way].format(out=file, convert=convert)
-    replace(tuning, notes=(*tuning.notes, f"Use: {use}")).save(out)
-    click.echo(f"{tuning}\n\n{out}: {use}")
+            values, drawn = input_values(model, inputs, given["dtypes"])
+            notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
+            batches = [checked_batch(model, values, dtypes)]
+        options = {"rtol": given["rtol"], "budget": given["budget"]}
+        timed = not given["accuracy_only"]
+        tuning = tune_model(model, batches, policy=start, timed=timed, **options)
+    use = "run the model as it is, in float32"
+    if tuning.way != "plain":
+        name = shlex.quote(prefix)
+        use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
+    replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
+    click.echo("\n".join([str(tuning), *notes, f"{out}: {use}"]))
     if STOPPED in tuning.notes:
         click.echo(INTERRUPTED, err=True)

@@ -232,7 +232,7 @@ def tune(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> A
         amp.init(policy=policy)
     words = [chosen.way, chosen.precision] if chosen.way != "plain" else ["float32"]
     words += ["own optimizer steps"] if steps else []
-    words += [f"{chosen.kept} layers in float32"] if chosen.kept else []
+    words += [f"{len(tuning.kept)} layers in float32"] if tuning.kept else []
     return net, {"chosen": ", ".join(words), "plain": chosen.way == "plain" and not steps}
 
 

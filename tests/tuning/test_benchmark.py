@@ -9,7 +9,6 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from mxamp.framework import machine
 from mxamp.framework.patching import patched
 from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
@@ -38,15 +37,17 @@ def clock(monkeypatch):
         plain(self)
         return times.get(self.key, 10.0) / 1e3
 
-    def keyed(task, mode, net, plain, low):
-        made = pair(task, mode, net, plain, low)
-        made._plain.key, made.low.key = (task, mode, "float32"), (task, mode, "low")
-        return made
+    def keyed(groups, ends):
+        for (task, mode), (plain, *lows) in zip(asked, groups):
+            for way, name in zip((plain, *lows), ("float32", "low", "converted")):
+                way.key = (task, mode, name)
+        return time_in_turns(groups, ends)
 
-    pair = module._Pair
+    asked = [(task, mode) for task in ("training", "inference") for mode in ("eager", "hybridized")]
+    time_in_turns = module.time_in_turns
     monkeypatch.setattr(Timed, "key", None, raising=False)
     monkeypatch.setattr(Timed, "mean_seconds", turn)
-    monkeypatch.setattr(module, "_Pair", keyed)
+    monkeypatch.setattr(module, "time_in_turns", keyed)
     return times
 
 
@@ -61,12 +62,11 @@ def test_it_times_training_and_inference_in_both_modes(clock):
         ("inference", "hybridized", 1.0),
         ("inference", "converted", 1.0),
     ]
-    assert (found.dtype, found.device, found.rounds) == ("bfloat16", "cpu", 5)
+    assert (found.dtype, found.device, found.rounds) == ("bfloat16", "cpu", 3)
     assert found.timings[1].low_ms == pytest.approx(5)
     assert "bfloat16 trains this model 2 times as fast as float32, and runs it as fast" in str(
         found
     )
-    assert "Hybridize first: eager, training takes 4 times as long." in found.summary()
     assert found.to_dict()["timings"][0]["mode"] == "eager"
 
 
@@ -97,23 +97,6 @@ def test_the_net_is_left_as_it_was(hybridized):
     assert np.array_equal(numpy, np.random.get_state()[1])
     assert current_policy() is None and not patched()
     trainer.step(1)
-
-
-def test_an_error_leaves_the_net_as_it_was(monkeypatch):
-    net, data = small_net()
-    net(data)
-    before = state_of(net)
-
-    def interrupted(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module._Pair, "run_round", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        benchmarked(net, data)
-    after = state_of(net)
-    assert all(np.array_equal(one, other) for one, other in zip(before[0], after[0]))
-    assert before[2:] == after[2:]
-    assert not patched()
 
 
 def test_it_measures_what_it_says(monkeypatch):
@@ -157,7 +140,6 @@ def test_nets_that_do_not_train_or_hybridize():
     python = nn.HybridLambda(lambda F, x: x * x.shape[0])  # symbols have no shape
     found = benchmarked(python, data)
     assert {t.mode for t in found.timings} == {"eager"}
-    assert "can't be hybridized" in found.summary()
 
 
 def test_a_symbol_block_always_runs_its_graph(tmp_path):
@@ -185,7 +167,8 @@ def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(m
     benchmarked(net, data)
     amp.benchmark(net, data, target_dtype="float16", budget=0.01)
     (bfloat16, low), (float16, half) = made
-    assert bfloat16 and not float16  # the fused kernels are oneDNN's
+    kernels = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing
+    assert bfloat16 == kernels and not float16  # the fused kernels are oneDNN's
     for block, dtype in ((low, amp.bfloat16), (half, np.float16)):
         assert dtype in {p.dtype for p in block.collect_params().values()}
 
@@ -208,11 +191,6 @@ def report(*speeds, dtype="bfloat16", device="cpu"):
     return Benchmark(dtype, device, 5, tuple(timings)).summary()
 
 
-@pytest.fixture
-def able(monkeypatch):
-    monkeypatch.setattr(machine, "computes_bfloat16", lambda: True)
-
-
 @pytest.mark.parametrize(
     "speeds, said",
     [
@@ -226,26 +204,15 @@ def able(monkeypatch):
         (((0.5, 0.6), (0.9, 0.95), (0.8, 0.85)), "Stay in float32 for this model"),
         (((1.7, 1.9), (1.5, 1.6), (2.0, 2.2)),
          "runs it 1.6 times as fast. For serving, convert the model with `fuse=True`: it then runs 2.1 times as fast."),
-        (((1.7, 1.9), (0.9, 0.95)), "0.93 times as fast. Run inference in float32: `with amp.autocast(enabled=False)`"),
     ],
 )  # fmt: skip
-def test_the_sentence(able, speeds, said):
+def test_the_sentence(speeds, said):
     assert said in report(*speeds)
-    assert "no bfloat16 instructions" not in report(*speeds)
 
 
-def test_a_converted_model_that_is_no_faster_is_not_recommended(able):
+def test_a_converted_model_that_is_no_faster_is_not_recommended():
     assert "convert" not in report((1.7, 1.9), (1.5, 1.6), (1.4, 1.8))
     assert "convert" not in report((1.7, 1.9), (0.5, 0.6), (0.9, 1.1))
-
-
-def test_the_sentence_on_machines_that_do_not_gain(monkeypatch):
-    monkeypatch.setattr(machine, "computes_bfloat16", lambda: False)
-    assert report((0.5, 0.6)).startswith(
-        "This machine has no bfloat16 instructions. bfloat16 trains"
-    )
-    assert report((0.05, 0.06), dtype="float16").startswith("float16 on a CPU is for trying")
-    assert report((1.8, 1.9), dtype="float16", device="gpu").startswith("float16 trains")
 
 
 # ---------------------------------------------------------------------- wrong calls
@@ -254,9 +221,9 @@ def test_the_sentence_on_machines_that_do_not_gain(monkeypatch):
 @pytest.mark.parametrize(
     "call, said",
     [
-        (lambda net, data: amp.benchmark(3, data), "takes a Gluon block, not 3"),
+        (lambda net, data: amp.benchmark(3, data), "must be a Block, or a saved one"),
         (lambda net, data: amp.benchmark(net, 3), "a batch is an NDArray"),
-        (lambda net, data: amp.benchmark(net, (data, data)), "with a loss, the label as its last"),
+        (lambda net, data: amp.benchmark(net, (data, data)), "pass loss= too"),
         (lambda net, data: amp.benchmark(net, data, gluon.loss.L2Loss()), "inputs and the label"),
         (lambda net, data: amp.benchmark(net, mx.nd.ones((2, 5))), "does not run on this batch"),
         (lambda net, data: amp.benchmark(net, data, budget="soon"), "`budget` must be"),
@@ -273,5 +240,5 @@ def test_wrong_calls(call, said):
 def test_a_model_in_half_precision_is_an_error():
     net, data = small_net()
     net.cast("float16")
-    with pytest.raises(amp.ArgumentError, match="must be in float32"):
+    with pytest.raises(amp.ArgumentError, match="give a float32 model"):
         amp.benchmark(net, data)

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd
+from mxnet import MXNetError, autograd
 from mxnet.gluon import Block
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.ndarray.ndarray import NDArray
@@ -110,7 +110,7 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
 def explained_errors(
     net: Block, inputs: Sequence[Any], labeled: bool, label_by: str = "loss="
 ) -> Iterator[None]:
-    """Context that raises `ArgumentError` for Python's errors where `net` does not take `inputs`.
+    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`.
 
     `label_by` names the arguments that make the last element of a batch its label.
     """
@@ -118,7 +118,7 @@ def explained_errors(
         yield
     except AmpError:
         raise
-    except (TypeError, ValueError) as error:  # ValueError: while it infers a deferred shape
+    except (TypeError, ValueError, MXNetError) as error:  # ValueError: infers a deferred shape
         count = len(arrays_in(inputs))
         arrays = counted(count, "array") + (" and a label" if labeled else "")
         hint = "" if labeled or count == 1 else UNLABELED.format(label_by=label_by)
