@@ -18,8 +18,7 @@ arrays of the old one.
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
-from typing import Any, Iterator, Sequence
+from typing import Any, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -83,14 +82,11 @@ def load_states(state: Any, fname: str) -> None:
     no states of a trainer.
     """
     trainer = state.trainer
-    with _restored_on_error(trainer):
-        has_masters = trainer._optimizer.multi_precision
-        try:
-            type(trainer).load_states(trainer, fname)
-        except OSError:
-            raise
-        except Exception as error:  # unpickling damaged states may raise anything
-            raise ArgumentError(NO_STATES.format(path=fname, error=error)) from error
+    _initialize_kvstore(trainer)
+    optimizer, has_masters = trainer._optimizer, trainer._optimizer.multi_precision
+    before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
+    try:
+        type(trainer).load_states(trainer, fname)
         if state.scaled_by == "initialize":
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
@@ -99,27 +95,20 @@ def load_states(state: Any, fname: str) -> None:
         if saved is not None:
             state.load_state_dict(saved)
         state.new_masters = masters
+    except BaseException as error:
+        trainer._optimizer = optimizer
+        for updater, attributes in before:
+            vars(updater).update(attributes)
+        if isinstance(error, (OSError, ArgumentError)) or not isinstance(error, Exception):
+            raise
+        # Unpickling damaged states may raise anything.
+        raise ArgumentError(NO_STATES.format(path=fname, error=error)) from error
 
 
 def pop_state(trainer: Trainer) -> dict[str, Any] | None:
     """Remove the loss scaler's state from a trainer's optimizer; return it, or None."""
     state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
     return state if isinstance(state, dict) else None
-
-
-@contextmanager
-def _restored_on_error(trainer: Trainer) -> Iterator[None]:
-    """Context in which an error restores the trainer's optimizer and its states."""
-    _initialize_kvstore(trainer)
-    optimizer = trainer._optimizer
-    before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
-    try:
-        yield
-    except BaseException:
-        trainer._optimizer = optimizer
-        for updater, attributes in before:
-            vars(updater).update(attributes)
-        raise
 
 
 # ------------------------------------------------------------ states in another precision

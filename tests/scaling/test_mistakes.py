@@ -60,9 +60,9 @@ def test_a_run_that_only_skips_is_warned_of(way, caplog):
 
 
 MIXED = [
-    (amp.init_trainer, amp.GradScaler, "remove init_trainer"),
-    (amp.GradScaler, amp.init_trainer, "remove init_trainer"),
-    (amp.GradScaler, amp.scale_loss, "remove scale_loss"),
+    (amp.init_trainer, amp.GradScaler, "would scale them twice"),
+    (amp.GradScaler, amp.init_trainer, "would scale them twice"),
+    (amp.GradScaler, amp.scale_loss, "would scale them twice"),
     (amp.GradScaler, amp.GradScaler, "own GradScaler"),
 ]
 
