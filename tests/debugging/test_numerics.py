@@ -165,7 +165,7 @@ def test_an_overflow_in_low_precision(way, dtype):
     if dtype == "bfloat16":
         assert not check
         return
-    assert (check.first.kind, check.first.dtype) == ("overflow", "float16")
+    assert (check.first.kind, check.first.statistics.dtype) == ("overflow", "float16")
     assert "dense17" in (check.first.node if way == "symbol" else check.first.block)
 
 
@@ -220,18 +220,6 @@ def test_masks_are_no_fault_until_they_make_nan():
     assert check.first.operator == "softmax"
 
 
-@pytest.mark.parametrize(
-    "make, dtype, found",
-    [(lambda x: x * 1e6, "float16", "overflow"), (lambda x: x * 1e6, "bfloat16", None),
-     (lambda x: nd.dot(x * 65510, x), "float16", None), (lambda x: nd.dot(x * 65520, x), "float16", "overflow"),
-     (lambda x: x * 1e-8, "float16", "vanish"), (lambda x: x * 1e-7, "float16", None)],
-)  # fmt: skip
-def test_a_float32_run_is_judged_by_another_dtype(make, dtype, found):
-    check = checked(lambda: make(nd.ones((1, 1))), dtype=dtype)
-    assert (check.first and check.first.kind) == found
-    assert not found or dtype in str(check.first)
-
-
 def test_raising_names_the_operator_and_restores_the_block():
     net = deep(explode)
     net.hybridize()
@@ -248,7 +236,7 @@ def test_findings_show_as_text_and_log_lines(caplog):
     with caplog.at_level(logging.WARNING), check_numerics(on="log") as check:
         net(x)
     assert caplog.messages[0] == str(check.first)
-    assert "exp" in str(check) and "exp" in repr(check)
+    assert "exp" in str(check)
 
 
 def test_skipped_operators_are_right():
@@ -260,8 +248,7 @@ def test_skipped_operators_are_right():
 
 @pytest.mark.parametrize(
     "arguments, words",
-    [({"on": "print"}, "'collect'"), ({"skip": 3}, "must be"), ({"skip": [3]}, "must be"),
-     ({"dtype": "float8"}, "float16")],
+    [({"on": "print"}, "'collect'"), ({"skip": 3}, "must be"), ({"skip": [3]}, "must be")],
 )  # fmt: skip
 def test_wrong_arguments(arguments, words):
     with pytest.raises(amp.ArgumentError, match=words), check_numerics(**arguments):

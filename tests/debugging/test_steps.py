@@ -87,9 +87,8 @@ def test_the_weights_change_after_the_call():
 
 def test_wrong_arguments():
     _, trainer = setup()
-    for arguments, words in (((3, print), "takes a gluon.Trainer, not 3"), ((trainer, 3), "not 3")):
-        with pytest.raises(amp.ArgumentError, match=words):
-            on_step(*arguments)
+    with pytest.raises(amp.ArgumentError, match="takes a gluon.Trainer, not 3"):
+        on_step(3, print)
     from mxnet.contrib.amp.loss_scaler import LossScaler
 
     trainer._amp_loss_scaler = LossScaler()

@@ -13,8 +13,7 @@ from ...framework.operators import resolve
 from ...framework.wording import counted
 from ...graph.casts.builder import HALVES
 from ...graph.ir import CASTS
-from ...policy.policy import Policy
-from ...policy.values import INFINITE_FROM, RANGES
+from ...policy.values import RANGES
 from .observing import Call, Site, Tensor
 
 _KINDS = {
@@ -118,7 +117,7 @@ class Finding:
     kind : str
         "nonfinite" (Inf or NaN from finite values), "input" (an input or a parameter was not
         finite before anything was computed with it), "overflow" (finite values became infinite in
-        a cast, or would in the low dtype), "vanish" (most became zero there) or "dead" (a layer's
+        a cast or in low precision), "vanish" (most became zero there) or "dead" (a layer's
         output is zero everywhere).
     phase : str
         "forward" or "backward".
@@ -132,8 +131,6 @@ class Finding:
         The name of the operator.
     tensor : str
         The operator's tensor that `statistics` describe, such as "output".
-    dtype : str
-        The dtype of the tensor.
     statistics : Statistics
         The counts and range of the tensor.
     detail : str
@@ -149,7 +146,6 @@ class Finding:
     node: str
     operator: str
     tensor: str
-    dtype: str
     statistics: Statistics
     detail: str = ""
     inputs: tuple[tuple[str, Statistics], ...] = ()
@@ -206,8 +202,6 @@ _MASKS = frozenset({
 })  # fmt: skip
 _SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # all zero in healthy layers
 _A_LAYER = 8  # fewer values can all be zero by chance
-#: Numbers up to this are zero in the dtype: half of its smallest one.
-_ROUNDED_TO_ZERO = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 
 #: Why a value is not finite: a fault that was found, or the program's purpose, such as a mask.
 FAULT, PURPOSE = "fault", "purpose"
@@ -245,25 +239,6 @@ def forward_fault(call: Call) -> tuple[Fault | None, str | None]:
         made = not on_purpose
     fault = _nonfinite(site, "output", output) if made else None
     return fault, PURPOSE if on_purpose and not made else FAULT
-
-
-def fault_in(policy: Policy, call: Call) -> Fault | None:
-    """Return the fault of float32 values that a policy's dtype would round to Inf or 0."""
-    op_class, dtype = policy.rule(call.site.operator).op_class, policy.target_dtype
-    if op_class in ("fp32", "untouched"):
-        return None
-    read = call.inputs.items() if op_class == "low" else ()
-    for name, tensor in [*read, ("output", call.output)]:
-        if not tensor.is_checkable or tensor.dtype in HALVES:
-            continue
-        size = np.abs(tensor.values)
-        infinite = int(((size >= INFINITE_FROM[dtype]) & np.isfinite(size)).sum())
-        zero = int(((size > 0) & (size <= _ROUNDED_TO_ZERO[dtype])).sum())
-        if infinite:
-            return Fault("overflow", name, tensor, f"{infinite} would be infinite in {dtype}")
-        if zero > tensor.nonzero / 2:
-            return Fault("vanish", name, tensor, f"{zero} would be zero in {dtype}")
-    return None
 
 
 def gradient_fault(site: Site, name: str, gradient: Tensor, may_vanish: bool) -> Fault | None:

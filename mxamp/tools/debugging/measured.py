@@ -1,4 +1,4 @@
-"""What measurements of a net share: a deep copy, equal random numbers, a loss and its gradients."""
+"""What measurements of a net share: batches, a deep copy, random numbers, a loss, gradients."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import contextlib
 import copy
 import random
 import warnings
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import MXNetError, autograd
-from mxnet.gluon import Block
+from mxnet import autograd
+from mxnet.base import MXNetError
+from mxnet.context import current_context
+from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.symbol import Symbol
 
-from ...convert.outputs import error_reason
+from ...convert.outputs import error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
 from ...framework.patching import original
@@ -27,14 +30,93 @@ _SEED = 20180201
 #: `autograd.backward` without the front ends' patches, which scale losses.
 _backward = original(autograd, "backward")
 
-NOT_ON_BATCH = "block {name!r} does not run on this batch of {arrays}: {why}{hint}"
-UNLABELED = (
-    ". Without {label_by}, a batch holds the net's arguments only; if its last element is the "
-    "label, pass {label_by} too"
+NOT_ON_BATCH = (
+    "block {name!r} does not run on this batch of {arrays}: {why}. Without loss=, a batch holds "
+    "the net's arguments alone, and with it the label too"
 )
-NO_LOSS_VALUE = (
-    "the loss must return an NDArray that is computed from the net's output, not {given}"
+NO_LOSS_VALUE = "the loss must return an NDArray that is computed from the output, not {given}"
+NO_LABEL = (
+    "with a loss, a batch is a tuple of the net's inputs and the label, as a DataLoader yields it: "
+    "(data, label), not {given}"
 )
+NO_BATCH = (
+    "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, not {given}"
+)
+NOT_A_NET = (
+    "the model must be a Block, or a saved one as (symbol, arg_params, aux_params), not {given}"
+)
+
+
+class Batch(NamedTuple):
+    """The inputs of one call of a net, and the label for its loss."""
+
+    inputs: tuple[Any, ...]
+    label: Any = None
+
+
+def check_loss(loss: Any) -> None:
+    """Raise `ArgumentError` unless the loss is None or can be called."""
+    if loss is not None and not callable(loss):
+        raise ArgumentError(
+            f"loss must be a function of the net's output and the label, not {shown(loss)}"
+        )
+
+
+def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
+    """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
+
+    If `labeled`, the last element of a batch is its label. Raises `ArgumentError` without batches.
+    """
+    if isinstance(data, (NDArray, tuple, Mapping)):
+        data = [data]
+    if not isinstance(data, Iterable):
+        raise ArgumentError(NO_BATCH.format(given=shown(data)))
+    batch = None
+    for batch in data:
+        yield _checked_batch(batch, labeled)
+    if batch is None:
+        raise ArgumentError("data holds no batch")
+
+
+def _checked_batch(batch: Any, labeled: bool) -> Batch:
+    """Return an array, a dict or a list of arrays as a batch; raise `ArgumentError` for others."""
+    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    arrays = arrays_in(parts)
+    if not arrays:
+        raise ArgumentError(NO_BATCH.format(given=shown(batch)))
+    if not all(array.size for array in arrays):
+        raise ArgumentError("a batch holds no elements")
+    if not labeled:
+        return Batch(parts)
+    if len(parts) == 1:
+        raise ArgumentError(NO_LABEL.format(given=f"one {type(batch).__name__}"))
+    return Batch(parts[:-1], parts[-1])
+
+
+def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
+    """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
+    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
+        raise ArgumentError(NOT_A_NET.format(given=shown(model)))
+    symbol, args, auxs = model
+    values = {**args, **auxs}
+    names = [name for name in symbol.list_inputs() if name not in values]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about type inference, which is not needed
+        block = SymbolBlock(symbol, [mx.sym.var(name) for name in names])
+    for name, param in block.collect_params().items():
+        param.cast(values[name].dtype)
+        param._load_init(values[name], [current_context()])
+
+    def ordered_batches() -> Iterator[Batch]:
+        for batch in batches:
+            by_name = batch.inputs[0]
+            if not isinstance(by_name, Mapping):
+                raise ArgumentError("the inputs of a saved model are given by name, as a dict")
+            known = {name: array for name, array in by_name.items() if name in names}
+            known.update(zeros_for_missing(symbol, {**values, **known}))
+            yield Batch(tuple(known[name] for name in names))
+
+    return block, ordered_batches()
 
 
 def blocks_in(net: Block) -> list[Block]:
@@ -107,23 +189,15 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def explained_errors(
-    net: Block, inputs: Sequence[Any], labeled: bool, label_by: str = "loss="
-) -> Iterator[None]:
-    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`.
-
-    `label_by` names the arguments that make the last element of a batch its label.
-    """
+def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
+    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`."""
     try:
         yield
     except AmpError:
         raise
     except (TypeError, ValueError, MXNetError) as error:  # ValueError: infers a deferred shape
-        count = len(arrays_in(inputs))
-        arrays = counted(count, "array") + (" and a label" if labeled else "")
-        hint = "" if labeled or count == 1 else UNLABELED.format(label_by=label_by)
-        why = error_reason(error)
-        message = NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why, hint=hint)
+        arrays, why = counted(len(arrays_in(inputs)), "array"), error_reason(error)
+        message = NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why)
         raise ArgumentError(message) from error  # it may be of the user's own code
 
 

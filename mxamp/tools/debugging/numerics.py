@@ -22,8 +22,6 @@ from ...framework.tables import text_table
 from ...framework.wording import one_of, shown
 from ...graph.casts.builder import HALVES
 from ...patches.cached_op import PolicyCachedOp, _Op
-from ...policy.policy import Policy
-from ...policy.targets import check_target
 from .eager_gradients import EagerGradients, RecordedCall
 from .findings import (
     PURPOSE,
@@ -31,7 +29,6 @@ from .findings import (
     Finding,
     NumericsError,
     Statistics,
-    fault_in,
     forward_fault,
     gradient_fault,
 )
@@ -40,7 +37,6 @@ from .observing import Call, MonitoredGraph, Site, Tensor, TensorObserver, bound
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
-_MOST_FINDINGS = 1000
 _COLUMNS = ("step", "phase", "kind", "block", "node", "operator", "tensor", "statistics")
 
 
@@ -50,11 +46,9 @@ class NumericsCheck(TensorObserver):
     `str(check)` is a table. Falsy without findings.
     """
 
-    def __init__(
-        self, on: str, skip: Sequence[str], low_policy: Policy | None, backward: bool
-    ) -> None:
+    def __init__(self, on: str, skip: Sequence[str], backward: bool) -> None:
         super().__init__()
-        self._on, self._skip, self._low_policy, self._step = on, skip, low_policy, 1
+        self._on, self._skip, self._step = on, skip, 1
         self._findings: list[Finding] = []
         #: Overflows of gradients that a lower loss scale may cure, and those of the current step.
         self._curable: list[Finding] = []
@@ -86,9 +80,6 @@ class NumericsCheck(TensorObserver):
             return "no findings"
         return text_table(_COLUMNS, [[getattr(f, n) for n in _COLUMNS] for f in self.findings])
 
-    def __repr__(self) -> str:
-        return f"<NumericsCheck: {self.first or 'no findings'}>"
-
     # ------------------------------------------------------------------ forward
 
     def on_operator(self, call: Call) -> Finding | None:
@@ -100,18 +91,11 @@ class NumericsCheck(TensorObserver):
             output.fact = PURPOSE
             return None
         fault, output.fact = forward_fault(call)
-        if fault is None and not output.is_bad and self._low_policy is not None:
-            fault = fault_in(self._low_policy, call)
         if fault is None:
             return None
         if fault.kind == "input":
             fault.tensor.fact = output.fact
         return self._finding(site, fault, "forward", inputs.items())
-
-    def on_end(self, found: Finding | None) -> None:
-        """Report the first finding of an eager call or a graph."""
-        if found is not None:
-            self._report(found)
 
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
@@ -185,7 +169,7 @@ class NumericsCheck(TensorObserver):
         if found is not None and found.kind == "overflow":
             self._of_step.append(found)  # a lower loss scale may cure it
         elif found is not None:
-            self._report(found)
+            self.report(found)
         return results
 
     def _update(self, original: Original, owner: Any, *args: Any, **options: Any) -> Any:
@@ -199,7 +183,7 @@ class NumericsCheck(TensorObserver):
             # Without one, the scale has fallen enough for what was found before.
             self._curable = []
             for one in found:
-                self._report(one)
+                self.report(one)
         self._step += 1
         return results
 
@@ -211,22 +195,25 @@ class NumericsCheck(TensorObserver):
         read = tuple((n, Statistics.of(one)) for n, one in inputs if one.is_checkable)
         place = (site.block, site.node, site.operator, name)
         found = Statistics.of(tensor)
-        return Finding(kind, phase, self._step, *place, tensor.dtype, found, detail, read)
+        return Finding(kind, phase, self._step, *place, found, detail, read)
 
-    def _report(self, finding: Finding) -> None:
-        """Record a finding, up to `_MOST_FINDINGS`, and log or raise it if `on` says so."""
-        if len(self._findings) < _MOST_FINDINGS:
-            self._findings.append(finding)
+    def report(self, finding: Finding) -> None:
+        """Record a finding, and log or raise it if `on` says so."""
+        self._findings.append(finding)
         if self._on == "log":
             logger.warning("%s", finding)
         if self._on == "raise":
             raise NumericsError(finding)
 
-    def report_rest(self) -> None:
-        """Report the overflow of a gradient that no later step has shown to be harmless."""
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[NumericsCheck]:
+        """Context of the check; yields it."""
+        with self.opened():
+            yield self
+        # The overflow of a gradient that no later step has shown to be harmless.
         rest, self._curable, self._of_step = [*self._curable, *self._of_step][:1], [], []
         for finding in rest:
-            self._report(finding)
+            self.report(finding)
 
     # ------------------------------------------------------------------ patches
 
@@ -276,20 +263,11 @@ def _can_lower_scale(owner: Any) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _checking(check: NumericsCheck) -> Iterator[NumericsCheck]:
-    """Yield a check of what runs until the context ends."""
-    with check.opened():
-        yield check
-    check.report_rest()
-
-
 @checked_call
 def check_numerics(
     on: str = "raise",
     skip: str | Iterable[str] | None = None,
     *,
-    dtype: Any = None,
     backward: bool = True,
 ) -> ContextManager[NumericsCheck]:
     """Find the first operator of a region whose values become Inf, NaN or, in low dtypes, zero.
@@ -311,18 +289,15 @@ def check_numerics(
     skip : str or list of str, optional
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
-    dtype : str or dtype, optional
-        Also find float32 values that would overflow, or mostly vanish, in this dtype, in operators
-        that its default policy does not keep in float32. Use it on a float32 run.
     backward : bool, default True
         Watch gradients too: of parameters, and between operators.
 
     The context yields the check: `findings`, the first of each pass through the program; `first`,
     the first of them or None. Printing it gives a table, and it is false without findings. A
     finding has `kind`, `phase` ("forward" or "backward"), `step`, `block`, `node`, `operator`,
-    `tensor`, `dtype`, `statistics` of that tensor (`nan`, `inf` and `zero` values, `minimum`,
-    `maximum` and `mean` of the finite ones), `detail`, and `inputs`: names and statistics of what
-    the operator has read.
+    `tensor`, `statistics` of that tensor (`dtype`, `shape`, `nan`, `inf` and `zero` values,
+    `minimum`, `maximum` and `mean` of the finite ones), `detail`, and `inputs`: names and
+    statistics of what the operator has read.
 
     The check finds operators that make Inf or NaN, inputs and parameters that hold Inf or NaN,
     casts that make Inf, or zeros of most values, and layers whose outputs are all zero. An infinity
@@ -340,6 +315,5 @@ def check_numerics(
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
-    low_policy = Policy.default(check_target(dtype)) if dtype is not None else None
     skipped = [skip] if isinstance(skip, str) else name_list("skip", skip)
-    return _checking(NumericsCheck(on, skipped, low_policy, backward))
+    return NumericsCheck(on, skipped, backward).checking()

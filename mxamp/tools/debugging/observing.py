@@ -184,10 +184,10 @@ class TensorObserver(Observer):
         self._facts.clear()
 
     def on_operator(self, call: Call) -> Any:
-        """Observe an output of an operator; a result other than None goes to `on_end`."""
+        """Observe an output of an operator; a result other than None goes to `report`."""
         raise NotImplementedError
 
-    def on_end(self, found: Any) -> None:
+    def report(self, found: Any) -> None:
         """Take the first result of `on_operator` in an eager call or a graph that ends."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
@@ -239,7 +239,8 @@ class TensorObserver(Observer):
         by_name = dict(zip(site.names, read))
         found = [self.on_operator(Call(site, by_name, one, k)) for k, one in enumerate(made)]
         self.remember([*inputs, *outputs], [*read, *made])
-        self.on_end(next((one for one in found if one is not None), None))
+        for one in [one for one in found if one is not None][:1]:
+            self.report(one)
         return made
 
     def on_call(
@@ -323,7 +324,8 @@ class MonitoredGraph:
         read = map(self._variables.get, self.input_names)
         self._observer.remember([*inputs, *outputs], [*read, *heads])
         self._seen, self._variables = {}, {}
-        self._observer.on_end(self._found)
+        if self._found is not None:
+            self._observer.report(self._found)
 
     def on_output(self, name: Any, *operator_and_handle: Any) -> None:
         """Take an output: its name, in cached ops its operator's name, and the array's handle."""

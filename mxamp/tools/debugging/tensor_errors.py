@@ -21,8 +21,17 @@ from ...graph.ir import CASTS
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.scaler import LossScaler
-from .batches import Batch, batches_of, block_of, check_loss
-from .measured import alike_numbers, copied, explained_errors, gradients_of, loss_of
+from .measured import (
+    Batch,
+    alike_numbers,
+    batches_of,
+    block_of,
+    check_loss,
+    copied,
+    explained_errors,
+    gradients_of,
+    loss_of,
+)
 from .observing import Call, TensorObserver
 from .results import Result, Table
 
@@ -251,7 +260,7 @@ class _Comparer:
             _require_float32(param.name, dtype_name(param.dtype))
         with alike_numbers() as restart:
             for batch in batches:
-                with explained_errors(self.net, batch.inputs, labeled=self.loss is not None):
+                with explained_errors(self.net, batch.inputs):
                     net = net or copied(self.net, batch.inputs)
                 self._add_batch(net, batch, restart)
         outputs, gradients = tuple(self.outputs.values()), tuple(self.gradients.values())
@@ -294,7 +303,7 @@ class _Comparer:
             restart()
             with autocast(enabled=policy is not None, policy=policy):
                 with autograd.record() if training else autograd.pause(train_mode=False):
-                    with explained_errors(self.net, batch.inputs, training), layers.opened():
+                    with explained_errors(self.net, batch.inputs), layers.opened():
                         output = net(*batch.inputs)
                     found = loss_of(self.loss, output, batch.label) if training else None
                 if not training:

@@ -18,8 +18,15 @@ from ...framework.machine import default_dtype, device_kind, dtype_name
 from ...patches.autocast import autocast
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer
-from ..debugging.batches import Batch, batches_of, block_of, check_loss
-from ..debugging.measured import arrays_in, blocks_in, copied
+from ..debugging.measured import (
+    Batch,
+    arrays_in,
+    batches_of,
+    block_of,
+    blocks_in,
+    check_loss,
+    copied,
+)
 from ..debugging.results import Result, Table
 from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
 
@@ -188,7 +195,7 @@ def benchmark(
     device = device_kind(arrays[0].context if arrays else current_context())
     policy = Policy.default(target_dtype or default_dtype(device), device)
     with autocast(enabled=False):
-        check_runs(net, data, "loss=", labeled=loss is not None)
+        check_runs(net, data)
         nets = _nets(net, data)
         ways = _training(nets, data, loss or _mean, policy)
         for mode, block in nets.items():

@@ -33,9 +33,18 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
 from ...scaling.scaler import positive_number
-from ..debugging.batches import Batch, batches_of, block_of, check_loss
 from ..debugging.explain import explain
-from ..debugging.measured import alike_numbers, arrays_in, copied, gradients_of, loss_of
+from ..debugging.measured import (
+    Batch,
+    alike_numbers,
+    arrays_in,
+    batches_of,
+    block_of,
+    check_loss,
+    copied,
+    gradients_of,
+    loss_of,
+)
 from ..debugging.tensor_errors import compare
 from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
 
@@ -324,7 +333,7 @@ class _Model:
             model, batches = block_of(model, batches)
         self.batches = list(itertools.islice(batches, MOST_BATCHES))
         for batch in self.batches:
-            check_runs(model, batch, "loss= or metric=", labeled)
+            check_runs(model, batch)
         self.context = arrays_in(self.batches[0].inputs)[0].context
         #: What Gluon puts before the names of the model's layers.
         self.prefix: str = "" if self.saved is not None else model.prefix
