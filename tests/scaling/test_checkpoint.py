@@ -14,36 +14,6 @@ from mxamp.framework import machine
 from training import batches, poisoned, setup, ten_steps, train
 
 
-def test_states_carry_the_scaler(tmp_path):
-    path = str(tmp_path / "states")
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024, growth_interval=7), momentum=0.9)
-    train(net, trainer, poisoned(batches(1)[0]))
-    train(net, trainer, batches(1)[0])
-    trainer.save_states(path)
-    _, other = setup(scaler=amp.LossScaler(), momentum=0.9)
-    other.load_states(path)
-    assert other._amp_loss_scaler.state_dict() == trainer._amp_loss_scaler.state_dict()
-    assert other.amp_loss_scale == 512
-    assert (other._amp_loss_scaler.steps, other._amp_loss_scaler.skips) == (1, 1)
-
-
-@pytest.mark.parametrize("first", ["init", "load_states"])
-def test_loading_before_init_trainer(tmp_path, first):
-    path = str(tmp_path / "states")
-    _, trainer = setup(scaler=amp.LossScaler(init_scale=4))
-    trainer.save_states(path)
-    assert not [name for name in vars(trainer.optimizer) if "amp" in name]
-    _, other = setup()
-    if first == "init":
-        amp.init("float16", ctx=mx.cpu())
-    other.load_states(path)
-    if first == "load_states":
-        amp.init("float16", ctx=mx.cpu())
-    amp.init_trainer(other)
-    assert other.amp_loss_scale == 4
-    assert not [name for name in vars(other.optimizer) if "amp" in name]
-
-
 def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
     path = str(tmp_path / "states")
     net, trainer = setup(scaler=amp.LossScaler(init_scale=4))
@@ -57,19 +27,6 @@ def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
     assert (other.amp_loss_scale, other.amp_steps) == (512, 1)
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer created manually")
-def test_a_shared_scale_resumes_from_a_file_of_init_trainer(tmp_path):
-    """The file holds no counts of the shared scale: they start at 0."""
-    path = str(tmp_path / "states")
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=4))
-    train(net, trainer, batches(1)[0])
-    trainer.save_states(path)
-    optimizer = amp.decorate(mx.optimizer.SGD(), init_loss_scaling=64)
-    gluon.Trainer(net.collect_params(), optimizer).load_states(path)
-    shared = optimizer.scaling
-    assert (shared.loss_scale, shared.steps, shared.skips) == (4, 0, 0)
-
-
 @pytest.mark.parametrize(
     "saved, own", [(amp.NoScaler(), amp.LossScaler(8)), (amp.LossScaler(8), amp.NoScaler())]
 )
@@ -80,15 +37,6 @@ def test_a_scaler_does_not_give_way_to_none_nor_the_other_way_round(tmp_path, sa
     other.load_states(path)
     assert other._amp_loss_scaler.scaler is own
     assert "keeps its own" in caplog.text
-
-
-def test_files_from_before_still_load(tmp_path):
-    path = str(tmp_path / "states")
-    _, plain = setup(momentum=0.9)
-    plain.save_states(path)
-    _, trainer = setup(scaler=amp.LossScaler(init_scale=8), momentum=0.9)
-    trainer.load_states(path)
-    assert trainer.amp_loss_scale == 8
 
 
 def damaged_states(content):
@@ -154,12 +102,6 @@ def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, monkey
         trainer.load_states(str(tmp_path / "states"))
     held = updater.states, trainer._optimizer, updater.optimizer
     assert all(one is other for one, other in zip(held, before))
-
-
-def test_a_missing_file_is_an_error_of_its_own(tmp_path):
-    _, trainer = setup(scaler=amp.LossScaler(init_scale=8))
-    with pytest.raises(FileNotFoundError):
-        trainer.load_states(str(tmp_path / "none"))
 
 
 def test_a_file_that_can_not_be_written_stays_what_it_was(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from mxamp.scaling.trainer import unscale_update
 from training import (
     CONTEXTS,
     assert_as_plain,
@@ -166,15 +165,6 @@ def test_optimizers_of_a_scripts_own_see_no_scale(make, ctx):
     assert_as_plain(run, ctx=CONTEXTS[ctx])
 
 
-def test_the_optimizer_takes_the_scale_out_of_float16_gradients():
-    """Divided by the scale, small ones would be 0."""
-    gradients = [mx.nd.ones((2,), dtype="float16"), mx.nd.ones((2,))]
-    for optimizer in (OwnAdam(multi_precision=True), mx.optimizer.Adam(multi_precision=True)):
-        unscale_update(optimizer, gradients, 1024.0)
-        assert optimizer.rescale_grad == 1 / 1024
-        assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
-
-
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 @pytest.mark.parametrize("scale", [1024.0, 3000.0, 2.0**16, 2.0**24])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -202,28 +192,3 @@ def test_float16_weights_without_masters_are_updated_by_small_learning_rates(mom
     if scale < 2**17:
         assert (weights[0] < np.float16(0.01)).all()
     assert np.allclose(*weights, rtol=1e-3)
-
-
-@pytest.mark.parametrize("kvstore", ["device", None])
-def test_scaling_adds_no_message(monkeypatch, kvstore):
-    def pushed(scaled):
-        calls = []
-        net, _ = setup(CONTEXTS["two"])
-        trainer = trainer_of(net, kvstore=kvstore, update_on_kvstore=False)
-        if scaled:
-            amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
-        with monkeypatch.context() as patch:
-            for name in ("push", "pull", "pushpull", "init"):
-                original = getattr(mx.kv.KVStore, name)
-
-                def counted(self, key, value, *args, original=original, name=name, **kwargs):
-                    calls.append((name, key, [a.size for a in value]))
-                    return original(self, key, value, *args, **kwargs)
-
-                patch.setattr(mx.kv.KVStore, name, counted)
-            for batch in (batches()[0], poisoned(batches()[1])):
-                one_step(net, trainer, batch, "scale_loss" if scaled else "decorate")
-        return calls
-
-    assert pushed(True) == pushed(False)
-    assert bool(pushed(True)) == bool(kvstore)

@@ -9,7 +9,6 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import pairwise, randn
-from mxamp.tools.debugging.operator_counts import operator_stats
 
 DATA = randn(16, 4)
 LABEL = nd.array(np.arange(16) % 2)
@@ -69,31 +68,6 @@ def test_executors_in_training_stay_in_float32(how, on, caplog):
     assert "stay in float32" not in caplog.text
 
 
-@pytest.mark.parametrize("how", ["bind", "simple_bind", "module"])
-def test_executors_in_inference_are_lowered(how, caplog):
-    net, args = network("loss"), {}
-    for name, shape in zip(net.list_arguments(), net.infer_shape(data=(16, 4))[0]):
-        args[name] = values(name, shape)
-    results = []
-    for dtype in ("float32", "float16"):
-        with amp.autocast("float16", enabled=dtype == "float16"):
-            if how == "bind":
-                executor = net.bind(mx.cpu(), args)
-            elif how == "simple_bind":
-                executor = net.simple_bind(mx.cpu(), grad_req="null", data=(16, 4))
-                executor.copy_params_from(args)
-            else:
-                module = mx.mod.Module(net, label_names=None)
-                module.bind([("data", (16, 4))], for_training=False)
-                module.init_params(arg_params={k: v for k, v in args.items() if k != "data"})
-                module.forward(mx.io.DataBatch([args["data"]]))
-                results.append(module.get_outputs()[0].asnumpy())
-                continue
-            results.append(executor.forward()[0].asnumpy())
-    assert results[0] != results[1]
-    assert "stay in float32" not in caplog.text
-
-
 def trained(out, contexts, *, groups, optimizer, sizes=(16, 16, 16)):
     """The parameters of a module after some steps."""
     label = [("softmax_label", (16,))] if out == "softmax" else None
@@ -125,14 +99,6 @@ def test_modules_of_a_model_over_two_devices(out, groups, sizes, dtype):
     assert (optimizer.scaling.steps, optimizer.scaling.skips) == (len(sizes), 0)
     for name, array in plain.items():
         np.testing.assert_allclose(found[name], array, atol=3e-3)
-
-
-def test_a_module_that_is_decorated_is_lowered():
-    amp.init("float16", ctx=mx.cpu())
-    optimizer = amp.decorate("sgd", init_loss_scaling=256)
-    with operator_stats() as stats:
-        trained("softmax", mx.cpu(), groups=False, optimizer=optimizer)
-    assert "float16" in str(stats)
 
 
 def test_a_module_that_is_not_decorated(caplog):

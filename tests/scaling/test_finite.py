@@ -8,19 +8,6 @@ from mxnet import nd
 from helpers import down, randn
 from mxamp.scaling.finite import all_finite, multiply, square_sum, unscale
 
-BAD = [np.inf, -np.inf, np.nan]
-
-
-@pytest.mark.parametrize("kind", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("value", [*BAD, 0.0, -0.0, 1.0, 65000.0])
-@pytest.mark.parametrize("position", [0, 4, -1])
-def test_one_element(kind, value, position):
-    array = np.zeros(9, "float32")
-    array[position] = value
-    array = nd.array(array)
-    array = down(array, kind) if kind == "bfloat16" else array.astype(kind)
-    assert all_finite([nd.ones(3), array]) == bool(np.isfinite(value))
-
 
 def test_it_is_exact_where_squares_overflow():
     assert all_finite([nd.full((1000,), 1e25)])
@@ -45,13 +32,6 @@ def test_nothing_and_empty_arrays():
     mx.npx.set_np()
     assert all_finite([mx.np.zeros((0, 3)), mx.np.array(1.0)])
     assert not all_finite([mx.np.array(np.nan)])
-
-
-def test_results_that_are_still_computed_are_waited_for():
-    array = randn(400, 400)
-    for _ in range(5):
-        array = nd.dot(array, array)
-    assert not all_finite([array * 1e38 * 1e38])
 
 
 def test_convolution_gradients_in_blocked_layout():

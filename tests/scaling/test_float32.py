@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import sys
 
 import mxnet as mx
 import pytest
@@ -15,10 +14,8 @@ from mxamp.framework import machine
 from mxamp.scaling import distributed
 from training import (
     CONTEXTS,
-    assert_as_plain,
     assert_same_weights,
     batches,
-    one_step,
     poisoned,
     setup,
     train,
@@ -60,34 +57,6 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
     assert_unpatched()
 
 
-COMPRESSION = {"off": None, "on": {"type": "2bit", "threshold": 0.25}}
-
-
-@pytest.mark.filterwarnings("ignore:Optimizer created manually")
-@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
-@pytest.mark.parametrize("compression", COMPRESSION)
-@pytest.mark.parametrize("on_kvstore", [True, False])
-def test_two_devices(on_kvstore, compression, way):
-    pairs = []
-    for its_way in (way, "plain"):
-        net, _ = setup(CONTEXTS["two"])
-        optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
-        trainer = gluon.Trainer(
-            net.collect_params(),
-            amp.decorate(optimizer) if its_way == "decorate" else optimizer,
-            kvstore="device",
-            compression_params=COMPRESSION[compression],
-            update_on_kvstore=on_kvstore,
-        )
-        if its_way == "scale_loss":
-            amp.init_trainer(trainer)
-        pairs.append((net, trainer, its_way, amp.GradScaler()))
-    for batch in data_with_one_overflow():
-        for net, trainer, its_way, scaler in pairs:
-            one_step(net, trainer, batch, its_way, scaler)
-        assert_same_weights(pairs[0][0], pairs[1][0])
-
-
 def trainer_on_servers(net, **settings):
     return gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_sync", **settings)
 
@@ -112,20 +81,6 @@ def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypat
             amp.init_trainer(trainer)
 
 
-def test_workers_compare_nothing(monkeypatch):
-    """The weights are waited for, as updates are not on the kvstore; no message is sent."""
-    monkeypatch.setattr(distributed.transports, "is_distributed", lambda _: True)
-    net, trainer = setup(CONTEXTS["two"])
-    control, plain = setup(CONTEXTS["two"])
-    hook = sys.excepthook
-    amp.init_trainer(trainer)
-    train(net, trainer, poisoned(batches()[0]))
-    train(control, plain, poisoned(batches()[0]), scaled=False)
-    assert_same_weights(net, control)
-    assert trainer._amp_loss_scaler.workers is None
-    assert sys.excepthook is hook
-
-
 def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_scale():
     net, trainer = setup(CONTEXTS["two"])
     train(net, trainer, batches()[0], scaled=False)
@@ -135,34 +90,6 @@ def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_sca
     with pytest.raises(amp.StateError, match="updates parameters on the kvstore"):
         amp.init_trainer(trainer)
     assert not trainer._amp_loss_scaler.scaler.checks
-
-
-def clip_as_gluonnlp(trainer):
-    """Return GluonNLP's step, which multiplies the norm by the loss scale."""
-
-    def update(size):
-        trainer.allreduce_grads()
-        scale = getattr(trainer, "_amp_loss_scaler", None)
-        gradients = [p.grad(c) for p in trainer._params for c in p.list_ctx()]
-        gluon.utils.clip_global_norm(gradients, 0.5 * (scale.loss_scale if scale else 1))
-        trainer.update(size)
-
-    return update
-
-
-@pytest.mark.parametrize(
-    "way, devices", [("unscale", "one"), ("unscale", "two"), ("gluonnlp", "one")]
-)
-def test_unscale_and_clip(way, devices):
-    def run(net, trainer, scaled):
-        unscales = scaled and way == "unscale"
-        for batch in batches():
-            train(
-                net, trainer, batch, scaled=scaled, between=unscales and (lambda: amp.unscale(trainer)),
-                step=clip_as_gluonnlp(trainer) if way == "gluonnlp" else None,
-            )  # fmt: skip
-
-    assert_as_plain(run, ctx=CONTEXTS[devices])
 
 
 def test_grad_scaler():
@@ -190,20 +117,6 @@ def test_grad_scaler():
     assert copied.state_dict()["loss_scale"] == 512
     with pytest.raises(amp.StateError, match="no trainer has stepped"):
         scaler.update()
-
-
-def test_a_grad_scaler_in_use_stays_what_it_is():
-    amp.shutdown()
-    scaler = amp.GradScaler(init_scale=1024)
-    net, trainer = setup()
-    control, plain = setup()
-    with autograd.record():
-        loss = scaler.scale((net(nd.array(batches()[0])) ** 2).sum())
-    amp.init("auto")
-    loss.backward()
-    scaler.step(trainer, 4)
-    train(control, plain, batches()[0], scaled=False)
-    assert_same_weights(net, control)
 
 
 @pytest.mark.parametrize("saved_by", ["float16", "bfloat16"])
@@ -265,32 +178,3 @@ def test_inside_a_half_precision_region_trainers_scale():
         amp.init_trainer(trainer)
         assert amp.GradScaler().get_scale() == 2.0**16
     assert trainer.amp_loss_scale == 2.0**16
-
-
-def test_a_region_is_enough():
-    amp.shutdown()
-    _, trainer = setup()
-    with amp.autocast("auto"):
-        amp.init_trainer(trainer)
-    assert trainer.amp_loss_scale == 1
-    with pytest.raises(amp.StateError, match="mixed precision is off"):
-        amp.init_trainer(setup()[1])
-
-
-def test_updates_that_must_stay_on_the_kvstore_stay_there():
-    nets = []
-    for scaled in (True, False):
-        net, trainer = setup(CONTEXTS["two"])
-        train(net, trainer, batches()[0], scaled=False)
-        assert trainer._update_on_kvstore
-        if scaled:
-            amp.init_trainer(trainer)
-        for batch in batches()[1:]:
-            train(net, trainer, batch, scaled=scaled)
-        nets.append(net)
-    assert_same_weights(*nets)
-    weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
-    weight.initialize()
-    sparse = gluon.Trainer([weight], "sgd")
-    amp.init_trainer(sparse)
-    assert sparse.amp_loss_scale == 1

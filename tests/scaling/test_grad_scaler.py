@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 
-import digits
 import mxamp as amp
-from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, weights
+from training import assert_same_weights, batches, poisoned, setup, weights
 from training import train as step
 
 
@@ -34,60 +33,6 @@ def plain(pairs, data, clip=None):
 
 def clip(net):
     gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.5)
-
-
-@pytest.mark.parametrize("clipping", [None, clip])
-def test_it_trains_as_plain_loops_do(clipping):
-    scaler = amp.GradScaler(init_scale=1024)
-    mine, control = setup(), setup()
-    for batch in batches():
-        train(scaler, [mine], batch, clipping)
-        plain([control], batch, clipping)
-    assert_same_weights(mine[0], control[0])
-    assert scaler.get_scale() == mine[1].amp_loss_scale == 1024
-
-
-def test_one_scaler_over_two_trainers():
-    scaler = amp.GradScaler(init_scale=1024, growth_interval=2)
-    pairs = [setup(), setup(optimizer="adam")]
-    good = batches(1)[0]
-    before = weights(pairs[1][0])
-    (first, first_trainer), (second, second_trainer) = pairs
-    # An overflow in one skips that one, and the scale falls for both.
-    with autograd.record():
-        losses = [(first(nd.array(good)) ** 2).sum(), (second(nd.array(poisoned(good))) ** 2).sum()]
-    autograd.backward(scaler.scale(losses))
-    scaler.step(first_trainer, 4)
-    scaler.step(second_trainer, 4)
-    assert first_trainer.amp_last_step.stepped
-    assert not second_trainer.amp_last_step.stepped
-    assert scaler.get_scale() == 1024
-    scaler.update()
-    assert scaler.get_scale() == first_trainer.amp_loss_scale == 512
-    for a, b in zip(before, weights(second)):
-        np.testing.assert_array_equal(a, b)
-    train(scaler, pairs, good)
-    train(scaler, pairs, good)
-    assert scaler.get_scale() == 1024
-
-
-def test_two_devices():
-    scaler = amp.GradScaler(init_scale=1024)
-    mine, control = setup(CONTEXTS["two"]), setup()
-    train(scaler, [mine], batches()[0])
-    plain([control], batches()[0])
-    # A plain step in between.
-    net, trainer = mine
-    with autograd.record():
-        losses = [(net(nd.ones((2, 4), ctx=ctx)) ** 2).sum() for ctx in CONTEXTS["two"]]
-    autograd.backward(losses)
-    trainer.step(4)
-    plain([control], np.ones((4, 4), "float32"))
-    for batch in batches():
-        train(scaler, [mine], batch)
-        plain([control], batch)
-    for a, b in zip(weights(mine[0])[::2], weights(control[0])):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 #: The stage after each legal move, by API; every other move is an error.
@@ -167,26 +112,3 @@ def test_a_program_that_resumes_loads_states_before_any_step(tmp_path, clipping,
     assert_same_weights(other[0], pair[0])
     assert other[1].amp_loss_scale == pair[1].amp_loss_scale
     assert (other[1].amp_steps, other[1].amp_skips) == (pair[1].amp_steps, pair[1].amp_skips)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_loop_in_pytorchs_manner_reaches_float32s_accuracy(dtype):
-    plain = digits.network()
-    digits.train(plain, digits.trainer_of(plain), lambda loss: loss.backward(), overflow_at=-1)
-    net = digits.network()
-    net.hybridize()
-    trainer = digits.trainer_of(net)
-    scaler = amp.GradScaler(init_scale=2.0**20, max_scale=2.0**24)
-
-    def step():
-        scaler.step(trainer, digits.BATCH)
-        scaler.update()
-
-    with amp.autocast(dtype):
-        skipped = digits.train(net, trainer, lambda loss: scaler.scale(loss).backward(), step)
-    assert skipped
-    assert trainer.amp_skips >= 1
-    assert abs(digits.accuracy(net) - digits.accuracy(plain)) < 0.02
-    assert digits.accuracy(net) > digits.ACCURACY
-    assert not amp.is_enabled()

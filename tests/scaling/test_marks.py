@@ -40,35 +40,6 @@ def assert_weights(net, *expected):
     np.testing.assert_array_equal(net.weight.data().asnumpy()[0], expected)
 
 
-def test_a_scaled_loss_is_used_again_after_its_step():
-    net, trainer = make()
-    loss = scaled(net, trainer, retain_graph=True)
-    trainer.step(1)
-    loss.backward(retain_graph=True)
-    trainer.step(1)
-    assert_weights(net, -1, -3)
-
-
-def test_an_error_after_the_backward_pass():
-    net, trainer = make()
-    with pytest.raises(ZeroDivisionError):
-        with autograd.record(), amp.scale_loss(net(X), trainer) as loss:
-            loss.backward()
-            raise ZeroDivisionError
-    trainer.step(1)
-    assert_weights(net, 0, -1)
-
-
-@pytest.mark.parametrize("scale", [None, 1024.0])
-def test_two_trainers_of_one_sum(scale):
-    net, trainer = make(req="add")
-    make(scale, net=net)
-    scaled(net, trainer)
-    plain(net)
-    trainer.step(1)
-    assert_weights(net, -1, -3)
-
-
 @pytest.mark.parametrize("own", ["scaled", "plain"])
 def test_a_trainer_that_is_made_after_passes_of_several_scales(own, caplog):
     """MXNet's error of stale gradients, in place of a wrong update."""
@@ -87,16 +58,6 @@ def test_a_trainer_that_is_made_after_passes_of_several_scales(own, caplog):
         late.step(1)
     assert "is older than its trainer" in caplog.text
     assert_weights(net, 1, 1)
-
-
-def test_a_trainer_that_replaces_another_one_takes_its_gradients():
-    net, trainer = make()
-    plain(make(None)[0])
-    scaled(net, trainer)
-    make(net=net)
-    late = make(None, net=net)[1]
-    with pytest.raises(amp.StateError, match="another trainer"):
-        late.step(1)
 
 
 def test_the_scale_that_scripts_clip_by_is_what_gradients_carry():
@@ -126,54 +87,6 @@ def test_scales_that_no_scalar_holds_are_refused(scale):
     net, trainer = make(scale)
     with pytest.raises(amp.StateError, match="is not between"):
         scaled(net, trainer)
-
-
-@pytest.mark.parametrize("way", ["decorate", "scale_loss"])
-def test_sparse_gradients(way):
-    net = gluon.nn.Embedding(6, 2, sparse_grad=True)
-    net.initialize(mx.init.One())
-    optimizer = mx.optimizer.SGD(learning_rate=1.0)
-    optimizer = amp.decorate(optimizer, 1024.0) if way == "decorate" else optimizer
-    trainer = gluon.Trainer(net.collect_params(), optimizer)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.StaticLossScaler(1024))
-    with autograd.record():
-        loss = net(nd.array([1, 3])).sum()
-        if way == "scale_loss":
-            with amp.scale_loss(loss, trainer) as loss:
-                loss.backward()
-    if way == "decorate":
-        loss.backward()
-    trainer.step(1)
-    assert net.weight.data().asnumpy()[:, 0].tolist() == [1, 0, 1, 0, 1, 1]
-
-
-def test_gradients_of_other_losses_inside_scale_loss(caplog):
-    net, trainer = make()
-    x = X.copy()
-    x.attach_grad()
-    with autograd.record():
-        loss = net(x)
-        with amp.scale_loss(loss, trainer) as product:
-            autograd.grad(loss, [x], retain_graph=True)
-            product.backward()
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
-def test_a_loss_that_is_made_from_a_scaled_one(way):
-    net, trainer = make(None if way == "GradScaler" else 1024.0)
-    scaler = amp.GradScaler(1024)
-    with autograd.record():
-        if way == "GradScaler":
-            mean = scaler.scale(net(X)).mean()
-            with pytest.raises(amp.StateError, match="scaled already"):
-                scaler.scale(mean)
-            return
-        with amp.scale_loss(net(X), trainer) as loss:
-            mean = loss.mean()
-        with pytest.raises(amp.StateError, match="scaled already"):
-            amp.scale_loss(mean, trainer).__enter__()
 
 
 SVRG = """

@@ -1,5 +1,3 @@
-import logging
-import threading
 from collections import namedtuple
 
 import mxnet as mx
@@ -12,7 +10,6 @@ import mxamp as amp
 from helpers import kind, randn, same
 from training import (
     CONTEXTS,
-    assert_as_plain,
     assert_same_weights,
     batches,
     poisoned,
@@ -58,19 +55,6 @@ def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, 
     assert next(states) == next(states)
 
 
-def test_the_scale_reacts_at_once(caplog):
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024, growth_interval=2))
-    seen = []
-    good, bad = batches(1)[0], poisoned(batches(1)[0])
-    with caplog.at_level(logging.INFO, "mxamp"):
-        for batch in (bad, bad, good, good, good):
-            train(net, trainer, batch)
-            seen.append(trainer.amp_loss_scale)
-    assert seen == [512, 256, 256, 512, 512]
-    assert len([r for r in caplog.records if "skipped" in r.message]) == 2
-    assert "loss scale 256 -> 512" in caplog.text
-
-
 def test_the_report():
     net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
     assert trainer.amp_last_step is None
@@ -99,11 +83,10 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.parametrize("kvstore", ["device", None])
-def test_an_overflow_on_any_device_skips_the_update_of_all(name, kvstore):
+def test_an_overflow_on_any_device_skips_the_update_of_all(name):
     between, row = BETWEEN[name]
     net, _ = setup(CONTEXTS["two"])
-    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kvstore)
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
     amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
     before, data, found = weights(net), batches(1)[0], []
     data[row, 0] = np.nan
@@ -189,63 +172,6 @@ def test_a_float16_loss_is_scaled_in_float32():
         assert scaled.asscalar() == 2.0**17
 
 
-@pytest.mark.parametrize("where", ["inside", "second", "outside"])
-def test_scale_loss_in_and_out_of_record(where):
-    def run(net, trainer, scaled):
-        def backward():
-            with amp.scale_loss(loss, trainer) as product:
-                product.backward()
-
-        with autograd.record():
-            loss = (net(nd.array(batches(1)[0])) ** 2).sum()
-            if scaled and where == "inside":
-                backward()
-        if scaled and where == "second":
-            with autograd.record():
-                backward()
-        if scaled and where == "outside":
-            backward()
-            assert not autograd.is_recording()
-        if not scaled:
-            loss.backward()
-        trainer.step(4)
-
-    assert_as_plain(run)
-
-
-def test_several_threads_scale_losses_of_one_trainer():
-    contexts, data = CONTEXTS["two"], batches(1)[0]
-
-    def run(net, trainer, scaled):
-        for ctx in contexts:
-            net(nd.zeros((2, 4), ctx=ctx))  # tracing a block is not for several threads at once
-        errors = []
-
-        def work(part, ctx):
-            try:
-                with autograd.record():
-                    loss = (net(nd.array(part, ctx=ctx)) ** 2).sum()
-                    with amp.scale_loss(loss, trainer) as product:
-                        product.backward()
-            except Exception as error:  # noqa: BLE001
-                errors.append(error)
-
-        if not scaled:
-            train(net, trainer, data, scaled=False)
-            return
-        threads = [
-            threading.Thread(target=work, args=pair) for pair in zip(np.split(data, 2), contexts)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-        trainer.step(len(data))
-
-    assert_as_plain(run, ctx=contexts)
-
-
 def test_updates_are_kept_off_the_kvstore(caplog):
     net, _ = setup(CONTEXTS["two"])
     trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=True)
@@ -258,68 +184,6 @@ def test_updates_are_kept_off_the_kvstore(caplog):
     started._init_kvstore()
     with pytest.raises(amp.StateError, match="update_on_kvstore=False"):
         amp.init_trainer(started, amp.StaticLossScaler(8))
-
-
-def test_accumulated_gradients(dtype):
-    data = batches(4)
-    amp.init(dtype, ctx=mx.cpu())
-    nets = []
-    for scaler in (amp.StaticLossScaler(1024), amp.StaticLossScaler(1)):
-        net, trainer = setup(scaler=scaler)
-        net.collect_params().setattr("grad_req", "add")
-        for i, batch in enumerate(data):
-            with autograd.record():
-                loss = (net(nd.array(batch)) ** 2).sum()
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-            if i % 2:
-                trainer.step(8)
-                net.collect_params().zero_grad()
-        nets.append(net)
-    start, _ = setup()
-    for one, two, first in zip(*map(weights, (*nets, start))):
-        assert not np.array_equal(one, first)
-        np.testing.assert_allclose(one, two, rtol=2e-3, atol=1e-4)
-
-
-def test_stale_gradients_are_not_looked_at():
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024))
-    branch = nn.Dense(2, in_units=4)
-    branch.initialize()
-    params = {**net.collect_params(), **branch.collect_params()}
-    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 0.1})
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
-    branch.weight.grad()[:] = np.inf
-    with autograd.record():
-        loss = (net(randn(4, 4)) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.step(4, ignore_stale_grad=True)
-    assert trainer.amp_last_step.stepped
-    # What a skipped step has left behind is stale as well.
-    with autograd.record():
-        loss = branch(nd.full((1, 4), np.inf)).sum() + net(randn(4, 4)).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-    trainer.step(4, ignore_stale_grad=True)
-    assert not trainer.amp_last_step.stepped
-    before = branch.weight.data().asnumpy()
-    train(net, trainer, batches(1)[0], step=lambda n: trainer.step(n, ignore_stale_grad=True))
-    assert trainer.amp_last_step.stepped
-    np.testing.assert_array_equal(branch.weight.data().asnumpy(), before)
-
-
-def test_half_precision_parameters_with_multi_precision():
-    amp.init("float16", ctx=mx.cpu())
-    net, trainer = setup(
-        scaler=amp.LossScaler(init_scale=1024), dtype="float16", multi_precision=True, momentum=0.9
-    )
-    train(net, trainer, batches(1)[0])
-    assert trainer.amp_last_step.stepped
-    train(net, trainer, poisoned(batches(1)[0]))
-    assert not trainer.amp_last_step.stepped
-    assert kind(net[0].weight.data()) == "float16"
-    assert all(np.isfinite(w).all() for w in weights(net))
 
 
 def test_row_sparse_gradients():

@@ -11,10 +11,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import BF16, down
-from mxamp.framework import distributed as kvstores
-from mxamp.framework.distributed import PARAMETER_SERVER
-from mxamp.frontends.module_api import check_kvstore
+from helpers import down
 from mxamp.patches import table as patched
 from mxamp.scaling import distributed
 from mxamp.scaling.distributed import check_settings
@@ -76,12 +73,6 @@ def together(work, count=2):
     return errors, server
 
 
-def test_workers_with_the_same_settings_go_on():
-    errors, server = together(lambda s: check_settings(s, LossScaler().state_dict()), 3)
-    assert errors == [None] * 3
-    assert server.messages == 3, "one from each, once"
-
-
 @pytest.mark.parametrize("what", ["policy", "version", "scaler", "kind"])
 def test_a_worker_with_other_settings_is_named_in_all(what, monkeypatch):
     class Version(str):
@@ -121,19 +112,6 @@ def test_what_would_end_the_servers_is_refused(monkeypatch, dtype):
                 getattr(store, name)(3, [zeros, array])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_what_may_be_sent(dtype):
-    PARAMETER_SERVER.check_arrays("it", [[mx.nd.zeros((2,), dtype=dtype)]])
-
-
-@pytest.mark.parametrize("store, expected", [
-    ("dist_sync", True), ("dist_device_sync", True), ("dist_async", True),
-    (None, False), ("local", False), ("device", False), (mx.kv.create("device"), False),
-])  # fmt: skip
-def test_distributed_kvstores_are_known_by_name(store, expected):
-    assert kvstores.is_distributed(store) == expected
-
-
 def trainer_of(net, **settings):
     return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **settings)
 
@@ -148,26 +126,6 @@ def test_a_second_trainer_on_the_servers_is_refused(monkeypatch):
     with pytest.raises(amp.StateError, match="another trainer .* make one trainer"):
         amp.init_trainer(trainers[1], LossScaler())
     amp.init_trainer(trainer_of(setup()[0]), LossScaler())  # in this process alone
-
-
-@pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
-def test_a_trainer_of_bfloat16_parameters_is_refused_before_they_are_sent(monkeypatch, way):
-    monkeypatch.setattr(distributed, "_on_servers", [])
-    net, _ = setup()
-    net.cast(BF16)
-    trainer = trainer_of(net, kvstore="dist_sync")
-    with pytest.raises(amp.ArgumentError, match="the parameter .* is bfloat16: leave parameters"):
-        if way == "init_trainer":
-            amp.init_trainer(trainer, LossScaler())
-        else:
-            amp.GradScaler().step(trainer, 1)
-
-
-def test_a_module_that_compresses_is_refused_where_inf_would_get_lost():
-    module = SimpleNamespace(_compression_params={"type": "2bit"}, _exec_group=None)
-    with pytest.raises(amp.StateError, match="leave out compression_params"):
-        check_kvstore(module, "dist_sync")
-    check_kvstore(module, "device")
 
 
 def computed_by_others(monkeypatch, gradient, name=""):
