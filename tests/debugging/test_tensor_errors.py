@@ -119,7 +119,6 @@ def test_an_overflow_is_found():
     net, data, bad = chain(4, [1], "overflow")
     result = compare(net, data, dtype="float16")
     assert result.first_jump.name in bad
-    assert result.first_jump == result.worst_outputs[0]
     assert result.first_jump.lost > 0
     assert "jumps first at" in str(result)
     assert compare(net, data, dtype="bfloat16").first_jump is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Tuple
 
 import numpy as np
 from mxnet import autograd
@@ -21,17 +21,7 @@ from ...graph.ir import CASTS
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.scaler import LossScaler
-from .measured import (
-    Batch,
-    alike_numbers,
-    batches_of,
-    block_of,
-    check_loss,
-    copied,
-    explained_errors,
-    gradients_of,
-    loss_of,
-)
+from . import measured
 from .observing import Call, TensorObserver
 from .results import Result, Table
 
@@ -87,7 +77,7 @@ class Comparison(Result):
 
         result = amp.debugging.compare(net, (data, label), loss_function, dtype="bfloat16")
         print(result)
-        print(result.first_jump, result.worst_gradients[0].relative)
+        print(result.first_jump, result.gradients[0].relative)
 
     Parameters
     ----------
@@ -109,16 +99,6 @@ class Comparison(Result):
     gradients: tuple[TensorError, ...] = ()
     first_jump: TensorError | None = None
 
-    @property
-    def worst_outputs(self) -> tuple[TensorError, ...]:
-        """The outputs of layers, sorted by lost elements, then by relative error."""
-        return _ranked(self.outputs)
-
-    @property
-    def worst_gradients(self) -> tuple[TensorError, ...]:
-        """The gradients of parameters, sorted by lost elements, then by relative error."""
-        return _ranked(self.gradients)
-
     def summary(self) -> str:
         """Return one line: where the error jumps first, and how many elements were lost."""
         lost = sum(error.lost for error in (*self.outputs, *self.gradients))
@@ -130,19 +110,12 @@ class Comparison(Result):
         return f"{self.dtype} against float32{scale}: {jump}; {counted(lost, 'element')} not finite"
 
     def _tables(self) -> Iterable[Table]:
-        for kind, errors in (
-            ("outputs of layers", self.worst_outputs),
-            ("gradients of parameters", self.worst_gradients),
-        ):
-            if errors:
-                caption = f"{kind}, the worst {min(len(errors), _SHOWN)} of {len(errors)}"
-                rows = [tuple(getattr(e, h) for h in _HEADINGS) for e in errors[:_SHOWN]]
-                yield caption, _HEADINGS, rows
-
-
-def _ranked(errors: Sequence[TensorError]) -> tuple[TensorError, ...]:
-    """Return errors sorted by lost elements, then by relative error, the worst first."""
-    return tuple(sorted(errors, key=lambda error: (-error.lost, -error.relative)))
+        kinds = {"outputs of layers": self.outputs, "gradients of parameters": self.gradients}
+        for kind, errors in kinds.items():
+            worst = sorted(errors, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
+            rows = [tuple(getattr(error, heading) for heading in _HEADINGS) for error in worst]
+            if rows:
+                yield f"{kind}, the worst {len(rows)} of {len(errors)}", _HEADINGS, rows
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -193,19 +166,18 @@ def compare(
 
     The result has `outputs`, the errors of layers in the order of execution, and `gradients`, those
     of parameters, with `name`, `block`, `operator`, `precision`, `shape`, `relative`, `maximum` and
-    `lost`; `worst_outputs` and `worst_gradients`, sorted; `first_jump`, or None; `loss_scale`, that
-    of the backward pass: for float16 the first of 2**16, 2**15, ... at which all gradients are
-    finite. Printing it gives a table.
+    `lost`; `first_jump`, or None; `loss_scale`, that of the backward pass: for float16 the first of
+    2**16, 2**15, ... at which all gradients are finite. Printing it gives a table, worst first.
 
     Runs the net twice for each batch, and holds all layer outputs in memory.
     """
-    check_loss(loss)
+    measured.check_loss(loss)
     chosen = policy_for(dtype, policy)
-    batches = batches_of(data, labeled=loss is not None)
+    batches = measured.batches_of(data, labeled=loss is not None)
     if not isinstance(net, Block):
         if loss is not None:
             raise ArgumentError(NO_LOSS)
-        net, batches = block_of(net, batches)
+        net, batches = measured.block_of(net, batches)
     return _Comparer(net, loss, chosen).run(batches)
 
 
@@ -253,21 +225,21 @@ class _Comparer:
         self.gradients: dict[str, TensorError] = {}
         self.sources: dict[Key, frozenset[Key]] = {}
 
-    def run(self, batches: Iterator[Batch]) -> Comparison:
+    def run(self, batches: Iterator[measured.Batch]) -> Comparison:
         """Run all batches in both precisions; return the comparison."""
         net = None
         for param in self.net.collect_params().values():
             _require_float32(param.name, dtype_name(param.dtype))
-        with alike_numbers() as restart:
+        with measured.alike_numbers() as restart:
             for batch in batches:
-                with explained_errors(self.net, batch.inputs):
-                    net = net or copied(self.net, batch.inputs)
+                with measured.explained_errors(self.net, batch.inputs):
+                    net = net or measured.copied(self.net, batch.inputs)
                 self._add_batch(net, batch, restart)
         outputs, gradients = tuple(self.outputs.values()), tuple(self.gradients.values())
         jump = self._first_jump()
         return Comparison(self.policy.target_dtype, self.scale, outputs, gradients, jump)
 
-    def _add_batch(self, net: Block, batch: Batch, restart: Callable[[], None]) -> None:
+    def _add_batch(self, net: Block, batch: measured.Batch, restart: Callable[[], None]) -> None:
         """Run a batch in both precisions, and add the errors of its outputs and gradients."""
         plain, gradients = self._run_batch(net, batch, restart, None)
         for key, layer in plain.layers.items():
@@ -293,7 +265,7 @@ class _Comparer:
             self.gradients.setdefault(name, error).add(name, values, scaled[name])
 
     def _run_batch(
-        self, net: Block, batch: Batch, restart: Callable[[], None], policy: Policy | None
+        self, net: Block, batch: measured.Batch, restart: Callable[[], None], policy: Policy | None
     ) -> tuple[_Layers, dict[str, Any]]:
         """Run a batch under a policy, or in float32; return its layers and unscaled gradients."""
         training = self.loss is not None
@@ -303,12 +275,12 @@ class _Comparer:
             restart()
             with autocast(enabled=policy is not None, policy=policy):
                 with autograd.record() if training else autograd.pause(train_mode=False):
-                    with explained_errors(self.net, batch.inputs), layers.opened():
+                    with measured.explained_errors(self.net, batch.inputs), layers.opened():
                         output = net(*batch.inputs)
-                    found = loss_of(self.loss, output, batch.label) if training else None
+                    found = measured.loss_of(self.loss, output, batch.label) if training else None
                 if not training:
                     return layers, {}
-                gradients = gradients_of(found, net, scale)
+                gradients = measured.gradients_of(found, net, scale)
             if scale == 1 or all(np.isfinite(values).all() for values in gradients.values()):
                 return layers, gradients
             self.scale = scale = scale / 2  # as in training
