@@ -86,11 +86,6 @@ class Statistics:
             float(finite.mean()) if some else None,
         )
 
-    @property
-    def finite(self) -> bool:
-        """Whether all values are finite."""
-        return not (self.nan or self.inf)
-
     def __str__(self) -> str:
         counts = (self.nan, "NaN"), (self.inf, "Inf"), (self.zero, "zero")
         parts = [f"{n} {what}" for n, what in counts if n]

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from ctypes import CFUNCTYPE, c_char_p, c_void_p
 from functools import cached_property
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, check_call
@@ -47,9 +47,6 @@ _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: Non
 _MOST_FACTS = 1024
 
 
-_Self = TypeVar("_Self", bound="Observer")
-
-
 def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
     """Return a patch over all others whose `function` gets the original as first argument."""
     return Patch(owner, name, wrapping(function), on_top=True)
@@ -67,7 +64,7 @@ class Observer(PatchSet):
         ]
 
     @contextlib.contextmanager
-    def opened(self: _Self) -> Iterator[_Self]:
+    def opened(self) -> Iterator[Any]:
         """Context in which calls are observed; it yields the observer."""
         self.open()
         try:

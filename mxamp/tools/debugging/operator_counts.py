@@ -13,9 +13,8 @@ from mxnet.symbol import Symbol
 
 from ...errors import unknown
 from ...framework import arrays
-from ...framework.arrays import dtype_code, dtypes_of
+from ...framework.arrays import dtype_of, dtypes_of
 from ...framework.keywords import checked_call
-from ...framework.machine import DTYPE_NAMES
 from ...framework.operators import by_handle, handle_of
 from ...framework.patching import Original, Patch
 from ...framework.wording import counted
@@ -27,8 +26,7 @@ from .observing import Observer, bound_inputs, patch_over
 from .results import Result, Table
 
 #: `NDArray.astype` runs as `_copyto`.
-_CASTS = CASTS | {"_copyto"}
-_CAST_HANDLES = frozenset(map(handle_of, _CASTS))
+_CASTS = frozenset(map(handle_of, CASTS | {"_copyto"}))
 
 
 class OperatorCount(NamedTuple):
@@ -98,27 +96,22 @@ class OperatorStats(Result, Observer):
     def __init__(self, census: Census | None = None) -> None:
         super().__init__()
         self._census = census or Census.empty()
-        #: Eager calls by handle and codes of the first input's and output's dtypes, and the sizes
-        #: of casts by these dtypes.
-        self._calls: Counter[tuple[int, Any, int]] = Counter()
-        self._cast_sizes: Counter[Any] = Counter()
-        #: Graphs that ran since the last read: symbol, dtypes and shapes of inputs, and runs.
-        self._graphs: dict[Any, list[Any]] = {}
+        #: The censuses of graphs by the symbol's id, and the inputs' dtypes and shapes.
+        self._graphs: dict[Any, tuple[Symbol, Census]] = {}
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
         self._census_lock = threading.Lock()
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
         """The operators, most calls first."""
-        counts = self._updated_census().operators.items()
-        rows = [OperatorCount(*key, calls) for key, calls in counts if calls]
+        rows = [OperatorCount(*key, calls) for key, calls in self._census.operators.items()]
         return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
 
     @property
     def casts(self) -> tuple[CastCount, ...]:
         """The casts, most bytes first."""
-        census = self._updated_census()
-        rows = [CastCount(*key, n, census.bytes[key]) for key, n in census.casts.items() if n]
+        counts = self._census.casts.items()
+        rows = [CastCount(*key, casts, self._census.bytes[key]) for key, casts in counts]
         return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
 
     def __getitem__(self, operator: str) -> dict[str, int]:
@@ -134,13 +127,12 @@ class OperatorStats(Result, Observer):
 
     def filter(self, operator: str | None = None, dtype: str | None = None) -> OperatorStats:
         """Return the statistics of an operator, a dtype, or both."""
-        census = self._updated_census()
         kept = {
             (name, kind): calls
-            for (name, kind), calls in census.operators.items()
+            for (name, kind), calls in self._census.operators.items()
             if operator in (None, name) and dtype in (None, kind)
         }
-        return OperatorStats(census._replace(operators=Counter(kept)))
+        return OperatorStats(self._census._replace(operators=Counter(kept)))
 
     def summary(self) -> str:
         """Return one line: calls and casts."""
@@ -171,14 +163,17 @@ class OperatorStats(Result, Observer):
     ) -> Any:
         """Count an eager call by the dtypes of its first tensors."""
         # Before the call, which may write to its input.
-        source = dtype_code(inputs[0]) if inputs else None
+        source = dtype_of(inputs[0]) if inputs else ""
         outputs = original(handle, inputs, *rest)
         first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
-        target = dtype_code(first)
+        target = dtype_of(first)
         with self._census_lock:
-            self._calls[handle, source, target] += 1
-            if source != target and handle in _CAST_HANDLES:
-                self._cast_sizes[source, target] += first.size
+            if handle in _CASTS and is_cast(source, target):
+                self._census.add_cast(source, target, first.size)
+            else:
+                # In low precision the output tells: the inputs are cast inside the call.
+                dtype = source if source in FLOATS and target not in FLOATS else target
+                self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
 
     def _step_in_numpy(
@@ -208,36 +203,15 @@ class OperatorStats(Result, Observer):
         return results
 
     def _note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
-        """Record one more run of a graph, which is counted when the statistics are read."""
+        """Count a run of a graph on these inputs."""
         dtypes, shapes = dtypes_of(inputs), tuple([array.shape for array in inputs])
+        key = id(symbol), dtypes, shapes
         with self._census_lock:
-            # The symbol is kept alive, since its id is the key.
-            entry = [symbol, dtypes, shapes, 0]
-            self._graphs.setdefault((id(symbol), dtypes, shapes), entry)[-1] += 1
-
-    def _updated_census(self) -> Census:
-        """Return the census, after what ran since the last read is counted."""
-        with self._census_lock:
-            for (handle, *codes), calls in self._calls.items():
-                source, target = (DTYPE_NAMES.get(code, "other") for code in codes)
-                name = by_handle()[handle].name
-                if name in _CASTS and is_cast(source, target):
-                    self._census.add_cast(source, target, self._cast_sizes[tuple(codes)])
-                    self._census.casts[source, target] += calls - 1
-                else:
-                    # In low precision the output tells: the inputs are cast inside the call.
-                    dtype = next((one for one in (target, source) if one in FLOATS), target)
-                    self._census.operators[name, dtype] += calls
-            self._calls.clear()
-            self._cast_sizes.clear()
-            for symbol, dtypes, shapes, runs in self._graphs.values():
-                names = symbol.list_inputs()
-                graph = Graph.from_symbol(symbol)
-                self._census.add(
-                    take_census(graph, dict(zip(names, dtypes)), dict(zip(names, shapes))), runs
-                )
-            self._graphs.clear()
-            return self._census
+            if key not in self._graphs:
+                names, graph = symbol.list_inputs(), Graph.from_symbol(symbol)
+                census = take_census(graph, dict(zip(names, dtypes)), dict(zip(names, shapes)))
+                self._graphs[key] = symbol, census  # the symbol is kept alive: its id is the key
+            self._census.add(self._graphs[key][1])
 
 
 @checked_call
