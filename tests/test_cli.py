@@ -210,10 +210,3 @@ def test_without_mxnet_the_package_does_not_import():
 def test_the_default_dtype_is_the_machines(saved, monkeypatch, gpus, dtype):
     monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
     assert f" in {dtype}" in run("explain", saved[0] / "net").output
-
-
-@pytest.mark.parametrize("columns", [60, 200])
-def test_reports_fit_the_terminal(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = CliRunner().invoke(main, ["doctor", "--no-measure"]).output.splitlines()
-    assert max(map(len, lines)) <= min(columns, 100)

@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.util
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import List
@@ -14,7 +13,6 @@ __all__ = [
     "DRIVER",
     "MAJORS",
     "WHEEL",
-    "missing_libraries",
     "preload",
 ]
 
@@ -39,13 +37,6 @@ CUDA_LIBRARIES = (
     "libcudnn.so.8",
     "libnccl.so.2",
 )
-#: The prefixes of CUDA's libraries, driver included.
-_CUDA_NAMES = ("libcu", "libnv", "libnccl")
-#: Libraries that CUDA's own libraries need.
-_INDIRECT = {
-    "libcublas.so.11": "libcublasLt.so.11", "libcusolver.so.11": "libcusparse.so.11",
-}  # fmt: skip
-
 NO_DRIVER = (
     f"{WHEEL} is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install the "
     f"driver ({DRIVER} or later), or on a machine without an NVIDIA GPU install the CPU build: "
@@ -72,27 +63,6 @@ def preload() -> None:
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
-
-
-def missing_libraries() -> List[str]:
-    """Return the CUDA libraries that the installed MXNet needs and that are missing."""
-    spec = importlib.util.find_spec("mxnet")
-    library = Path(spec.origin).with_name("libmxnet.so") if spec and spec.origin else None
-    if library is None or not library.is_file():
-        return []
-    try:
-        done = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False)
-    except OSError:  # not Linux
-        return []
-    lines = done.stdout.splitlines()
-    missing = [line.split()[0] for line in lines if line.endswith("not found")]
-    missing += [_INDIRECT[name] for name in missing if name in _INDIRECT]
-    folders = _wheel_folders()
-    return [
-        name
-        for name in missing
-        if name.startswith(_CUDA_NAMES) and not any((folder / name).exists() for folder in folders)
-    ]
 
 
 def _wheel_folders() -> List[Path]:

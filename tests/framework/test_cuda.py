@@ -101,29 +101,6 @@ def test_the_extra_installs_the_wheel_and_its_libraries():
     assert len(wheels) == len(cuda.CUDA_LIBRARIES) - 1
 
 
-# ---------------------------------------------------------------------- libraries that are linked
-
-
-@with_compiler
-@pytest.mark.skipif(shutil.which("ldd") is None, reason="no ldd")
-def test_missing_libraries_are_those_of_the_installed_wheel(monkeypatch, tmp_path):
-    (tmp_path / "nvidia").mkdir()
-    names = ["libcudart.so.10.2", "libcudnn.so.7", "libcublas.so.11", "libother.so.1"]
-    for name, needs in [*((name, []) for name in names), ("libmxnet.so", names)]:
-        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "/dev/null", "-Wl,--no-as-needed"]
-        made = ["-o", str(tmp_path / name), f"-L{tmp_path}", f"-Wl,-soname,{name}"]
-        subprocess.run([*command, *made, *(f"-l:{need}" for need in needs)], check=True)
-    (tmp_path / "libcudnn.so.7").rename(tmp_path / "nvidia" / "libcudnn.so.7")
-    spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(cuda, "_wheel_folders", lambda: [tmp_path / "nvidia"])
-    assert cuda.missing_libraries() == ["libcudart.so.10.2", "libcublas.so.11", "libcublasLt.so.11"]
-    monkeypatch.setenv("PATH", "")
-    assert cuda.missing_libraries() == []
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    assert cuda.missing_libraries() == []
-
-
 # ---------------------------------------------------------------------- stand-ins
 
 STUBS = ROOT / "scripts" / "cuda_stubs"
