@@ -44,22 +44,18 @@ def patched_update_impl(
     multi_precision: bool = False,
 ) -> None:
     """Update in NumPy where that is faster."""
-    one = not isinstance(indices, (tuple, list))
-    listed = [[a] if one else a for a in (indices, weights, grads, states)]
-    fast: list[Any] = []
-    slow: list[Any] = []
-    for row in zip(*listed):
-        (fast if not multi_precision and _is_faster(self, *row[1:]) else slow).append(row)
-    if not fast:
+    rows = [(indices, weights, grads, states)]
+    if isinstance(indices, (tuple, list)):
+        rows = list(zip(indices, weights, grads, states))
+    fast = [not multi_precision and _is_faster(self, *row[1:]) for row in rows]
+    if not any(fast):
         original(self, indices, weights, grads, states, multi_precision)
         return
-    if slow:
-        original(self, *map(list, zip(*slow)), multi_precision)
-    indices = [row[0] for row in fast]
-    self._update_count(indices)
-    rates, decays = self._get_lrs(indices), self._get_wds(indices)
-    for (_, weight, grad, state), rate, decay in zip(fast, rates, decays):
-        _sgd(self, weight, grad, state if self.momentum > 0 else None, rate, decay)
+    for row, is_fast in zip(rows, fast):
+        if is_fast:
+            _sgd(self, *row)
+        else:
+            original(self, *([one] for one in row), multi_precision)
 
 
 def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
@@ -69,6 +65,7 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
         policy is not None
         and "sgd" in policy.substitutions
         and type(optimizer) is SGD  # a subclass may compute something else
+        and not optimizer.clip_gradient
         and machine.threads() <= _MOST_CORES
         and all(_is_float32_on_cpu(array) for array in arrays if array is not None)
         and arrays[0].size >= _LEAST
@@ -94,24 +91,18 @@ def _blocks(*arrays: Any) -> Iterator[list[Any]]:
         yield [*parts, *(buffer[: parts[0].size] for buffer in buffers)]
 
 
-def _sgd(
-    optimizer: SGD,
-    weight: NDArray,
-    grad: NDArray,
-    momentum: NDArray | None,
-    rate: float,
-    decay: float,
-) -> None:
+def _sgd(optimizer: SGD, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
     """Update `weight` in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
 
-    With `momentum`, m is kept in it.
+    With momentum, m is kept in `state`.
     """
+    optimizer._update_count(index)
+    momentum = state if optimizer.momentum > 0 else None
     # MXNet takes rates and decays as lists of numbers, all else as text.
-    lr, rescale = _float(rate), _parsed_number(optimizer.rescale_grad)
-    lr_wd, lr_rescale = lr * _float(decay), lr * rescale
-    factor, bound = _parsed_number(optimizer.momentum), optimizer.clip_gradient
-    # MXNet's kernels ignore a negative bound.
-    clip = _parsed_number(bound) if bound and bound > 0 else None
+    lr = _float(optimizer._get_lr(index))
+    lr_wd = lr * _float(optimizer._get_wd(index))
+    lr_rescale = lr * _parsed_number(optimizer.rescale_grad)
+    factor = _parsed_number(optimizer.momentum)
     arrays = [flat_view(weight, _float, write=True), flat_view(grad, _float)]
     if momentum is not None:
         arrays.append(flat_view(momentum, _float, write=True))
@@ -124,12 +115,7 @@ def _sgd(
                 np.subtract(change, term, out=change)
             else:
                 np.subtract(_float(0), term, out=change)
-            if clip is None:
-                np.multiply(g, lr_rescale, out=term)
-            else:
-                np.multiply(g, rescale, out=term)
-                np.clip(term, -clip, clip, out=term)
-                np.multiply(term, lr, out=term)
+            np.multiply(g, lr_rescale, out=term)
             np.subtract(change, term, out=change)
             np.add(w, change, out=w)
 

@@ -28,7 +28,7 @@ def one_core(monkeypatch):
 def counted(monkeypatch):
     """The arrays that were updated in NumPy."""
     calls, original = [], updates._sgd
-    monkeypatch.setattr(updates, "_sgd", lambda *a: (calls.append(a[1]), original(*a)))
+    monkeypatch.setattr(updates, "_sgd", lambda *a: (calls.append(a[2]), original(*a)))
     return calls
 
 
