@@ -48,20 +48,12 @@ logger = logging.getLogger("mxamp")
 #: Whether the code that binds scales the losses of its executors.
 _scaled: ContextVar[bool] = ContextVar("mxamp_scaled_executors", default=False)
 
-UP_SIZED = (
-    "reshape to {new} needs more memory for {name!r} than its {old}: bind the largest shape first, "
-    "or give allow_up_sizing=True"
-)
-UNSPECIFIED = (
-    "reshape changes the shape of {name!r}, which is not among its arguments, from {old} to {new}: "
-    "give its shape, or partial_shaping=True"
-)
 NOT_REACHED = (
     "autocast(enabled=False) around the custom operator %r only affects eager calls: MXNet "
     "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
     "In graphs it computes in half precision, as it was registered"
 )
-INCOMPLETE = "reshape can't infer the shapes of all arguments from {given}: give more shapes"
+RESHAPED = "reshape changes the shape of {name!r} from {old} to {new}: give {option}=True"
 
 
 def patched_bind(
@@ -184,7 +176,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         given = {name: shape for name, shape in kwargs.items() if name in names}
         shapes, _, state_shapes = self._symbol.infer_shape(**given)
         if shapes is None:
-            raise ArgumentError(INCOMPLETE.format(given=given))
+            raise ArgumentError(f"reshape can't infer the shapes of all arguments from {given}")
         new = dict(zip(names, shapes))
 
         def resized(name: str, array: NDArray, shape: Shape) -> NDArray:
@@ -193,13 +185,13 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
                 return array
             words = {"name": name, "old": array.shape, "new": shape}
             if name not in given and not partial_shaping:
-                raise ArgumentError(UNSPECIFIED.format(**words))
+                raise ArgumentError(RESHAPED.format(**words, option="partial_shaping"))
             size = math.prod(shape)
             if size <= array.size:
                 # A view, as in MXNet's `reshape`: values and accumulated gradients stay.
                 return array.reshape((-1,))[:size].reshape(shape)
             if not allow_up_sizing:
-                raise ArgumentError(UP_SIZED.format(**words))
+                raise ArgumentError(RESHAPED.format(**words, option="allow_up_sizing"))
             return mx.nd.zeros_like(mx.nd.empty(shape, self._ctx, array.dtype))
 
         arrays = [resized(name, self.arg_dict[name], new[name]) for name in names]
@@ -225,13 +217,10 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         )
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
-            executor._monitor_callback, executor._monitor_all = (
-                self._monitor_callback,
-                self._monitor_all,
-            )
-            monitor_all = ctypes.c_int(self._monitor_all)
+            callback, monitor_all = self._monitor_callback, self._monitor_all
+            executor._monitor_callback, executor._monitor_all = callback, monitor_all
             set_callback = _LIB.MXExecutorSetMonitorCallbackEX
-            check_call(set_callback(executor.handle, self._monitor_callback, None, monitor_all))
+            check_call(set_callback(executor.handle, callback, None, ctypes.c_int(monitor_all)))
         return self._binding.bound(executor)
 
 

@@ -110,9 +110,9 @@ def test_a_reshaped_executor_shares_memory_as_mxnets():
 
 def test_what_reshape_refuses():
     _, executor = bound_sum()
-    with pytest.raises(amp.ArgumentError, match=r"needs more memory for 'data'.*allow_up_sizing"):
+    with pytest.raises(amp.ArgumentError, match=r"'data'.*allow_up_sizing=True"):
         executor.reshape(data=(8, 3, 8, 8))
-    with pytest.raises(amp.ArgumentError, match=r"shape of 'c_weight'.*partial_shaping=True"):
+    with pytest.raises(amp.ArgumentError, match=r"'c_weight'.*partial_shaping=True"):
         executor.reshape(data=(4, 5, 4, 4))
     changed = executor.reshape(partial_shaping=True, allow_up_sizing=True, data=(4, 5, 4, 4))
     assert changed.arg_dict["c_weight"].shape == (8, 5, 3, 3)
