@@ -211,7 +211,10 @@ class PolicyCachedOp:
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
         chooses = policy.depends_on_shapes or graph.marks
-        choices = self._choices(call, graph, training, args) if chooses else NONE
+        if chooses:
+            choices = self._choices(call, graph, training, args)
+        else:
+            choices = self._chosen.setdefault((call, training), NONE)
         added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         differs = training and (self._loops or graph is not self._graph)
         key = (call, added, differs, choices)
@@ -233,16 +236,12 @@ class PolicyCachedOp:
         That is training if the block has trained. Only a policy that depends on shapes has shapes,
         of the inputs that are no parameters.
         """
-        calls = [key[0] for key in self._ops if policy in (None, key[0].policy)]
-        if not calls:
+        made = [key for key in self._chosen if policy in (None, key[0].policy)]
+        if not made:
             return None
-        call, training = calls[-1], bool(self._trained)
-        shapes: Mapping[str, tuple[int, ...]] = {}
-        made = [key for key in self._chosen if key[0].policy == call.policy]
-        if made:
-            training = any(in_training for _, in_training, *_ in made)
-            sizes = [of_inputs for _, mode, *of_inputs in made if mode == training and of_inputs]
-            shapes = dict(zip((self._names[i] for i in self._inputs), sizes[-1] if sizes else ()))
+        made = [key for key in made if key[0].policy == made[-1][0].policy]
+        call, training, *sizes = ([key for key in made if key[1]] or made)[-1]
+        shapes = dict(zip((self._names[i] for i in self._inputs), sizes))
         return LastGraph(call.policy, dict(zip(self._names, call.dtypes)), shapes, training)
 
     def _drop_ops(self) -> None:
@@ -321,11 +320,6 @@ class PolicyCachedOp:
         }
         flags = [flag for flag in self._flags if flag[0] != _STATIC_SHAPE or not self._unset]
         return CachedOp(symbol, [*places.items(), *flags])
-
-    @property
-    def hook(self) -> tuple[Any, bool] | None:
-        """The user's operator hook and its `monitor_all`, whether it sees inputs too; or None."""
-        return self._hook
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
         self._hook = (callback, monitor_all) if callback else None

@@ -111,7 +111,6 @@ class _Actions(Dict[int, Optional[Action]]):
     def __init__(self, policy: Policy | None) -> None:
         super().__init__()
         self.policy = policy
-        self.casts: dict[int, _Casts] = {}  #: by handle, of the operators that may be cast
 
     def __missing__(self, handle: int) -> Action | None:
         action = self._casting_action(handle) if self.policy is not None else None
@@ -129,8 +128,8 @@ class _Actions(Dict[int, Optional[Action]]):
         operator, policy = by_handle().get(handle), self.policy
         if operator is None or policy is None or not _may_cast(operator, policy):
             return None
-        casts = self.casts[handle] = _Casts(operator, policy)
-        return _ACTIONS.get(handle, _Casts.run).__get__(casts)  # type: ignore[no-any-return]
+        action = _ACTIONS.get(handle, _Casts.run)
+        return action.__get__(_Casts(operator, policy))  # type: ignore[no-any-return]
 
 
 #: The actions where mixed precision is off.
@@ -143,15 +142,6 @@ def _actions_of(policy: Policy) -> _Actions:
     if made is None:
         made = policy.caches.eager = _Actions(policy)
     return made
-
-
-def decision_for(handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any) -> Decision | None:
-    """Return the decision for an eager call under the policy in force; None without a cast."""
-    policy = current_policy()
-    if policy is None or _actions_of(policy)[handle] is None:
-        return None
-    casts = _actions_of(policy).casts.get(handle)
-    return casts.decide(Call(handle, arrays, keys, vals, None, False, False)) if casts else None
 
 
 def _plain(original: Invoke, call: Call) -> Any:
