@@ -1,11 +1,12 @@
 """`mxnet.contrib.amp` beside mxamp: both in one process would cast twice, so that is an error."""
 
 import sys
-from typing import Any
+from typing import List
 
 from mxnet.contrib import amp as contrib_amp
 
 from ..errors import StateError
+from .patching import Patch
 
 CONTRIB_IS_ON = (
     "mxnet.contrib.amp is on in this process: its init has changed MXNet's operators and can't be "
@@ -52,14 +53,13 @@ class _Refusal:
         raise StateError(MXAMP_IS_ON.format(name=sys._getframe(1).f_code.co_name))
 
 
-#: The globals of `mxnet.contrib.amp.amp` that `refuse_contrib` replaces: `init` and `init_trainer`
-#: read the flag, `unscale` reads `trainer.Trainer`.
-REFUSED = ("_amp_initialized", "trainer")
+def refusals() -> List[Patch]:
+    """Return the patches that make contrib's functions raise.
 
-
-def refuse_contrib(_original: Any) -> Any:
-    """Return the replacement for one of the globals in `REFUSED`."""
-    return _Refusal()
+    `init` and `init_trainer` read the flag, `unscale` reads `trainer.Trainer`.
+    """
+    names = ("_amp_initialized", "trainer")
+    return [Patch(contrib_amp.amp, name, lambda _original: _Refusal()) for name in names]
 
 
 class RefusedScale:

@@ -8,18 +8,18 @@ import atexit
 import logging
 import multiprocessing
 import os
+import re
 import sys
 from pathlib import Path
-from types import CodeType
-from typing import Any, Optional, Sequence, Union
+from typing import Any, Optional, Sequence
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError
 from ..framework import machine
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
-from ..policy.active import current_policy, process
+from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
 from ..scaling.scaler import LossScaler, NoScaler, SharedScale
@@ -53,8 +53,6 @@ class _AutomaticRun(FrontEnd):
     import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
     """
 
-    scale: Optional[SharedScale] = None  #: None while the run is off
-
     def patches(self) -> Sequence[Patch]:
         """Return the patch of the public `init`; `initialize` calls `end_automatic_run` itself."""
         public = sys.modules[__name__.partition(".")[0]]
@@ -62,20 +60,18 @@ class _AutomaticRun(FrontEnd):
 
     def begin(self, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
-        self.scale = scale
         for front_end in (contrib_patches, backward_patches, module_patches, self):
             front_end.open()
-        backward_patches.default_scale = module_patches.default_scale = scale
+        backward_patches.default_scale = scale
 
     def close(self) -> None:
-        """Undo the patch, forget the scale, and leave the trainers to other APIs."""
+        """Undo the patch, and leave the trainers to other APIs."""
         super().close()
         backward_patches.retire_hooks()
-        self.scale = None
 
     def summarize(self) -> None:
         """Log the run's dtype, steps, skips and last scale, unless it has ended before."""
-        policy, scale = process.policy, self.scale
+        policy, scale = process.policy, backward_patches.default_scale
         if policy and scale is not None:
             dtype = policy.target_dtype if policy.lowers else "float32"
             counts = [counted(len(process.lowered), "operator"), counted(scale.steps, "step")]
@@ -86,17 +82,12 @@ class _AutomaticRun(FrontEnd):
 _run = _AutomaticRun()
 
 
-def start(
-    dtype: Optional[str] = None,
-    policy: Optional[Policy] = None,
-) -> None:
+def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """Turn on mixed precision and loss scaling for a program that uses neither.
 
     `dtype` is by default float16 with a GPU, else bfloat16. Does nothing if it is "auto" and that
-    means float32. Raises `StateError` if mixed precision is on already.
+    means float32.
     """
-    if current_policy() is not None:
-        raise StateError(f"{VARIABLE} comes before anything else: mixed precision is on already")
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     if not isinstance(chosen, Policy):
         announce_float32(INSTEAD)
@@ -157,16 +148,9 @@ def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def imports_mxamp(code: Union[CodeType, str, bytes]) -> bool:
-    """Return whether Python code names mxamp, as an import does; False if it is not Python."""
-    if not isinstance(code, CodeType):
-        try:
-            code = compile(code, "script", "exec", dont_inherit=True)
-        except (SyntaxError, ValueError):
-            return False
-    return any(name.split(".")[0] == "mxamp" for name in code.co_names) or any(
-        imports_mxamp(one) for one in code.co_consts if isinstance(one, CodeType)
-    )
+def imports_mxamp(code: bytes) -> bool:
+    """Return whether a line of Python code imports mxamp."""
+    return re.search(rb"^\s*(import\s(.*[\s,])?|from\s+)mxamp\b", code, re.MULTILINE) is not None
 
 
 def show_log() -> None:

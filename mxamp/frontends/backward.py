@@ -14,7 +14,6 @@ scales and unscales on its own. `scaling.loss_outputs` does the same for custom 
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import threading
 import weakref
@@ -28,12 +27,7 @@ from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
 from ..framework.arrays import cast
-from ..framework.contrib_amp import (
-    CONTRIB_AMP_MODULES,
-    REFUSED,
-    check_contrib_is_off,
-    refuse_contrib,
-)
+from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..policy.active import suspended
@@ -66,10 +60,9 @@ class _BackwardPatches(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        #: For trainers whose optimizer was not decorated; None leaves them as they are.
+        #: For trainers and modules whose optimizer was not decorated; None leaves them as they are.
         self.default_scale: SharedScale | None = None
         self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-        self._has_new_trainer = False  # since the last backward pass
         self.variables = Variables()
         self._scale = 1.0  # of the running pass
         self._functions = threading.local()  # depth: of functions with unscaled gradients
@@ -85,7 +78,7 @@ class _BackwardPatches(FrontEnd):
             Patch(autograd.Function, "__call__", wrapping(self._patched_call)),
             Patch(CustomOpProp, "__init__", build_custom_op_init),
             # The scale may be in use without the casting patches, which refuse contrib too.
-            *(Patch(CONTRIB_AMP_MODULES[1], name, refuse_contrib) for name in REFUSED),
+            *refusals(),
         ]
 
     def open(self) -> None:
@@ -126,7 +119,6 @@ class _BackwardPatches(FrontEnd):
         # For a first step whose gradients only other workers have computed.
         hook.last_stage = Stage.UNSCALED
         self.trainers.add(trainer)
-        self._has_new_trainer = True
 
     def retire_hooks(self) -> None:
         """Leave the trainers to other APIs; gradients that wait for their step are checked."""
@@ -135,10 +127,6 @@ class _BackwardPatches(FrontEnd):
 
     def _hooks(self) -> list[State]:
         """Return the states of the trainers that still have a shared scale."""
-        if self._has_new_trainer:
-            self._has_new_trainer = False
-            # A trainer and its hook hold each other: collect the trainers that this one replaces.
-            gc.collect()
         found = [active_hook(trainer) for trainer in list(self.trainers)]
         return [hook for hook in found if hook is not None and hook.is_shared]
 
@@ -174,7 +162,7 @@ class _BackwardPatches(FrontEnd):
     ) -> set[int]:
         """Run a backward pass with a scale; return the arrays whose gradients have overflowed."""
         variables = self.variables.all()
-        adding = [group[0].gradient for group in by_gradient(v for v in variables if v.adds)]
+        adding = [group[0].array.grad for group in by_gradient(v for v in variables if v.adds)]
         with without_flags([v.array for v in variables]):
             # The sum has to carry the same scale as what is added to it.
             multiply(adding, scale)
@@ -309,7 +297,7 @@ def _divided(gradient: NDArray, scale: float) -> NDArray:
 def _unscaled(variables: Iterable[Variable], scale: float) -> set[int]:
     """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
     groups = by_gradient(variables)
-    positions = unscale([group[0].gradient for group in groups], scale)
+    positions = unscale([group[0].array.grad for group in groups], scale)
     return {id(v.array) for i in positions for v in groups[i]}
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from typing import Any, Callable
 
 import mxnet as mx
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
 
 from ..errors import StateError
+from ..framework.arrays import map_arrays
 from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..graph.gradients import SCALE_INPUT, with_scale_input
@@ -32,6 +30,7 @@ from ..scaling.finite import all_finite, multiply, unscale
 from ..scaling.loss_outputs import scaled_custom_ops
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
 from ..scaling.statistics import RunningStatistics
+from .backward import backward_patches
 
 logger = logging.getLogger("mxamp")
 
@@ -60,42 +59,17 @@ class DecoratedName(str):
 class _State:
     """A module's loss scaling, from its last forward and backward passes."""
 
-    in_graph: bool = False  #: its graph takes the scale
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
 
 
-class _ModulePatches(FrontEnd):
-    """Patches of `Module`, with the loss-scaling state of each module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: For modules whose optimizer was not decorated; None leaves them as they are.
-        self.default_scale: SharedScale | None = None
-        self.states: WeakKeyDictionary[Module, _State] = WeakKeyDictionary()
-        self.overriding: list[type] = []  #: subclasses whose own `init_optimizer` is patched
-
-    def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
-        return [
-            Patch(Module, "bind", wrapping(_patched_bind)),
-            Patch(Module, "init_optimizer", wrapping(_patched_init_optimizer)),
-            Patch(Module, "forward", wrapping(_patched_forward)),
-            Patch(Module, "backward", wrapping(_patched_backward)),
-            Patch(Module, "update", wrapping(_patched_update)),
-        ]
-
-    def close(self) -> None:
-        """Undo the patches, and forget the modules."""
-        super().close()
-        self.default_scale = None
-        self.states.clear()
-        self.overriding.clear()
-
-
-#: One a process, like the classes that it patches.
-module_patches = _ModulePatches()
+def _state_of(module: Module) -> _State:
+    """Return a module's state, which its attribute `_amp_state` holds."""
+    if not hasattr(module, "_amp_state"):
+        module._amp_state = _State()
+    state: _State = module._amp_state
+    return state
 
 
 def _patched_bind(
@@ -109,27 +83,24 @@ def _patched_bind(
 ) -> None:
     """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
     _patch_override(type(self))
-    again = kwargs.get("force_rebind") or args[1:2] == (True,)
-    graph = None
-    if for_training and (again or not self.binded) and not chose_float32():
-        graph = with_scale_input(Graph.from_symbol(self._symbol))
-    scalable = None if graph is None else graph.to_symbol(type(self._symbol))
-    with _with_symbol(self, scalable), scaled_executors():
-        original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
-    if scalable is not None:
-        module_patches.states[self] = _State(in_graph=True)
-
-
-@contextmanager
-def _with_symbol(module: Module, scalable: Symbol | None) -> Iterator[None]:
-    """Context in which a module binds `scalable`; its own symbol, which it saves, stays."""
-    symbol, names = module._symbol, module._state_names
+    symbol, names, graph = self._symbol, self._state_names, None
+    if for_training and not chose_float32():
+        graph = with_scale_input(Graph.from_symbol(symbol))
     try:
-        if scalable is not None:
-            module._symbol, module._state_names = scalable, [*names, SCALE_INPUT]
-        yield
+        if graph is not None:
+            self._symbol, self._state_names = graph.to_symbol(type(symbol)), [*names, SCALE_INPUT]
+        with scaled_executors():
+            original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
     finally:
-        module._symbol, module._state_names = symbol, names
+        self._symbol, self._state_names = symbol, names  # the module saves its own symbol
+
+
+def _scale_arrays(module: Module) -> list[NDArray]:
+    """Return the arrays of the scale in a module's graph, one a device; none without one."""
+    group = module._exec_group
+    if group is None or SCALE_INPUT not in group.state_names:
+        return []
+    return list(group.state_arrays[group.state_names.index(SCALE_INPUT)])
 
 
 def _patched_init_optimizer(
@@ -141,14 +112,21 @@ def _patched_init_optimizer(
     **kwargs: Any,
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
-    shared = scale_of(optimizer) or module_patches.default_scale
+    shared = scale_of(optimizer) or backward_patches.default_scale
     checks = shared is not None and shared.scaler.checks
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
         check_kvstore(self, kvstore)
-    with _updates_off_kvstore() if checks else nullcontext():
+    before = os.environ.get(_UPDATE_SWITCH)
+    try:
+        if checks:
+            os.environ[_UPDATE_SWITCH] = "0"  # MXNet updates parameters outside the kvstore
         original(self, kvstore, optimizer, *args, **kwargs)
+    finally:
+        os.environ.pop(_UPDATE_SWITCH, None)
+        if before is not None:
+            os.environ[_UPDATE_SWITCH] = before
     if shared is None:
         policy = current_policy()
         if policy is not None and policy.target_dtype == "float16":
@@ -164,31 +142,21 @@ def _patched_init_optimizer(
 def _patch_override(kind: type) -> None:
     """Patch a subclass's own `init_optimizer`: SVRGModule's chooses a kvstore before Module's."""
     owner = next(one for one in kind.__mro__ if "init_optimizer" in vars(one))
-    if owner is not Module and owner not in module_patches.overriding:
-        module_patches.overriding.append(owner)
-        FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_override))]).open()
-
-
-def _patched_override(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
-    """Initialize an optimizer whose updates have to be off the kvstore from the beginning."""
-    given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-    shared = scale_of(given) or module_patches.default_scale
-    checks = shared is not None and shared.scaler.checks
-    with _updates_off_kvstore() if checks else nullcontext():
-        original(self, *args, **kwargs)
+    if not hasattr(vars(owner)["init_optimizer"], "__wrapped__"):  # not patched yet
+        FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_init_optimizer))]).open()
 
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
     """Run a module forward with the current loss scale in its input for the scale."""
-    state = module_patches.states.get(self)
-    if state is not None and state.in_graph:
+    arrays = _scale_arrays(self)
+    if arrays:
         scaler = _scaler_of(self)
+        state = _state_of(self)
         state.scale = 1.0 if scaler is None else scaler.loss_scale
         # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
         # forward pass.
-        group = self._exec_group
         with suspended():
-            for array in group.state_arrays[group.state_names.index(SCALE_INPUT)]:
+            for array in arrays:
                 array[:] = state.scale
     original(self, *args, **kwargs)
 
@@ -202,18 +170,21 @@ def _scaler_of(module: Module) -> LossScaler | None:
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
     scaler = _scaler_of(self)
-    state = module_patches.states.setdefault(self, _State())
+    state = _state_of(self)
     state.overflown = False
-    if scaler is None or not (state.in_graph or out_grads is not None):
+    in_graph = bool(_scale_arrays(self))
+    if scaler is None or not (in_graph or out_grads is not None):
         original(self, out_grads)
         return
     if scaler.scales:
         state.statistics.before_pass(partial(_running_statistics, self))
-    scale = state.scale if state.in_graph else scaler.loss_scale
+    scale = state.scale if in_graph else scaler.loss_scale
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
     with scaled_custom_ops(scale, unscaled_outside=True):
-        original(self, _times(out_grads, scale))
+        with suspended():
+            scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
+        original(self, scaled)
     state.overflown = bool(unscale(_gradients(self), scale))
 
 
@@ -241,10 +212,10 @@ def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
 def _patched_update(original: Original, self: Module) -> None:
     """Update a module's parameters if all gradients are finite, then update the loss scale."""
     shared = scale_of(self._optimizer)
-    if shared is None or self not in module_patches.states:
+    if shared is None:
         original(self)
         return
-    state, scaler = module_patches.states[self], shared.scaler
+    state, scaler = _state_of(self), shared.scaler
     if not scaler.checks:
         original(self)
         scaler.update(True)
@@ -262,13 +233,13 @@ def _update_if_finite(
     group, kvstore = module._exec_group, module._kvstore
     if kvstore:
         if overflown and is_distributed(kvstore):
-            fill(_trained_gradients(group), float("inf"))
+            fill(_gradients(module), float("inf"))
         # Before the check, so that all devices and workers decide alike.
         for i, (name, gradients) in enumerate(zip(group.param_names, group.grad_arrays)):
             if gradients[0] is not None:
                 kvstore.push(name, gradients, priority=-i)
                 kvstore.pull(name, out=gradients, priority=-i)
-    if overflown or not all_finite(_trained_gradients(group)):
+    if overflown or not all_finite(_gradients(module)):
         logger.info(SKIPPED, scaler.loss_scale)
         return False
     module._kvstore = None
@@ -277,34 +248,6 @@ def _update_if_finite(
     finally:
         module._kvstore = kvstore
     return True
-
-
-def _trained_gradients(group: Any) -> list[NDArray]:
-    """Return the gradients of the trained parameters, on all devices."""
-    return [g for of_one in group.grad_arrays for g in of_one if g is not None]
-
-
-def _times(arrays: Any, factor: float) -> Any:
-    """Return an array, or nested lists of arrays, times a factor; None stays None."""
-    if arrays is None or factor == 1:
-        return arrays
-    if isinstance(arrays, NDArray):
-        with suspended():
-            return arrays * factor
-    return [_times(array, factor) for array in arrays]
-
-
-@contextmanager
-def _updates_off_kvstore() -> Iterator[None]:
-    """Context with `MXNET_UPDATE_ON_KVSTORE=0`: MXNet updates parameters outside the kvstore."""
-    before = os.environ.get(_UPDATE_SWITCH)
-    os.environ[_UPDATE_SWITCH] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[_UPDATE_SWITCH]
-        if before is not None:
-            os.environ[_UPDATE_SWITCH] = before
 
 
 # ------------------------------------------- several workers: same weights, settings and steps
@@ -332,3 +275,15 @@ def _synchronize_workers(module: Module, shared: SharedScale) -> None:
     mx.nd.waitall()
     module._params_dirty = True
     check_settings(kvstore, shared.scaler.state_dict(), key_type=str)
+
+
+#: One a process, like the class that it patches.
+module_patches = FrontEnd(
+    [
+        Patch(Module, "bind", wrapping(_patched_bind)),
+        Patch(Module, "init_optimizer", wrapping(_patched_init_optimizer)),
+        Patch(Module, "forward", wrapping(_patched_forward)),
+        Patch(Module, "backward", wrapping(_patched_backward)),
+        Patch(Module, "update", wrapping(_patched_update)),
+    ]
+)

@@ -11,7 +11,6 @@ from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Tuple
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.contrib import autograd as contrib_autograd
 from mxnet.gluon import Parameter
 from mxnet.ndarray.ndarray import NDArray
 
@@ -28,11 +27,6 @@ class Variable(NamedTuple):
     array: NDArray
     adds: bool
 
-    @property
-    def gradient(self) -> NDArray:
-        """The array's gradient."""
-        return self.array.grad
-
 
 class Variables:
     """All variables, in the order of their marking."""
@@ -44,16 +38,12 @@ class Variables:
         """Return the patches that add new variables."""
         return [
             *patches_of_function(autograd, "mark_variables", wrapping(self._patched_mark)),
-            *patches_of_function(contrib_autograd, "mark_variables", wrapping(self._patched_mark)),
             Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
             Patch(mx.np.ndarray, "attach_grad", wrapping(self._patched_attach)),
         ]
 
     def add_existing(self) -> None:
         """Add the existing variables that Python holds."""
-        if not _hold_any((NDArray, Parameter)):  # a program that begins: do not collect for it
-            return
-        gc.collect()  # arrays that are gone get no gradients
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
         # gradient is scaled too, and a write replaces it.
@@ -114,18 +104,11 @@ class Variables:
             self._variables[id(copy)] = Variable(copy, before.adds)
 
 
-def _hold_any(classes: Tuple[type, ...]) -> bool:
-    """Return whether Python holds an instance of one of `classes`."""
-    # By identity: a class that compares by its metaclass may have no hash.
-    kinds = {id(kind): kind for kind in map(type, gc.get_objects())}
-    return any(issubclass(kind, classes) for kind in kinds.values())
-
-
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
     """Group variables that share the memory of one gradient."""
     groups: Dict[Tuple[int, int], List[Variable]] = {}
     for variable in variables:
-        gradient, key = variable.gradient, (-id(variable), 0)
+        gradient, key = variable.array.grad, (-id(variable), 0)
         if gradient.stype == "default":  # sparse arrays know no size
             key = (address(gradient) or key[0], gradient.size)
         groups.setdefault(key, []).append(variable)

@@ -8,7 +8,6 @@ from the original, and why MXNet's own attribute is not enough.
 from __future__ import annotations
 
 import functools
-import sys
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -25,13 +24,8 @@ from mxnet.symbol import Symbol
 from mxnet.symbol import register as symbol_register
 
 from ..framework.arrays import cast, dtype_of
-from ..framework.contrib_amp import (
-    CONTRIB_AMP_MODULES,
-    REFUSED,
-    check_contrib_is_off,
-    refuse_contrib,
-)
-from ..framework.distributed import HOROVOD, PARAMETER_SERVER, is_distributed
+from ..framework.contrib_amp import check_contrib_is_off, refusals
+from ..framework.distributed import PARAMETER_SERVER, is_distributed
 from ..framework.patching import Original, Patch, PatchSet, wrapping
 from ..policy.active import current_policy, pop_region, push_policy, suspended
 from ..policy.policy import Policy
@@ -91,19 +85,11 @@ def _patched_store_call(
     return original(self, key, value, *args, **kwargs)
 
 
-def _patched_horovod_call(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of Horovod; raise on arrays that Horovod can't take."""
-    arrays = args[0] if args else kwargs.get("tensor", kwargs.get("tensors"))
-    name = kwargs.get("name")
-    HOROVOD.check_arrays("the array" if name is None else f"the array {name!r}", arrays)
-    return original(*args, **kwargs)
-
-
 # ---------------------------------------------------------------------- the table
 
 
 class Row(NamedTuple):
-    """One patch; an owner given by module name is patched only if the program has imported it."""
+    """One patch."""
 
     owner: Any
     attribute: str
@@ -111,18 +97,11 @@ class Row(NamedTuple):
     reason: str
 
 
-HOROVOD_FUNCTIONS = (
-    "allreduce", "allreduce_", "grouped_allreduce", "grouped_allreduce_", "allgather",
-    "grouped_allgather", "broadcast", "broadcast_", "alltoall", "reducescatter",
-    "grouped_reducescatter",
-)  # fmt: skip
-
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _LEAVES = "the casts of a weight that is used several times share memory while autograd records"
 _GRAPHS = "rewrites graphs that are about to run"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
-_HOROVOD = "Horovod's own error names neither the dtype nor the array"
 
 #: In the order in which they are installed.
 ALL = (
@@ -145,17 +124,12 @@ ALL = (
     Row(dataloader, "_thread_worker_fn", wrapping(_patched_thread_worker), "the same in threads"),
     *(Row(KVStore, name, wrapping(_patched_store_call), _SERVERS)
       for name in ("init", "broadcast", "push", "pushpull")),
-    *(Row("horovod.mxnet", name, wrapping(_patched_horovod_call), _HOROVOD)
-      for name in HOROVOD_FUNCTIONS),
     Row(SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
         "on few cores NumPy updates weights several times as fast, to the same bits"),
     Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),
-    *(Row(CONTRIB_AMP_MODULES[1], name, refuse_contrib,
-          "contrib's functions, however they were imported, would cast or scale a second time")
-      for name in REFUSED),
 )  # fmt: skip
 
 
@@ -168,16 +142,9 @@ class _CastingPatches(PatchSet):
         self._is_held = False
 
     def patches(self) -> list[Patch]:
-        """Return new patches for the rows of `ALL` whose modules are imported."""
-        owners = [
-            sys.modules.get(row.owner) if isinstance(row.owner, str) else row.owner for row in ALL
-        ]
-        return [
-            Patch(owner, row.attribute, row.build)
-            for owner, row in zip(owners, ALL)
-            # Horovod is not whole yet where its own import of MXNet has started `mxamp run`.
-            if owner is not None and (row.owner is owner or hasattr(owner, row.attribute))
-        ]
+        """Return new patches for the rows of `ALL`, and those that refuse contrib's functions."""
+        # However they were imported, they would cast or scale a second time.
+        return [*(Patch(row.owner, row.attribute, row.build) for row in ALL), *refusals()]
 
     def acquire(self) -> None:
         """Add a user of the patches, and install them for the first."""

@@ -15,6 +15,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from mxamp.frontends import automatic
+from mxamp.frontends.backward import backward_patches
 
 DTYPES = ("float16", "bfloat16")
 #: A scale with which no gradient overflows here.
@@ -47,7 +48,7 @@ class Automatic(Plain):
     def start(self):
         amp.shutdown()
         automatic.start(policy=amp.Policy.default(self.dtype, "cpu"))
-        automatic._run.scale.scaler.set_scale(self.scale)
+        backward_patches.default_scale.scaler.set_scale(self.scale)
 
 
 def way(start, dtype, scale):

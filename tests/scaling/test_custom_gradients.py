@@ -11,6 +11,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import check_python, pairwise
 from mxamp.frontends import automatic
+from mxamp.frontends.backward import backward_patches
 from mxamp.policy.policy import _custom_classes
 
 SCALE = 2.0**8
@@ -125,7 +126,7 @@ def trained(way, net, passes):
     elif way == "GradScaler":
         scaler = amp.GradScaler(SCALE, growth_interval=1000)
     elif way == "automatic":
-        automatic._run.scale.scaler.resume(scaler.state_dict())
+        backward_patches.default_scale.scaler.resume(scaler.state_dict())
     before = net.dense.weight.data().copy()
     for _ in range(passes):
         with autograd.record():

@@ -9,6 +9,7 @@ from mxnet.gluon.utils import split_and_load
 import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
+from mxamp.frontends.backward import backward_patches
 from training import CONTEXTS
 
 GOOD, BAD = randn(8, 4), randn(8, 4) * 1e6  # float16 ends at 65504
@@ -24,7 +25,7 @@ def program(way, contexts, hybrid, scale=16.0):
     """Return a net with BatchNorm, its trainer, and a function that trains it on a batch."""
     if way == "automatic":
         automatic.start(policy=amp.Policy.default("float16", "cpu"))
-        automatic._run.scale.scaler.set_scale(scale)
+        backward_patches.default_scale.scaler.set_scale(scale)
     else:
         amp.init("float16", ctx=mx.cpu())
     net = gluon.nn.HybridSequential()
