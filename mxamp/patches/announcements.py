@@ -1,7 +1,7 @@
 """Log lines: whether mixed precision is on, and whether it is fast on this machine."""
 
 import logging
-from typing import Any, Optional, Set
+from typing import Any, Set
 
 from ..framework import machine
 from ..graph.ir import Graph
@@ -35,13 +35,6 @@ UNKNOWN_LAYER = "fp32_layers of the policy, in the graphs that have run so far: 
 IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
-class _State:
-    """What the log of this process says."""
-
-    on: Optional[str] = None  #: the last line "mixed precision is on", until it is off
-
-
-_state = _State()
 #: The keys of the warnings that this process has logged: it logs each once.
 _logged: Set[str] = set()
 
@@ -49,17 +42,8 @@ _logged: Set[str] = set()
 def announce(policy: Policy) -> None:
     """Log that mixed precision is on under `policy`, and warn once if it won't be faster here."""
     dtype = policy.target_dtype if policy.lowers else "float32"
-    line = f"mixed precision is on: {dtype} on {policy.device}"
-    if _state.on != line:
-        _state.on = line
-        logger.info(line)
+    logger.info("mixed precision is on: %s on %s", dtype, policy.device)
     warn_of_speed(policy)
-
-
-def announce_off() -> None:
-    """Log that mixed precision is off."""
-    _state.on = None
-    logger.info("mixed precision is off")
 
 
 def announce_float32(advice: str = IN_CODE) -> None:

@@ -22,7 +22,6 @@ from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_
 from .announcements import (
     announce,
     announce_float32,
-    announce_off,
     warn_of_speed,
     warn_of_unknown_layers,
 )
@@ -36,10 +35,6 @@ DIFFERENT = (
     "mixed precision is on already, with another policy than init() asks for ({before} "
     "instead of {wanted}). Call mxamp.shutdown() before init() with other arguments, or use "
     "mxamp.autocast() for a part of the program"
-)
-CHOSE_FLOAT32 = (
-    "'auto' has chosen float32 here, and mixed precision stays off: call mxamp.shutdown() before "
-    "init() with another dtype, or use mxamp.autocast() for a part of the program"
 )
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
@@ -133,8 +128,6 @@ def switch_on(wanted: Choice) -> bool:
     with casting._lock:
         before = active.process.policy
         if before is not None:
-            if before is FLOAT32 and wanted is not FLOAT32:
-                raise StateError(CHOSE_FLOAT32)
             if before != wanted:
                 raise StateError(DIFFERENT.format(before=before, wanted=wanted))
             return False
@@ -157,7 +150,7 @@ def shutdown() -> None:
     their own code enters. Open `autocast` regions stay in force until they end.
     """
     if switch_off():
-        announce_off()
+        logger.info("mixed precision is off")
 
 
 def switch_off() -> bool:
@@ -218,7 +211,9 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         """Begin the region; reentrant."""
-        policy = self._policy_inside() if self._enabled else None
+        policy = self._policy if self._enabled else None
+        if self._enabled and policy is None:
+            policy = regions.policy_inside(self._dtype, active.nearest_policy())
         if policy is FLOAT32:
             announce_float32()
         else:
@@ -238,12 +233,6 @@ class autocast:
         if region.policy is not FLOAT32:
             casting.release()
 
-    def _policy_inside(self) -> Choice:
-        """Return the policy of the region, or `FLOAT32`."""
-        if self._policy is not None:
-            return self._policy
-        return regions.policy_inside(self._dtype, active.nearest_policy())
-
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call."""
         check_runs_at_once(function)
@@ -255,30 +244,19 @@ class autocast:
 
         return wrapper  # type: ignore[return-value]
 
-    def __repr__(self) -> str:
-        if not self._enabled:
-            return "<autocast off>"
-        dtype = self._policy.target_dtype if self._policy else self._dtype
-        return f"<autocast {dtype}>" if dtype else "<autocast>"
-
 
 RUNS_LATER = (
-    "{given} is {kind}: its code runs after the call has returned, outside the decorator. Leave "
-    "the decorator out, and write `with amp.autocast(...):` in the body, around code that neither "
-    "yields nor awaits"
+    "{given} is a generator or coroutine: its code runs after the call has returned, outside the "
+    "decorator. Leave the decorator out, and write `with amp.autocast(...):` in the body, around "
+    "code that neither yields nor awaits"
 )
-_KINDS = {
-    "a generator function": inspect.isgeneratorfunction,
-    "a coroutine function": inspect.iscoroutinefunction,
-    "an async generator function": inspect.isasyncgenfunction,
-}
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def check_runs_at_once(function: Any) -> None:
     """Raise `ArgumentError` for a generator or coroutine: its code runs after the call."""
-    for kind, is_one in _KINDS.items():
-        if is_one(function) or is_one(function.__call__):
-            raise ArgumentError(RUNS_LATER.format(given=shown(function), kind=kind))
+    if any(is_one(function) or is_one(function.__call__) for is_one in _RUN_LATER):
+        raise ArgumentError(RUNS_LATER.format(given=shown(function)))
 
 
 def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
