@@ -80,7 +80,7 @@ WRONG = [
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "or NoScaler, not a LossScaler"),
     (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number, not 'dynamic'"),
-    (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "init_loss_scaling must be"),
+    (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "must be a positive finite number"),
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),

@@ -13,7 +13,7 @@ With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no
 import copy
 import functools
 import logging
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Sequence, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
@@ -49,7 +49,6 @@ def initialize(
     models: Union[Block, Sequence[Block]],
     trainers: Union[None, Trainer, Sequence[Trainer]] = None,
     opt_level: str = "O1",
-    keep_batchnorm_fp32: Optional[bool] = None,
     loss_scale: Union[None, float, str] = None,
     *,
     dtype: Any = "float16",
@@ -78,9 +77,6 @@ def initialize(
         loss scale is dynamic. "O2": parameters in float16, except norms and embeddings, with
         float32 master weights and a dynamic loss scale. "O3": all in float16 where MXNet has it,
         loss scale 1.
-    keep_batchnorm_fp32 : bool, optional
-        True with O3 keeps all normalization in float32, as the other levels do. BatchNorm's
-        parameters stay float32 in any case; False is an error.
     loss_scale : float or "dynamic", optional
         Replaces the level's loss scale.
     dtype : str, default "float16"
@@ -93,8 +89,8 @@ def initialize(
     Raises
     ------
     ArgumentError
-        An unknown level, dtype or loss scale, `keep_batchnorm_fp32=False`, or an optimizer that
-        can't update float16 weights, with O3.
+        An unknown level, dtype or loss scale, or an optimizer that can't update float16 weights,
+        with O3.
     StateError
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has float16 parameters.
@@ -102,8 +98,6 @@ def initialize(
     end_automatic_run("initialize")
     if opt_level not in _LEVELS:
         raise unknown("opt_level", opt_level, _LEVELS, "Levels begin with the letter O, not zero")
-    if keep_batchnorm_fp32 is False:
-        raise ArgumentError("keep_batchnorm_fp32=False: BatchNorm takes float32 parameters only")
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
@@ -121,7 +115,7 @@ def initialize(
         logger.info(STAY_FLOAT32, opt_level)
     elif opt_level in ("O2", "O3"):
         for net in nets:
-            _cast_to_float16(net, opt_level == "O2", bool(keep_batchnorm_fp32))
+            _cast_to_float16(net, opt_level == "O2")
             _keep_files_in_float32(net)
     for trainer in optimizers:
         if in_float16 and opt_level == "O2":
@@ -130,15 +124,11 @@ def initialize(
     return models if trainers is None else (models, trainers)
 
 
-def _scaler(loss_scale: Union[None, float, str], is_dynamic: bool) -> LossScaler:
+def _scaler(loss_scale: Any, is_dynamic: bool) -> LossScaler:
     """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
-    if loss_scale is None:
-        return LossScaler() if is_dynamic else NoScaler()
-    if not isinstance(loss_scale, str):
-        return StaticLossScaler(loss_scale)
-    if loss_scale != "dynamic":
-        raise ArgumentError(f"loss_scale must be a number or 'dynamic', not {shown(loss_scale)}")
-    return LossScaler()
+    if loss_scale == "dynamic" or (loss_scale is None and is_dynamic):
+        return LossScaler()
+    return NoScaler() if loss_scale is None else StaticLossScaler(loss_scale)
 
 
 def _as_list(name: str, value: Any, cls: type) -> List[Any]:
@@ -159,8 +149,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
     for trainer in trainers:
         hook = active_hook(trainer)
         if hook is not None:
-            hook.check_scaled_by("initialize")
-            raise StateError("initialize was called for this trainer already")
+            raise StateError(f"{hook.scaled_by} scales this trainer's losses already")
         if trainer._kv_initialized:
             raise StateError("initialize comes before a trainer's first step")
     for net in nets:
@@ -182,14 +171,14 @@ def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
     return policy
 
 
-def _cast_to_float16(net: Block, is_o2: bool, float_norms: bool) -> None:
+def _cast_to_float16(net: Block, is_o2: bool) -> None:
     """Cast a net to float16, except BatchNorm, and in O2 all norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
     gradient: embeddings with one stay float32 in O3 too.
     """
     net.cast("float16")
-    norms = _NORMS if is_o2 or float_norms else nn.BatchNorm
+    norms = _NORMS if is_o2 else nn.BatchNorm
 
     def restore_float32(block: Block) -> None:
         is_float = isinstance(block, norms)

@@ -244,12 +244,10 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     Raises
     ------
     ArgumentError
-        `op_type` is not a name, or `kind` is not one of the three.
+        `kind` is not one of the three.
     StateError
         Mixed precision is on by a policy that does not know the operator.
     """
-    if not isinstance(op_type, str) or not op_type:
-        raise ArgumentError(f"op_type must be the name of a custom operator, not {shown(op_type)}")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
     if is_enabled() and (op_type, _CLASSES[kind]) not in custom_classes():

@@ -11,22 +11,10 @@ from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from ..scaling.scaler import (
-    LossScaler,
-    SharedScale,
-    StaticLossScaler,
-    positive_number,
-    scale_of,
-    unchecked_scaler,
-)
+from ..scaling.scaler import LossScaler, SharedScale, StaticLossScaler, scale_of, unchecked_scaler
 from .backward import backward_patches
 from .module_api import DecoratedName, module_patches
 
-__all__ = ["decorate"]
-
-NO_OPTIMIZER = (
-    "decorate takes an Optimizer or its name, not {given}; for a trainer there is init_trainer"
-)
 WRAPPED = (
     "decorate the optimizer first, and let Horovod's trainer take the result: "
     "hvd.DistributedTrainer(params, mxamp.decorate(optimizer))"
@@ -68,7 +56,7 @@ def decorate(
     optimizer : str or Optimizer
         For a name, the result is a name; for an optimizer, the result is a copy.
     init_loss_scaling : float, default 2**16
-        The first loss scale.
+        The first loss scale: from 1 to 2**24, unless it is kept.
     incr_every_n_steps, incr_ratio
         After this many clean steps the scale grows by this factor.
     decr_every_n_nan_or_inf, decr_ratio
@@ -91,38 +79,30 @@ def decorate(
         raise StateError("this optimizer is decorated already: its losses would be scaled twice")
     if is_horovod_optimizer(optimizer):
         raise ArgumentError(WRAPPED)
-    scaler: LossScaler = StaticLossScaler(positive_number("init_loss_scaling", init_loss_scaling))
+    scaler: LossScaler = StaticLossScaler(init_loss_scaling)
     if check_bool("use_dynamic_loss_scaling", use_dynamic_loss_scaling):
-        scaler = LossScaler(
-            init_loss_scaling,
-            incr_ratio,
-            decr_ratio,
-            incr_every_n_steps,
-            min_scale=min(1.0, init_loss_scaling),
-            max_scale=max(2.0**24, init_loss_scaling),
-            hysteresis=decr_every_n_nan_or_inf,
-        )
+        growth = (incr_ratio, decr_ratio, incr_every_n_steps)
+        scaler = LossScaler(init_loss_scaling, *growth, hysteresis=decr_every_n_nan_or_inf)
     if chose_float32():
         scaler = unchecked_scaler()
-    decorated = _decorated(optimizer, SharedScale(scaler, "decorate"))
+    decorated = _copied(optimizer)
+    decorated._amp_scaling = decorated.scaling = SharedScale(scaler, "decorate")
     backward_patches.open()
     module_patches.open()
     return decorated
 
 
-def _decorated(optimizer: Any, shared_scale: SharedScale) -> Any:
-    """Return a copy of an optimizer, or of its name, that carries a scale."""
+def _copied(optimizer: Any) -> Any:
+    """Return a copy of an optimizer, or of its name, that may carry a scale."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in Optimizer.opt_registry:
             raise unknown("optimizer", optimizer, Optimizer.opt_registry)
-        decorated = DecoratedName(optimizer)
-        decorated._amp_scaling = decorated.scaling = shared_scale
-        return decorated
+        return DecoratedName(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(NO_OPTIMIZER.format(given=shown(optimizer)))
+        given = f"decorate takes an Optimizer or its name, not {shown(optimizer)}"
+        raise ArgumentError(f"{given}; for a trainer there is init_trainer")
     result = copy.copy(optimizer)
     for name in _COPIED:
         if hasattr(result, name):
             setattr(result, name, copy.deepcopy(getattr(result, name)))
-    result._amp_scaling = result.scaling = shared_scale
     return result

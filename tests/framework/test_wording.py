@@ -77,7 +77,6 @@ def trainer():
     (lambda: amp.register_half_function(3, "f"), "the first argument must be a module, not 3"),
     (lambda: amp.register_half_function("m", "f"), "the first argument must be a module, not 'm'"),
     (lambda: amp.register_float_function(re, "serch"), "the module re 'serch'; the closest .*'search'"),
-    (lambda: amp.register_custom_operator(3), "op_type must be the name of a custom operator, not 3"),
     (lambda: amp.register_custom_operator("a", np.float16), "kind must be .* or 'promote', not float16"),
     (lambda: amp.autocast(test_counts), "must be a dtype, not the function test_counts; write @amp.autocast"),
     (lambda: amp.GradScaler("cuda:0"), "init_scale must be .*, not 'cuda:0'"),

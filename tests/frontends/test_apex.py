@@ -19,9 +19,7 @@ from training import assert_same_weights, batches, poisoned, setup, train
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize(
-    "options", [{}, {"loss_scale": 8.0, "keep_batchnorm_fp32": True}, {"loss_scale": "dynamic"}]
-)
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"loss_scale": "dynamic"}])
 def test_one_script_runs_at_every_level(level, dtype, options, caplog):
     caplog.set_level("INFO", logger="mxamp")
     net = gluon.nn.HybridSequential()
@@ -70,7 +68,7 @@ def test_every_level_is_float32_where_auto_is(first, level, loss_scale, monkeypa
     assert (trainer.amp_loss_scale, trainer.amp_steps, trainer.amp_skips) == (1, 5, 0)
     assert not trainer._optimizer.multi_precision
     assert_unpatched()
-    with pytest.raises(amp.StateError, match="'auto' has chosen float32"):
+    with pytest.raises(amp.StateError, match="float32, mixed precision off"):
         amp.init("bfloat16")
 
 
@@ -176,10 +174,8 @@ def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
     [
         ({"opt_level": "02"}, "letter O"),
         ({"opt_level": "O0", "loss_scale": 0.0}, "positive"),
-        ({"opt_level": "O0", "keep_batchnorm_fp32": False}, "float32 parameters"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, "float32 parameters"),
         ({"opt_level": "O2", "dtype": "int8"}, "'float16', 'bfloat16' or 'auto'"),
-        ({"loss_scale": "static"}, "'dynamic'"),
+        ({"loss_scale": "static"}, "positive"),
         ({"loss_scale": -1.0}, "positive"),
         ({"models": 3}, "models must be a Block"),
         ({"trainers": "sgd"}, "trainers must be a Trainer"),
@@ -209,7 +205,7 @@ def test_it_comes_once_and_alone():
         amp.initialize(net, trainer)
     other = digits.trainer_of(net)
     amp.init_trainer(other, amp.NoScaler())
-    with pytest.raises(amp.StateError, match="init_trainer already; initialize"):
+    with pytest.raises(amp.StateError, match="init_trainer scales"):
         amp.initialize(net, other)
     net.cast("float16")
     with pytest.raises(amp.StateError, match="float16 already"):

@@ -131,10 +131,9 @@ def test_custom_operators_are_registered_before_mixed_precision_is_on():
         amp.register_custom_operator("other", "half")
 
 
-@pytest.mark.parametrize("arguments", [("", "half"), (3, "half"), ("name", "low")])
-def test_wrong_registrations(arguments):
+def test_wrong_registrations():
     with pytest.raises(amp.ArgumentError):
-        amp.register_custom_operator(*arguments)
+        amp.register_custom_operator("name", "low")
 
 
 class Product(autograd.Function):
