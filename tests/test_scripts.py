@@ -67,7 +67,7 @@ def test_the_main_job_fits_into_80_columns(main_job):
         Timing("inference", mode, 12_345.6, 1_234.5, ratio, (ratio - 0.1, ratio + 0.1))
         for mode, ratio in modes.items()
     ]
-    speeds = Benchmark("bfloat16", "cpu", 5, tuple(timings))
+    speeds = Benchmark("bfloat16", tuple(timings))
     console = Console(width=80, file=io.StringIO())
     main_job.show(rows, console)
     main_job.show_speeds(speeds, console)

@@ -62,12 +62,11 @@ def test_it_times_training_and_inference_in_both_modes(clock):
         ("inference", "hybridized", 1.0),
         ("inference", "converted", 1.0),
     ]
-    assert (found.dtype, found.device, found.rounds) == ("bfloat16", "cpu", 3)
+    assert found.dtype == "bfloat16"
     assert found.timings[1].low_ms == pytest.approx(5)
     assert "bfloat16 trains this model 2 times as fast as float32, and runs it as fast" in str(
         found
     )
-    assert found.to_dict()["timings"][0]["mode"] == "eager"
 
 
 def state_of(net):
@@ -182,13 +181,13 @@ def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(m
 # ---------------------------------------------------------------------- the sentence
 
 
-def report(*speeds, dtype="bfloat16", device="cpu"):
+def report(*speeds, dtype="bfloat16"):
     tasks = [("training", "hybridized"), ("inference", "hybridized"), ("inference", "converted")]
     timings = [
         Timing(*task, 10.0, 10 / (sum(pair) / 2), sum(pair) / 2, pair)
         for task, pair in zip(tasks, speeds)
     ]
-    return Benchmark(dtype, device, 5, tuple(timings)).summary()
+    return Benchmark(dtype, tuple(timings)).summary()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Callable, Dict, Iterable, List, Tuple
 
 from mxnet.base import MXNetError
@@ -14,23 +13,13 @@ from mxnet.gluon import Block, HybridBlock, SymbolBlock, Trainer
 from ...convert.models import convert_hybrid_block
 from ...errors import AmpError
 from ...framework.keywords import checked_call
-from ...framework.machine import default_dtype, device_kind, dtype_name
+from ...framework.machine import default_dtype, device_kind
 from ...patches.autocast import autocast
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer
-from ..debugging.measured import (
-    Batch,
-    arrays_in,
-    batches_of,
-    block_of,
-    blocks_in,
-    check_loss,
-    copied,
-)
+from ..debugging import measured
 from ..debugging.results import Result, Table
 from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
-
-logger = logging.getLogger("mxamp")
 
 TRAINING, INFERENCE = "training", "inference"
 #: How a block runs.
@@ -86,10 +75,6 @@ class Benchmark(Result):
     ----------
     dtype : str
         The low dtype.
-    device : str
-        The kind of device, "cpu" or "gpu".
-    rounds : int
-        The number of times that each timing was measured.
     timings : tuple of Timing
         The times of each task and mode.
     notes : tuple of str
@@ -97,8 +82,6 @@ class Benchmark(Result):
     """
 
     dtype: str
-    device: str
-    rounds: int
     timings: tuple[Timing, ...]
     notes: tuple[str, ...] = ()
 
@@ -115,10 +98,6 @@ class Benchmark(Result):
             option = "fuse" if self.dtype == FUSED else "cast_optional_params"
             said.append(CONVERT.format(option=option, speed=_speed(converted[0], "", "")))
         return " ".join(said)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurements as plain values."""
-        return asdict(self)
 
     def _tables(self) -> Iterable[Table]:
         heads = "", "", "float32 ms", f"{self.dtype} ms", "times as fast", "quartiles"
@@ -164,10 +143,9 @@ def benchmark(
         and the state of MXNet's random number generator, which can't be read, changes.
     batch : NDArray or tuple
         The arguments of one call; with a loss, the label is the last element; for a saved model, a
-        dict of inputs by name. An iterable of
-        batches, such as a DataLoader, gives its first batch.
+        dict of inputs by name. An iterable of batches, such as a DataLoader, gives its first batch.
     loss : callable, optional
-        Called with the net's output and the label; by default the mean of the outputs.
+        Called with the net's output and the label; by default the sum of the outputs.
     target_dtype : str or dtype, optional
         "float16" or "bfloat16"; by default float16 where the batch is on a GPU, else bfloat16.
     budget : float or str, default "20s"
@@ -185,25 +163,25 @@ def benchmark(
 
     Holds two copies of the model, and the converted model.
     """
-    check_loss(loss)
+    measured.check_loss(loss)
     ends = time.monotonic() + seconds_of(budget)
-    batches = batches_of(batch, labeled=loss is not None)
+    batches = measured.batches_of(batch, labeled=loss is not None)
     if not isinstance(net, Block):
-        net, batches = block_of(net, batches)
+        net, batches = measured.block_of(net, batches)
     data = next(batches)
-    arrays = arrays_in(data.inputs)
+    arrays = measured.arrays_in(data.inputs)
     device = device_kind(arrays[0].context if arrays else current_context())
     policy = Policy.default(target_dtype or default_dtype(device), device)
     with autocast(enabled=False):
         check_runs(net, data)
         nets = _nets(net, data)
-        ways = _training(nets, data, loss or _mean, policy)
+        ways = _training(nets, data, loss or (lambda output, _: output), policy)
         for mode, block in nets.items():
             steps = (step_function(block, data, one) for one in (None, policy))
             ways[INFERENCE, mode] = [*map(Timed, steps)]
         if isinstance(net, HybridBlock) and HYBRIDIZED in nets:
             ways[INFERENCE, HYBRIDIZED] += _converted(nets[HYBRIDIZED], data, policy)
-        count = time_in_turns([*ways.values()], ends)
+        time_in_turns([*ways.values()], ends)
     timings = tuple(
         Timing(task, name, plain.measured(plain)[0], *low.measured(plain))
         for (task, mode), (plain, *others) in ways.items()
@@ -211,28 +189,27 @@ def benchmark(
     )
     best = max(timing.speedup for timing in timings)
     notes = channels_note(nets.get(HYBRIDIZED), policy.target_dtype, best)
-    return Benchmark(policy.target_dtype, policy.device, count, timings, tuple(notes))
+    return Benchmark(policy.target_dtype, timings, tuple(notes))
 
 
 #: The ways to run a task in a mode: in float32, in low precision, and converted.
 Ways = Dict[Tuple[str, str], List[Timed]]
 
 
-def _nets(net: Block, data: Batch) -> dict[str, Block]:
+def _nets(net: Block, data: measured.Batch) -> dict[str, Block]:
     """Return copies of a net by the modes that it runs in."""
-    nets = {EAGER: copied(net, data.inputs), HYBRIDIZED: copied(net, data.inputs)}
-    if not any(getattr(block, "_active", False) for block in blocks_in(nets[HYBRIDIZED])):
-        del nets[HYBRIDIZED]
-    if isinstance(net, SymbolBlock):
-        del nets[EAGER]  # it always runs its graph
-        return nets
-    for block in blocks_in(nets[EAGER]):
+    hybrid, eager = (measured.copied(net, data.inputs) for _ in range(2))
+    for block in measured.blocks_in(eager):
         block._active = False
+    # A SymbolBlock always runs its graph.
+    nets = {} if isinstance(net, SymbolBlock) else {EAGER: eager}
+    if any(getattr(block, "_active", False) for block in measured.blocks_in(hybrid)):
+        nets[HYBRIDIZED] = hybrid
     return nets
 
 
 def _training(
-    nets: dict[str, Block], data: Batch, loss: Callable[[Any, Any], Any], policy: Policy
+    nets: dict[str, Block], data: measured.Batch, loss: Callable[[Any, Any], Any], policy: Policy
 ) -> Ways:
     """Return training steps of nets by mode; none where no parameter gets a gradient.
 
@@ -252,19 +229,13 @@ def _training(
     return ways
 
 
-def _converted(net: HybridBlock, data: Batch, policy: Policy) -> list[Timed]:
+def _converted(net: HybridBlock, data: measured.Batch, policy: Policy) -> list[Timed]:
     """Return inference by the converted model; nothing where that does not run."""
     fuse = policy.target_dtype == FUSED and not policy.rule("Convolution").missing
     options: dict[str, Any] = {"policy": policy, "cast_optional_params": True, "fuse": fuse}
     try:
         way = Timed(step_function(convert_hybrid_block(net, **options), data, None))
         way.mean_seconds()
-    except (AmpError, MXNetError) as error:
-        logger.debug("benchmark: %s does not run converted: %s", net.name, error)
+    except (AmpError, MXNetError):
         return []
     return [way]
-
-
-def _mean(output: Any, label: Any) -> list[Any]:  # noqa: ARG001
-    """Return the means of a net's floating-point outputs."""
-    return [array.mean() for array in arrays_in(output) if "float" in dtype_name(array.dtype)]

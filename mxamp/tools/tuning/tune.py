@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import math
 import time
 from dataclasses import astuple, dataclass, fields
@@ -33,22 +32,10 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
 from ...scaling.scaler import positive_number
+from ..debugging import measured
 from ..debugging.explain import explain
-from ..debugging.measured import (
-    Batch,
-    alike_numbers,
-    arrays_in,
-    batches_of,
-    block_of,
-    check_loss,
-    copied,
-    gradients_of,
-    loss_of,
-)
 from ..debugging.tensor_errors import compare
 from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
-
-logger = logging.getLogger("mxamp")
 
 #: The number of batches of `data` that are used.
 MOST_BATCHES = 16
@@ -66,17 +53,13 @@ METRIC_ALONE = "a metric is measured in inference of a block, without a loss; mi
 BELOW = "no policy satisfies min_metric={wanted}: the float32 model itself has {found:g}"
 OTHER_DEVICE = "the policy is for the {own}, and the data is on {data}: put both on one device"
 NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call shows why"
-NOT_FINITE = (
-    "in float32 already, the model gives Inf or NaN: debugging.check_numerics finds the cause"
-)
+NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
 OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a better policy."
-STATIC = (
-    "Call hybridize(static_alloc=True, static_shape=True): only so are fused weights kept packed."
-)
+STATIC = "Call hybridize(static_alloc=True, static_shape=True), or weights are packed at each call."
 _HEADER = """\
 # Tuned by mxamp.tune: `Policy.load` ignores these comments.
 # Form: {way}
@@ -268,7 +251,7 @@ def tune(
     """
     base = policy_for(target_dtype or (None if policy else machine.default_dtype()), policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
-    check_loss(loss)
+    measured.check_loss(loss)
     if metric is not None or min_metric is not None:
         if metric is None or loss is not None or not isinstance(net, Block):
             raise ArgumentError(METRIC_ALONE)
@@ -276,7 +259,7 @@ def tune(
         if type(metric).__name__ in _LOSSES:
             raise ArgumentError(BAD_METRIC.format(given=metric.name))
     began, seconds = time.monotonic(), seconds_of(budget)
-    with autocast(enabled=False), alike_numbers() as seed:
+    with autocast(enabled=False), measured.alike_numbers() as seed:
         model = _Model(net, data, loss, metric, min_metric, rtol, seed)
         if machine.device_kind(model.context) != base.device:
             raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=model.context))
@@ -328,16 +311,16 @@ class _Model:
         self.loss, self.metric, self._seed = loss, metric, seed
         labeled = loss is not None or metric is not None
         self.saved = None if isinstance(model, Block) else model
-        batches = batches_of(data, labeled)
+        batches = measured.batches_of(data, labeled)
         if self.saved is not None:
-            model, batches = block_of(model, batches)
+            model, batches = measured.block_of(model, batches)
         self.batches = list(itertools.islice(batches, MOST_BATCHES))
         for batch in self.batches:
             check_runs(model, batch)
-        self.context = arrays_in(self.batches[0].inputs)[0].context
+        self.context = measured.arrays_in(self.batches[0].inputs)[0].context
         #: What Gluon puts before the names of the model's layers.
         self.prefix: str = "" if self.saved is not None else model.prefix
-        self.block = copied(model, self.batches[0].inputs)
+        self.block = measured.copied(model, self.batches[0].inputs)
         if not getattr(self.block, "_cached_graph", None):
             raise ArgumentError(NO_GRAPH.format(name=model.name))
         self.block.hybridize(static_alloc=True, static_shape=True)
@@ -360,7 +343,7 @@ class _Model:
         if self.saved is None:
             block = convert_hybrid_block(self.block, ctx=self.context, **options)
         else:
-            block, _ = block_of(convert_model(*self.saved, **options), iter(()))
+            block, _ = measured.block_of(convert_model(*self.saved, **options), iter(()))
         block.hybridize(static_alloc=True, static_shape=True)
         return block
 
@@ -378,14 +361,12 @@ class _Model:
         if self.metric is not None:
             self.metric.reset()
             for batch, (arrays, _) in zip(self.batches, runs):
-                self.metric.update(arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
+                self.metric.update(measured.arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
             metric = float(self.metric.get()[1])
             within = within and metric >= self.least
         return _Errors(error, None if self.loss is None else other, metric, within)
 
-    def _run(
-        self, batch: Batch, policy: Policy | None, block: HybridBlock
-    ) -> tuple[list[Any], Any]:
+    def _run(self, batch: measured.Batch, policy: Policy | None, block: HybridBlock) -> Any:
         """Run a batch under a policy, or in float32; scale float16's loss as training would."""
         training = self.loss is not None
         # Dropout draws the same elements in one dtype alone.
@@ -396,14 +377,14 @@ class _Model:
             recording = autograd.record() if training else autograd.pause(train_mode=False)
             with region, recording:
                 output = block(*batch.inputs)
-                loss = loss_of(self.loss, output, batch.label) if training else None
-            dense = [array.tostype("default") for array in arrays_in(output)]
+                loss = measured.loss_of(self.loss, output, batch.label) if training else None
+            dense = [array.tostype("default") for array in measured.arrays_in(output)]
             outputs = [cast(array, "float32").asnumpy() for array in dense]
             if loss is None:
                 return outputs, np.zeros(0)
             scale = self._scale if policy and policy.target_dtype == "float16" else 1.0
             with region:
-                found = gradients_of(loss, block, scale).values()
+                found = measured.gradients_of(loss, block, scale).values()
             gradients = np.concatenate([one.ravel() for one in found])
             if scale == 1 or np.isfinite(gradients).all():
                 return outputs, gradients
@@ -435,13 +416,7 @@ class _Form(Timed):
             block = model.converted(policy, fuse=way == "fused")
         super().__init__(step_function(block, model.batches[0], inside, model.loss))
         self.way, self.policy, self.errors = way, policy, model.errors(inside, block)
-
-    def trial(self, plain: Timed) -> Trial:
-        """Return the form's measurements."""
-        precision = self.policy.target_dtype if self.policy.lowers else "float32"
-        return Trial(
-            self.way, precision, *self.measured(plain), self.errors.error, self.errors.within
-        )
+        self.precision = policy.target_dtype if policy.lowers else "float32"
 
 
 class _Search:
@@ -487,7 +462,7 @@ class _Search:
         try:
             return _Form(way, policy, self._model)
         except (AmpError, MXNetError) as error:
-            logger.info("tune: the model does not run %s in %s: %s", way, policy, error)
+            self.notes.append(f"The model does not run {way}: {error}.")
             return None
 
     def _pattern(self, name: str) -> str:
@@ -511,25 +486,29 @@ class _Search:
     def tuning(self) -> Tuning:
         """Return the result: the fastest form that is accurate, or the best if none was timed."""
         model, best, notes = self._model, self.best, [*dict.fromkeys(self.notes)]
-        trials = {form: form.trial(self.plain) for form in self.forms if len(form.seconds) > 1}
+        trials = {
+            form: Trial(form.way, form.precision, *form.measured(self.plain), *form.errors[::3])
+            for form in self.forms
+            if len(form.seconds) > 1
+        }
         if self.timed:
             fast = [f for f, t in trials.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if form.errors.within]
             best = max(good, key=lambda form: trials[form].speedup, default=self.plain)
             low = [trial.speedup for form, trial in trials.items() if form.policy.lowers]
             notes += channels_note(model.block, self._base.target_dtype, max(low, default=math.inf))
-        notes += {"plain": [FLOAT32], "fused": [STATIC]}.get(best.way, [])
+        complete = not {STOPPED, OUT_OF_TIME} & set(notes)
+        notes += {"plain": [FLOAT32] * complete, "fused": [STATIC]}.get(best.way, [])
         chosen, errors = trials.get(best), best.errors
         kept = tuple(sorted(self.kept or ())) if best.policy.lowers else ()
         speed = f", {chosen.speedup:.3g} times as fast as plain float32" if chosen else ""
-        found = {"error": errors.error, "gradients": errors.gradient_error, "metric": errors.metric}
-        figures = [f"{name} {one:.4g}" for name, one in found.items() if one is not None]
+        names = zip(("error", "gradients", "metric"), errors)
+        figures = [f"{name} {one:.4g}" for name, one in names if one is not None]
         report = (
             f"Tuned for {'training' if model.loss else 'inference'} on {machine.cpu_name()}, "
             f"{machine.threads()} threads, within a relative error of {model.tolerance:.4g}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
             f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
-        complete = not {STOPPED, OUT_OF_TIME} & set(notes)
         texts, rows = (*report, *notes), tuple(trials.values())
         return Tuning(best.policy, best.way, kept, *errors[:3], complete, texts, rows, chosen)

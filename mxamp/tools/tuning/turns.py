@@ -85,8 +85,8 @@ class Timed:
         return statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
 
 
-def time_in_turns(groups: Sequence[Sequence[Timed]], ends: float) -> int:
-    """Time the ways of each group in turns, its first one being float32; return the rounds.
+def time_in_turns(groups: Sequence[Sequence[Timed]], ends: float) -> None:
+    """Time the ways of each group in turns, its first one being float32.
 
     There are at least 3 rounds, and at most 15; none begins after the monotonic time `ends`.
     """
@@ -99,7 +99,6 @@ def time_in_turns(groups: Sequence[Sequence[Timed]], ends: float) -> int:
             for way in ways:
                 way.seconds.append(way.mean_seconds(times))
         count += 1
-    return count
 
 
 def channels_note(block: Block, dtype: str, speedup: float) -> list[str]:
