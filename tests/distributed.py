@@ -19,10 +19,10 @@ STEPS, OVERFLOWS = 6, {1: 1, 4: 0}  # by step: the worker whose gradients overfl
 ROWS = 8
 
 
-def batch(step, poison=True):
-    """This worker's rows of a batch; Inf in one of them, in one worker alone."""
-    data = np.random.RandomState(100 + step).randn(ROWS, 4).astype("float32")[RANK::WORKERS]
-    if poison and OVERFLOWS.get(step) == RANK and WORKERS > 1:
+def batch(step, rank=RANK, workers=WORKERS):
+    """A worker's rows of a batch; Inf in one of them, in one worker alone."""
+    data = np.random.RandomState(100 + step).randn(ROWS, 4).astype("float32")[rank::workers]
+    if OVERFLOWS.get(step) == rank and workers > 1:
         data[0, 0] = np.inf
     return data
 
@@ -37,36 +37,11 @@ def values(net):
     return [param.data().asnumpy() for param in net.collect_params().values()]
 
 
-def one_step(net, trainer, way, scaler, data, accumulate, clips):
-    from mxnet import autograd, nd
-
-    import mxamp as amp
-
-    net.collect_params().zero_grad()
-    for part in np.split(data, accumulate):
-        with autograd.record():
-            loss = (net(nd.array(part)) ** 2).sum()
-            if way == "scale_loss":
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-        if way == "GradScaler":
-            scaler.scale(loss).backward()
-        if way in ("decorate", "plain"):
-            loss.backward()
-    if way == "GradScaler":
-        scaler.step(trainer, ROWS)
-        scaler.update()
-        return
-    if way == "decorate" and clips:
-        for param in net.collect_params().values():
-            nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
-    trainer.step(ROWS)
-
-
 def train_gluon(way, first=0, last=STEPS, load=None, save=None, accumulate=1, float32=False):
-    from mxnet import gluon
+    from mxnet import gluon, nd
 
     import mxamp as amp
+    from training import one_step
 
     net, accumulate = gluon_net(), int(accumulate)
     net.collect_params().setattr("grad_req", "add" if accumulate > 1 else "write")
@@ -82,8 +57,14 @@ def train_gluon(way, first=0, last=STEPS, load=None, save=None, accumulate=1, fl
     scaler, history = amp.GradScaler(init_scale=1024), []
     if load:
         trainer.load_states(load + ".states")
+
+    def clip():
+        for param in net.collect_params().values() if way == "decorate" and not float32 else ():
+            nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
+
     for step in range(int(first), int(last)):
-        one_step(net, trainer, way, scaler, batch(step), accumulate, clips=not float32)
+        net.collect_params().zero_grad()
+        one_step(net, trainer, batch(step), way, scaler, accumulate, clip, ROWS)
         if float32:
             history += values(net)
         else:

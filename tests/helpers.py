@@ -2,13 +2,11 @@
 
 import importlib.util
 import itertools
-import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 import mxnet as mx
@@ -103,45 +101,13 @@ def exported(block, folder):
     return mx.gluon.SymbolBlock.imports(next(files), ["data"], next(files))
 
 
-def run_python(code, *, env=None, python=sys.executable, timeout=300):
+def run_python(code, *, env=None, python=sys.executable, timeout=300, cwd=ROOT / "tests"):
     """Run code in another process; return the finished process with its output."""
     merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
     return subprocess.run(
         [python, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=timeout, env=merged, check=False, cwd=str(ROOT / "tests"),
+        capture_output=True, text=True, timeout=timeout, env=merged, check=False, cwd=cwd,
     )  # fmt: skip
-
-
-#: Forks from a process that has imported mxamp and done nothing else: without MXNet's two seconds.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["mxamp", "helpers"])
-
-
-def run_forked(code, folder, *, timeout=300):
-    """Run code in a process forked for it; return the finished process with its output."""
-    files = [folder / name for name in ("stdout", "stderr")]
-    process = FORKS.Process(target=_execute, args=(code, files, dict(os.environ)))
-    process.start()
-    process.join(timeout)
-    process.kill()
-    process.join()
-    return subprocess.CompletedProcess(
-        ["fork"], process.exitcode, *(file.read_text(errors="replace") for file in files)
-    )
-
-
-def _execute(code, files, environment):
-    # The process that this one was forked from has that of when it was started.
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    warnings.simplefilter("ignore")
-    try:
-        exec(code, {"__name__": "__main__"})  # noqa: S102
-    except SystemExit as done:
-        sys.exit(done.code or 0)  # Python 3.8 takes none for 1
-    sys.stdout.flush()
 
 
 def check_python(code, **options):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from helpers import randn, run_forked
+from helpers import randn, run_python
 from mxamp.cli.main import main
 
 S = mx.sym
@@ -212,7 +212,7 @@ def test_custom_operators_are_imported(tmp_path):
         out = ["--out", str(tmp_path / "x")] if command == "convert" else []
         arguments = [command, "custom", "--dtype", "float16", "--import", "cli_custom", *out]
         lines = f"import sys; sys.argv[1:] = {arguments!r}\n{textwrap.dedent(code)}"
-        done = run_forked(lines, tmp_path)
+        done = run_python(lines, cwd=".")
         assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "x-symbol.json").is_file()
 

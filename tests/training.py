@@ -49,22 +49,30 @@ def train(net, trainer, data, *, scaled=True, between=None, step=None):
     (step or trainer.step)(len(data))
 
 
-def one_step(net, trainer, data, way, scaler=None):
-    """Scale the losses of all devices in one of the ways there are, and step."""
-    contexts = trainer._contexts
-    with autograd.record():
-        losses = [(net(part) ** 2).sum() for part in split_and_load(data, contexts)]
-        if way == "scale_loss":
-            with amp.scale_loss(losses, trainer) as scaled:
-                autograd.backward(scaled)
+def one_step(net, trainer, data, way, scaler=None, accumulate=1, between=None, rows=None):
+    """Scale the losses of all devices in one of the ways there are, and step.
+
+    Each micro-batch has its own pass; `between` is called after the last one. `rows` are those of
+    all workers.
+    """
+    for micro_batch in np.split(data, accumulate) if accumulate > 1 else [data]:
+        with autograd.record():
+            parts = split_and_load(micro_batch, trainer._contexts)
+            losses = [(net(part) ** 2).sum() for part in parts]
+            if way == "scale_loss":
+                with amp.scale_loss(losses, trainer) as scaled:
+                    autograd.backward(scaled)
+        if way == "GradScaler":
+            autograd.backward(scaler.scale(losses))
+        if way in ("decorate", "plain"):
+            autograd.backward(losses)
+    if between:
+        between()
     if way == "GradScaler":
-        autograd.backward(scaler.scale(losses))
-        scaler.step(trainer, len(data))
+        scaler.step(trainer, rows or len(data))
         scaler.update()
-        return
-    if way in ("decorate", "plain"):
-        autograd.backward(losses)
-    trainer.step(len(data))
+    else:
+        trainer.step(rows or len(data))
 
 
 def weights(net):

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from helpers import run_forked, run_python
+from helpers import run_python
 from mxamp.policy.policy import Policy
 
 # One rounding, relatively.
@@ -193,13 +193,13 @@ def can_run(name):
 
 
 @pytest.mark.slow
-def test_a_model_of_each_kind(name, tmp_path):
+def test_a_model_of_each_kind(name):
     if not can_run(name):
         pytest.skip("GluonCV is not installed")
     size = next(size for part, size in SIZES.items() if part in name)
     batch = 1 if "ssd" in name else 2
     given = f"NAME, SIZE, BATCH, UNIT = {name!r}, {size!r}, {batch}, {UNIT!r}\n"
-    done = run_forked(given + PROGRAM, tmp_path, timeout=900)
+    done = run_python(given + PROGRAM, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     for dtype, found in json.loads(done.stdout.splitlines()[-1]).items():
         assert 0 < found["relative"] < TOLERANCE * found["noise"], (dtype, found)

@@ -16,7 +16,7 @@ from mxnet.gluon import Trainer
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import ROOT, run_forked
+from helpers import ROOT, run_python
 from mxamp.framework import machine
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, imports_mxamp
@@ -197,7 +197,7 @@ def test_the_hook_imports_itself_alone():
 
 
 @pytest.mark.slow
-def test_a_forked_process_computes_in_float32(tmp_path):
+def test_a_forked_process_computes_in_float32():
     code = """
 import os, mxamp as amp
 from mxnet import gluon
@@ -213,7 +213,7 @@ if not child:
 os.waitpid(child, 0)
 print("parent", amp.is_enabled())
 """
-    done = run_forked(code, tmp_path)
+    done = run_python(code)
     assert done.stdout.split("\n")[:2] == ["child False", "parent True"], done.stderr
 
 
