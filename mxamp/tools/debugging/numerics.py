@@ -140,10 +140,8 @@ class NumericsCheck(TensorObserver):
         """Return the first finding of the backward pass that has just run."""
         if self._gradients is None:
             return None
-        reached, is_alive = self._gradients.reached(self._in_graphs), True
-        if not reached:  # an executor's
-            return next((one for one in self._in_graphs.values() if one is not None), None)
-        for call, gradients in reached:
+        is_alive = True
+        for call, gradients in self._gradients.reached(self._in_graphs):
             if isinstance(call.place, MonitoredGraph):
                 found = self._in_graphs[call.place]
                 if found is not None:
@@ -155,11 +153,13 @@ class NumericsCheck(TensorObserver):
                 name = f"gradient of {call.place.names[i]}"
                 may_vanish = is_zero and is_alive and call.is_half
                 fault = gradient_fault(call.place, name, gradient, may_vanish)
+                if fault is not None and call.is_ignored:
+                    return None
                 if fault is not None:
-                    skipped = call.is_ignored
-                    return None if skipped else self._finding(call.place, fault, "backward")
+                    return self._finding(call.place, fault, "backward")
             is_alive = is_alive and not is_zero
-        return None
+        # That of an executor, or of a graph in a second pass through it.
+        return next((one for one in self._in_graphs.values() if one is not None), None)
 
     def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
         """Run a backward pass, of autograd or an executor, then report its first fault."""
