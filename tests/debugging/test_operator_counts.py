@@ -8,7 +8,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn
+from helpers import randn, with_avx512
 from mxamp.patches import optimizers
 from mxamp.tools.debugging import operator_stats
 from nets import Control, convolutional, made, masked
@@ -37,24 +37,21 @@ def test_a_dense_net_in_float32(hybridize):
     assert stats.casts == ()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@with_avx512
 @pytest.mark.parametrize("order", ["init first", "stats first"])
-def test_eager_calls_in_low_precision(dtype, order):
+def test_eager_calls_in_low_precision(order):
     net, x = dense(), randn(5, 3)
     if order == "init first":
-        amp.init(dtype)
+        amp.init("bfloat16")
     with operator_stats() as stats:
         if order == "stats first":
-            amp.init(dtype)
+            amp.init("bfloat16")
         net(x)
-    amp.shutdown()
-    assert calls(stats) == {("FullyConnected", dtype): 2, ("Activation", dtype): 1}
-    if dtype == "bfloat16":
-        # x, two weights and two biases; the activations between them are bfloat16 already.
-        sizes = 5 * 3 + 4 * 3 + 4 + 2 * 4 + 2
-        assert [(c.source, c.target, c.casts, c.bytes) for c in stats.casts] == [
-            ("float32", "bfloat16", 5, 6 * sizes)
-        ]
+    assert calls(stats) == {("FullyConnected", "bfloat16"): 2, ("Activation", "bfloat16"): 1}
+    # x, two weights and two biases; the activations between them are bfloat16 already.
+    sizes = 5 * 3 + 4 * 3 + 4 + 2 * 4 + 2
+    (cast,) = stats.casts
+    assert tuple(cast) == ("float32", "bfloat16", 5, 6 * sizes)
 
 
 def test_a_hybridized_net_counts_what_explain_says():
@@ -82,30 +79,21 @@ def test_eager_and_hybridized_count_the_same_operators(dtype):
         net.hybridize(hybridize)
         with amp.autocast(policy=policy), operator_stats() as stats:
             net(*data)
-        seen = calls(stats)
-        names = {"broadcast_add": "elemwise_add"}
-        merged = {}
-        for (operator, precision), n in seen.items():
-            key = (names.get(operator, operator), precision)
-            merged[key] = merged.get(key, 0) + n
-        merged = {key: n for key, n in merged.items() if key[0] != "_copy"}
+        merged = Counter()
+        for (operator, precision), n in calls(stats).items():
+            if operator != "_copy":
+                merged[operator.replace("broadcast_add", "elemwise_add"), precision] += n
         counts.append(merged)
     assert counts[0] == counts[1]
 
 
 def test_a_loop_counts_each_step():
-    class Loop(nn.HybridBlock):
-        def hybrid_forward(self, F, x, state):
-            def step(row, held):
-                out = F.tanh(row + held)
-                return out, out
-
-            return F.contrib.foreach(step, x, state)[0]
-
-    net = Loop()
+    net = nn.HybridLambda(
+        lambda F, x: F.contrib.foreach(lambda row, s: (F.tanh(row + s), row), x, F.sum(x, 0))[0]
+    )
     net.hybridize()
     with operator_stats() as stats:
-        net(randn(7, 3), randn(3))
+        net(randn(7, 3))
     assert stats["tanh"] == {"float32": 7}
     assert stats["_foreach"] == {"float32": 1}
 
@@ -130,15 +118,13 @@ def test_shapes_that_depend_on_values():
     assert stats.casts
 
 
-def test_modules_are_counted():
-    data = mx.sym.var("data")
-    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(data, num_hidden=2, name="fc"), name="softmax")
+def test_executors_are_counted():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2)
     executor = net.simple_bind(mx.cpu(), data=(4, 3))
     with operator_stats() as stats:
         executor.forward(is_train=True)
-        executor.backward()
+        executor.backward(nd.ones((4, 2)))
     assert stats["FullyConnected"] == {"float32": 1}
-    assert stats["SoftmaxOutput"] == {"float32": 1}
 
 
 def test_the_users_own_casts_count_as_casts():
@@ -153,13 +139,11 @@ def test_the_users_own_casts_count_as_casts():
 def test_it_is_off_after_it_also_after_an_error():
     net, x = dense(), randn(5, 3)
     net.hybridize()
-    before = nd.dot(randn(2, 2), randn(2, 2))
     with pytest.raises(RuntimeError, match="mine"), operator_stats() as stats:
         net(x)
         raise RuntimeError("mine")
     net(x)
     assert sum(row.calls for row in stats.operators) == 3
-    assert before.shape == (2, 2)
 
 
 def test_what_it_shows():
@@ -180,30 +164,18 @@ def test_what_it_shows():
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_updates_count_by_their_own_names(optimizer, momentum, monkeypatch):
-    # SGD's steps in bfloat16 are NumPy's, and parse their numbers by calls of MXNet's.
+def test_steps_in_numpy_count_as_the_operator(momentum, monkeypatch):
     monkeypatch.setattr(optimizers.machine, "threads", lambda: 1)
     monkeypatch.setattr(optimizers, "_LEAST", 1)
-    optimizers._parse_by_mxnet.cache_clear()
-    net = nn.Dense(256, in_units=256, use_bias=False)
+    optimizers._parse_by_mxnet.cache_clear()  # parsing calls MXNet's operator
+    net = nn.Dense(4, in_units=4, use_bias=False)
     net.initialize()
-    net.hybridize()
-    options = {"momentum": momentum} if optimizer == "sgd" else {}
-    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options)
-    amp.init("bfloat16")
-    amp.init_trainer(trainer)
-    for _ in range(2):
-        with operator_stats() as stats:
-            with autograd.record(), amp.scale_loss(net(randn(32, 256)).sum(), trainer) as scaled:
-                autograd.backward(scaled)
-            trainer.step(32)
-        update = (
-            "adam_update" if optimizer == "adam" else "sgd_mom_update" if momentum else "sgd_update"
-        )
-        assert set(calls(stats)) - {("_zeros", "float32")} == {
-            ("FullyConnected", stats.filter("FullyConnected").operators[0].dtype),
-            ("sum", "float32"),
-            (update, "float32"),
-        }  # fmt: skip
-        assert stats[update] == {"float32": 1}
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"momentum": momentum})
+    with amp.autocast("bfloat16"), operator_stats() as stats:
+        with autograd.record():
+            loss = net(randn(32, 4)).sum()
+        loss.backward()
+        trainer.step(32)
+    update = "sgd_mom_update" if momentum else "sgd_update"
+    updates = [row for row in stats.operators if "update" in row.operator]
+    assert [tuple(row) for row in updates] == [(update, "float32", 1)]

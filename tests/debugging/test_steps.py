@@ -99,5 +99,3 @@ def test_wrong_arguments():
 def test_names_that_are_gone_say_what_to_use():
     with pytest.raises(AttributeError, match="on_step"):
         amp.debugging.trace  # noqa: B018
-    with pytest.raises(AttributeError, match="to_dot"):
-        amp.draw  # noqa: B018
