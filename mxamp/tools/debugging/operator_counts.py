@@ -176,13 +176,11 @@ class OperatorStats(Result, Observer):
                 self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
 
-    def _step_in_numpy(
-        self, original: Original, optimizer: Any, weight: Any, grad: Any, momentum: Any, *rates: Any
-    ) -> None:
-        """Count an SGD step in NumPy as the operator that it replaces."""
-        original(optimizer, weight, grad, momentum, *rates)
+    def _step_in_numpy(self, original: Original, *step: Any) -> None:
+        """Count an SGD step in NumPy, whose last argument is the momentum, as its operator."""
+        original(*step)
         with self._census_lock:
-            name = "sgd_update" if momentum is None else "sgd_mom_update"
+            name = "sgd_update" if step[-1] is None else "sgd_mom_update"
             self._census.operators[name, "float32"] += 1
 
     def _call_graph(
