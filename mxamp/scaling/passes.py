@@ -163,11 +163,11 @@ class Entry(NamedTuple):
         return bool(self.param.grad_req == "add")
 
 
-def entries_of(*trainers: Trainer) -> list[Entry]:
-    """Return the gradients of all parameters of trainers on all devices."""
+def entries_of(trainer: Trainer) -> list[Entry]:
+    """Return the gradients of all parameters of a trainer on all devices."""
     return [
         Entry(param, device, data, gradient)
-        for param in dict.fromkeys(param for trainer in trainers for param in trainer._params)
+        for param in trainer._params
         if param.grad_req != "null" and param._grad is not None
         for device, (data, gradient) in enumerate(zip(param._data, param._grad))
     ]
@@ -230,7 +230,7 @@ class Gradients:
 
     def is_overflown(self, entry: Entry) -> bool:
         """Return whether a gradient was found not finite; another `grad_req` makes a new one."""
-        return self.note_of(entry).overflown is entry.gradient
+        return bool(self._notes) and self.note_of(entry).overflown is entry.gradient
 
     def note(self, entry: Entry, scale: float, overflown: NDArray | None = None) -> None:
         """Record the scale of a gradient, and whether it was found not finite."""
@@ -248,9 +248,10 @@ class Gradients:
     @contextmanager
     def written(self, scale: float) -> Iterator[None]:
         """Context of a backward pass with a scale: record the gradients that it writes."""
-        entries = [] if self.all_carry(scale) else entries_of(*list(self.trainers))
-        if scale == self.scale:
-            entries = [entry for entry in entries if entry.param in self._notes]
+        changed = [] if self.all_carry(scale) else list(self.trainers)
+        found = {id(entry.data): entry for trainer in changed for entry in entries_of(trainer)}
+        # Several trainers may have one parameter.
+        entries = [one for one in found.values() if scale != self.scale or one.param in self._notes]
         with without_flags([entry.data for entry in entries]):
             adding = [one for one in entries if one.adds and self.note_of(one).scale != scale]
             with autograd.pause():
@@ -300,6 +301,7 @@ class Gradients:
         """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
         found = [(entry, self.note_of(entry)) for entry in entries_of(trainer)]
         found = [(entry, note) for entry, note in found if entry.is_fresh or note.scale != 1]
+        self.scale = 1.0 if len(self.trainers) == 1 else self.scale  # needs fewer notes
         for scale in {note.scale for _, note in found}:
             group = [(entry, note) for entry, note in found if note.scale == scale]
             bad = unscale([entry.gradient for entry, _ in group], scale)

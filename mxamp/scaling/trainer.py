@@ -181,8 +181,9 @@ class State:
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
-        if (action, self.stage) in _ILLEGAL:
-            raise StateError(_ILLEGAL[action, self.stage])
+        stage = self.stage if action == "unscale" else self._stage
+        if (action, stage) in _ILLEGAL:
+            raise StateError(_ILLEGAL[action, stage])
 
     def mark_scaled(self, scale: float) -> None:
         """Mark the gradients as scaled; the first loss since a step sets the scale."""
