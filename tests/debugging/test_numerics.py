@@ -15,37 +15,31 @@ from mxamp.patches.symbolic import scaled_executors
 from mxamp.tools.debugging import NumericsError, check_numerics
 from nets import convolutional, made
 
-DEPTH, FAULT = 50, 17
+DEPTH, FAULT = 10, 5
 
 
 class Deep(nn.HybridBlock):
-    """Fifty dense layers, with a fault in the activations before one of them."""
+    """Ten dense layers, with a fault in the activations before one of them."""
 
-    def __init__(self, fault, position=FAULT, width=8):
+    def __init__(self, fault):
         super().__init__()
-        self.fault, self.position = fault, position
+        self.fault = fault
         with self.name_scope():
             for k in range(DEPTH):
-                layer = nn.Dense(width, in_units=width, weight_initializer=mx.init.Orthogonal(1.0))
+                layer = nn.Dense(8, in_units=8, weight_initializer=mx.init.Orthogonal(1.0))
                 self.register_child(layer, f"layer{k}")
 
     def hybrid_forward(self, F, x):
         for k, layer in enumerate(self._children.values()):
-            if k == self.position:
-                x = self.fault(F, x)
-            x = F.tanh(layer(x))
+            x = F.tanh(layer(self.fault(F, x) if k == FAULT else x))
         return x
 
 
-def deep(fault, seed=3):
-    mx.random.seed(seed)
+def deep(fault=lambda F, x: x):
+    mx.random.seed(3)
     net = Deep(fault)
     net.initialize()
     return net
-
-
-def nothing(F, x):
-    return x
 
 
 def explode(F, x):
@@ -98,10 +92,6 @@ def weight_of(net, layer):
     return next(iter(net.collect_params(f".*dense{layer}_weight").values()))
 
 
-def healthy():
-    return deep(nothing)
-
-
 def dead_layer():
     net = nn.HybridSequential()
     net.add(nn.Dense(16, activation="relu", in_units=8), nn.Dense(2, in_units=16))
@@ -111,8 +101,8 @@ def dead_layer():
 
 
 def bad_weight():
-    net = healthy()
-    weight_of(net, 23).set_data(with_one(np.nan, weight_of(net, 23).data()))
+    net = deep()
+    weight_of(net, 7).set_data(with_one(np.nan, weight_of(net, 7).data()))
     return net
 
 
@@ -125,7 +115,7 @@ def with_one(value, array):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("train", [False, True])
 def test_a_healthy_net_has_no_findings(way, train):
-    check = checked(prepared(healthy(), way, randn(4, 8), train))
+    check = checked(prepared(deep(), way, randn(4, 8), train))
     assert not check and check.first is None and str(check) == "no findings"
 
 
@@ -135,8 +125,8 @@ def test_a_healthy_net_has_no_findings(way, train):
     [
         (lambda: deep(explode), randn(4, 8, scale=3), False, "nonfinite forward exp", "output", "Inf"),
         (dead_layer, randn(4, 8), False, "dead forward Activation", "output", "all zero"),
-        (bad_weight, randn(4, 8), False, "input forward FullyConnected", "dense23_weight", "1 NaN"),
-        (healthy, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf"),
+        (bad_weight, randn(4, 8), False, "input forward FullyConnected", "dense7_weight", "1 NaN"),
+        (deep, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf"),
         # The derivative of sqrt at 0.
         (lambda: deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x), randn(4, 8), True,
          "nonfinite backward sqrt", "gradient", ""),
@@ -154,56 +144,45 @@ def test_planted_faults_are_found(way, make, x, train, expected, tensor, values)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_an_overflow_in_low_precision(way, dtype):
+@pytest.mark.parametrize("dtype, kinds", [("float16", ["overflow"]), ("bfloat16", [])])
+def test_an_overflow_in_low_precision(way, dtype, kinds):
     # 3e4 * 8 terms: beyond float16, but not beyond bfloat16.
     net = deep(lambda F, x: F.ones_like(x) * 3e4)
-    weight = weight_of(net, 17)
-    weight.set_data(nd.ones(weight.shape))
+    weight_of(net, 5).set_data(nd.ones((8, 8)))
     with amp.autocast(dtype):
         check = checked(prepared(net, way, randn(64, 8)))
-    if dtype == "bfloat16":
-        assert not check
-        return
-    assert (check.first.kind, check.first.statistics.dtype) == ("overflow", "float16")
-    assert "dense17" in (check.first.node if way == "symbol" else check.first.block)
+    assert [one.kind for one in check.findings] == kinds
+    if kinds:
+        assert check.first.statistics.dtype == "float16"
+        assert "dense5" in (check.first.node if way == "symbol" else check.first.block)
 
 
-@pytest.mark.parametrize(
-    "act, kind, operator",
-    [
+def test_infinities_are_overflows_in_casts_and_low_precision():
+    for act, kind, operator in (
         (lambda: nd.full((2,), 6e4, dtype="float16") * 2, "overflow", "_mul_scalar"),
         (lambda: nd.cast(nd.full((2,), 1e300, dtype="float64"), "float32"), "overflow", "Cast"),
         (lambda: nd.full((2,), 1e38) * 1e3, "nonfinite", "_mul_scalar"),
-        (lambda: nd.zeros((2,), dtype="float16") / nd.zeros((2,), dtype="float16"), "nonfinite", "broadcast_div"),
-    ],
-)  # fmt: skip
-def test_infinities_are_overflows_in_casts_and_low_precision(act, kind, operator):
-    check = checked(act)
-    assert (check.first.kind, check.first.operator) == (kind, operator)
+    ):
+        first = checked(act).first
+        assert (first.kind, first.operator) == (kind, operator)
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 def test_a_loss_that_is_nan_already(way):
     loss = lambda out: nd.log(out - 5).mean()  # noqa: E731
-    check = checked(prepared(healthy(), way, randn(4, 8), train=True, loss=loss))
+    check = checked(prepared(deep(), way, randn(4, 8), train=True, loss=loss))
     assert (check.first.phase, check.first.operator) == ("forward", "log")
     assert check.first.statistics.nan == 32
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 @pytest.mark.parametrize("scale", [1, 2.0**14])
 def test_gradients_under_the_smallest_float16(way, scale):
     loss = lambda out: out.mean() * (scale * 2.0**-28)  # noqa: E731
-    run = prepared(healthy(), way, randn(4, 8), train=True, loss=loss)
     with amp.autocast("float16"):
-        check = checked(run)
-    if scale > 1:
-        assert not check, str(check)
-        return
-    assert (check.first.kind, check.first.phase) == ("vanish", "backward")
-    assert check.first.statistics.zero == check.first.statistics.size
+        check = checked(prepared(deep(), way, randn(4, 8), train=True, loss=loss))
+    found = [(one.kind, one.phase) for one in check.findings]
+    assert found == ([("vanish", "backward")] if scale == 1 else [])
 
 
 def test_masks_are_no_fault_until_they_make_nan():
@@ -230,9 +209,6 @@ def test_higher_derivatives(backward):
     assert (x.grad.asnumpy() == [-1, -0.25]).all()
 
 
-# ---------------------------------------------------------------------- state of a check
-
-
 def test_a_long_run_of_bad_values_keeps_few_arrays():
     def alive():
         return sum(isinstance(one, nd.NDArray) for one in gc.get_objects())
@@ -247,16 +223,17 @@ def test_a_long_run_of_bad_values_keeps_few_arrays():
     assert kept < 1200
 
 
-# ---------------------------------------------------------------------- programs of all kinds
+def while_loop(F, x, iterations=3):
+    step = lambda i, y: (y * 2, (i + 1, y))  # noqa: E731
+    loop = F.contrib.while_loop
+    return loop(lambda i, y: i < 3, step, (F.zeros((1,)), x), max_iterations=iterations)[0]
 
 
-CONTROL = {
-    "foreach": lambda F, x: F.contrib.foreach(lambda row, s: (row + s, row * s), x, F.sum(x, axis=0))[0],
-    "cond": lambda F, x: F.contrib.cond(F.sum(x) < 1, lambda: x * 2, lambda: x * 3),
-    "while_loop": lambda F, x: F.contrib.while_loop(
-        lambda i, y: i < 3, lambda i, y: (y * 2, (i + 1, y)), (F.zeros((1,)), x), max_iterations=3
-    )[0],
-}  # fmt: skip
+CONTROL = [
+    lambda F, x: F.contrib.foreach(lambda row, s: (row + s, row * s), x, F.sum(x, axis=0))[0],
+    lambda F, x: F.contrib.cond(F.sum(x) < 1, lambda: x * 2, lambda: x * 3),
+    while_loop,
+]
 
 
 def sparse(hybridize):
@@ -278,9 +255,9 @@ def view(_):
     return [w.grad]
 
 
-def looping(kind):
+def looping(function):
     def program(hybridize):
-        net, x = nn.HybridLambda(CONTROL[kind]), nd.ones((3, 4))
+        net, x = nn.HybridLambda(function), nd.ones((3, 4))
         net.hybridize(hybridize)
         x.attach_grad()
         with autograd.record():
@@ -316,16 +293,20 @@ def test_checked_programs_compute_the_same(program, hybridize):
 
 def test_uninitialized_padding_of_loops_is_no_fault():
     for _ in range(20):
-        freed = nd.full((2, 64, 8), np.nan)
+        freed = nd.full((2, 3, 4), np.nan)
         freed.wait_to_read()
         del freed
-        check = checked(
-            lambda: nd.contrib.while_loop(
-                cond=lambda i, x: i < 3, func=lambda i, x: (x * 2, (i + 1, x)),
-                loop_vars=(nd.zeros((1,)), nd.ones((64, 8))), max_iterations=5,
-            )
-        )  # fmt: skip
-        assert not check
+        assert not checked(lambda: while_loop(nd, nd.ones((3, 4)), iterations=5))
+
+
+def test_a_backward_pass_after_the_check():
+    net, x = deep(), nd.ones((2, 8))
+    net.hybridize()
+    with check_numerics(), autograd.record():
+        loss = net(x).sum()
+    gc.collect()
+    loss.backward()
+    assert np.isfinite(weight_of(net, 0).grad().asnumpy()).all()
 
 
 def test_graphs_that_wait_for_their_backward_pass():
@@ -336,8 +317,6 @@ def test_graphs_that_wait_for_their_backward_pass():
         with autograd.record():
             a, b = x.sqrt(), y.sqrt()
         b.backward()
-        with autograd.record():
-            y * 2
         a.backward()
     assert (check.first.phase, check.first.operator) == ("backward", "sqrt")
 
@@ -345,7 +324,7 @@ def test_graphs_that_wait_for_their_backward_pass():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stats_first", [False, True])
 def test_statistics_count_a_checked_graph_as_without_the_check(way, stats_first):
-    run = prepared(healthy(), way, nd.ones((2, 8)))
+    run = prepared(deep(), way, nd.ones((2, 8)))
     with amp.debugging.operator_stats() as plain:
         run()
     stats, check = amp.debugging.operator_stats(), check_numerics()
@@ -371,10 +350,10 @@ def test_findings_are_raised_logged_and_shown(caplog):
 def test_skipped_operators_excuse_what_follows(way):
     check = checked(prepared(deep(explode), way, randn(4, 8, scale=3)), skip=["*exp*"])
     assert check.first.operator == "FullyConnected"
-    net = healthy()
-    weight = weight_of(net, 23)
+    net = deep()
+    weight = weight_of(net, 7)
     weight.set_data(nd.full(weight.shape, np.nan))
-    assert not checked(prepared(net, way, randn(4, 8), train=True), skip=["*dense23*"])
+    assert not checked(prepared(net, way, randn(4, 8), train=True), skip=["*dense7*"])
 
 
 @pytest.mark.parametrize("bias, weight, kinds", [(0, 1, ["dead"]), (-1, 1, []), (0, 0, [])])
@@ -386,37 +365,29 @@ def test_a_layer_is_dead_if_its_data_and_weights_are_not(bias, weight, kinds):
     assert [one.kind for one in found] == kinds
 
 
-def trained_with_scale(factor, steps, on="collect", **options):
+def trained_with_scale(steps, on="collect", **options):
     """Return the check of float16 steps at a loss scale that overflows at first."""
-    net = deep(nothing)
+    net = deep()
     net.hybridize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
     amp.init_trainer(trainer, amp.LossScaler(2.0**20, **options))
     with amp.autocast("float16"), check_numerics(on=on) as check:
         for _ in range(steps):
-            with autograd.record():
-                loss = net(randn(4, 8)).sum() * factor
-                with amp.scale_loss(loss, trainer) as scaled:
-                    autograd.backward(scaled)
+            with autograd.record(), amp.scale_loss(net(randn(4, 8)).sum(), trainer) as scaled:
+                autograd.backward(scaled)
             trainer.step(4)
     assert trainer.amp_skips > 0
     return check
 
 
-def test_an_overflow_that_a_lower_loss_scale_cures_is_no_finding():
-    assert not trained_with_scale(1, steps=14, on="raise")
-
-
-def test_an_overflow_that_no_loss_scale_has_cured_yet_is_reported_at_the_end():
-    check = trained_with_scale(1, steps=1)
+def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
+    assert not trained_with_scale(steps=14, on="raise")
+    check = trained_with_scale(steps=1)
     assert (check.first.kind, check.first.phase, len(check)) == ("overflow", "backward", 1)
     with pytest.raises(NumericsError, match="overflows"):
-        trained_with_scale(1, steps=1, on="raise")
-
-
-def test_an_overflow_at_the_lowest_loss_scale_is_reported():
-    check = trained_with_scale(1, steps=3, min_scale=2.0**19)
-    assert check.first.step == 2 and check.first.kind == "overflow"
+        trained_with_scale(steps=1, on="raise")
+    check = trained_with_scale(steps=3, min_scale=2.0**19)
+    assert (check.first.kind, check.first.step) == ("overflow", 2)
 
 
 @pytest.mark.parametrize(
