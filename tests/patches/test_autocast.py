@@ -9,7 +9,6 @@ import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn
 from mxamp.framework import machine
-from mxamp.patches import table
 
 FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
 
@@ -43,15 +42,8 @@ def test_a_repeated_init_does_nothing(caplog):
     "first, second, words",
     [
         ({}, {"target_dtype": "bfloat16"}, "Policy float16 on cpu> instead of <Policy bfloat16.*"),
-        ({}, {"tuned": False}, None),
         ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, ".*untuned.*"),
-        ({}, {"ctx": "gpu"}, "on cpu> instead of <Policy float16 on gpu>"),
         ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)>"),
-        ({}, {"policy": FLOAT16.override(fp32_layers=["a"])}, r"fp32_layers=\(\'a\',\)>"),
-        (
-            {"conditional_fp32_ops": [("Activation", "act_type", ["relu"])]},
-            {"conditional_fp32_ops": [("Activation", "act_type", ["tanh"])]}, "conditional=.*relu.* instead of .*tanh.*",
-        ),
     ],
 )  # fmt: skip
 def test_a_second_init_says_what_differs(first, second, words):
@@ -60,9 +52,6 @@ def test_a_second_init_says_what_differs(first, second, words):
     policy = amp.current_policy()
     if "policy" not in second:
         second = {**here, **second}
-    if words is None:
-        amp.init(**second)
-        return
     with pytest.raises(
         amp.StateError, match=rf"another policy than .*\(.*{words}\)\. Call"
     ) as raised:
@@ -84,40 +73,16 @@ def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
     assert not caplog.messages
 
 
-def test_a_dtype_beside_a_policy():
-    with amp.autocast("float16", policy=FLOAT16):
-        assert amp.current_policy() is FLOAT16
-    with pytest.raises(amp.ArgumentError, match="the policy is for float16, but bfloat16"):
-        amp.autocast("bfloat16", policy=FLOAT16)
-    with pytest.raises(amp.ArgumentError, match="the policy is for bfloat16, but float16"):
-        amp.init("float16", policy=BFLOAT16)
-    amp.init(policy=BFLOAT16)
-    assert amp.current_policy() is BFLOAT16
-
-
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
         ({"target_dtype": "float8"}, amp.ArgumentError, "'float8'"),
-        ({"target_dtype": "int32"}, amp.ArgumentError, "'float16', 'bfloat16' or 'auto'"),
-        ({"target_dtype": None}, amp.ArgumentError, "the target dtype must be"),
         ({"target_precision_ops": ["Convolutoin"]}, amp.UnknownNameError, "'Convolution'"),
-        ({"fp32_ops": ["Conv2D"]}, amp.UnknownNameError, "Conv2D"),
-        ({"fp32_ops": "Convolution"}, amp.ArgumentError, "list of names"),
-        ({"fp32_ops": [3]}, amp.UnknownNameError, "3"),
         (
             {"fp32_ops": ["dot"], "target_precision_ops": ["dot"]},
             amp.ArgumentError, "as low and as fp32",
         ),
-        ({"fp32_ops": ["concat"], "widest_ops": ["Concat"]}, amp.ArgumentError, "'Concat'"),
-        ({"conditional_fp32_ops": [("Activation",)]}, amp.ArgumentError, "operator, attribute"),
-        ({"conditional_fp32_ops": [("Activation", "act_type", "tanh")]}, amp.ArgumentError, "list"),
-        (
-            {"conditional_fp32_ops": [("dot", "transpose_a", ["b"])], "fp32_ops": ["dot"]},
-            amp.ArgumentError, "conditionally",
-        ),
         ({"ctx": "tpu"}, amp.ArgumentError, "'tpu'"),
-        ({"ctx": [mx.cpu(), mx.gpu()]}, amp.ArgumentError, "one kind"),
         ({"target_dtype": "bfloat16", "ctx": mx.gpu()}, amp.ArgumentError, "bfloat16 kernels"),
         ({"policy": "float16"}, amp.ArgumentError, "mxamp.Policy"),
     ],
@@ -127,35 +92,6 @@ def test_bad_arguments_leave_nothing_behind(arguments, error, words):
         amp.init(**arguments)
     assert not amp.is_enabled()
     assert_unpatched()
-
-
-def test_a_failed_patch_rolls_back(monkeypatch):
-    before = dict(vars(mx.sym.Symbol))
-    broken = table.Row(mx, "no_such_attribute", lambda f: f, "fails")
-    monkeypatch.setattr(table, "ALL", (*table.ALL, broken))
-    with pytest.raises(KeyError):
-        amp.init(ctx=mx.cpu())
-    assert not amp.is_enabled()
-    assert dict(vars(mx.sym.Symbol)) == before
-    monkeypatch.undo()
-    assert_unpatched()
-    amp.init(ctx=mx.cpu())
-    assert product() == "float16"
-
-
-def test_somebody_elses_patch_is_left_in_place(caplog):
-    amp.init(ctx=mx.cpu())
-    ours = mx.sym.Symbol.bind
-    original = ours.__wrapped__
-
-    def theirs(*args, **kwargs):
-        return ours(*args, **kwargs)
-
-    mx.sym.Symbol.bind = theirs
-    amp.shutdown()
-    assert mx.sym.Symbol.bind is theirs
-    assert "patched by other code" in caplog.text
-    mx.sym.Symbol.bind = original
 
 
 def test_autocast_nests():
@@ -174,13 +110,6 @@ def test_autocast_nests():
     assert_unpatched()
 
 
-def test_autocast_restores_after_an_error():
-    with pytest.raises(ZeroDivisionError), amp.autocast("float16"):
-        raise ZeroDivisionError
-    assert not amp.is_enabled()
-    assert_unpatched()
-
-
 def test_autocast_decorates():
     @amp.autocast("float16")
     def low(depth=0):
@@ -195,14 +124,6 @@ def test_autocast_decorates():
     assert low.__doc__ == "Its words."
     amp.init(ctx=mx.cpu())
     assert plain() == "float32"
-
-
-@pytest.mark.parametrize(
-    "arguments", [(True,), (lambda: None,), ("float64",), ("float16", True, "policy")]
-)
-def test_bad_autocast_arguments(arguments):
-    with pytest.raises(amp.ArgumentError):
-        amp.autocast(*arguments)
 
 
 def test_autocast_is_a_threads_own():
@@ -246,23 +167,10 @@ def test_log_lines_say_once_what_has_not_changed(caplog, monkeypatch):
     assert caplog.text.count("mixed precision is on") == 4
 
 
-def _dense():
-    net = mx.gluon.nn.Dense(2, in_units=3)
-    net.initialize()
-    return net
-
-
 CHOOSES_FLOAT16 = {
     "init": lambda: amp.init("float16", ctx=mx.cpu()),
-    "autocast": lambda: amp.autocast("float16")(_dense)(),
     "explain": lambda: amp.explain(mx.sym.relu(mx.sym.var("x")), "float16"),
     "convert_symbol": lambda: amp.convert_symbol(mx.sym.relu(mx.sym.var("x"))),
-    "convert_hybrid_block": lambda: amp.convert_hybrid_block(
-        _dense(), "float16", example_inputs=mx.nd.ones((1, 3))
-    ),
-    "benchmark": lambda: amp.benchmark(
-        _dense(), mx.nd.ones((1, 3)), target_dtype="float16", budget=0.01
-    ),
 }
 
 
@@ -271,6 +179,6 @@ CHOOSES_FLOAT16 = {
 def test_float16_on_a_cpu_is_warned_of_once(name, caplog):
     for _ in range(2):
         CHOOSES_FLOAT16[name]()
-    (said,) = [said for said in caplog.messages if "at least 5 rounds" not in said]
+    (said,) = caplog.messages
     assert said.startswith("float16 on a CPU is for trying and testing")
-    assert ("policy=Policy.default('float16', 'gpu')" in said) == (name in ("explain", "convert_symbol", "convert_hybrid_block"))  # fmt: skip
+    assert ("policy=Policy.default('float16', 'gpu')" in said) == (name != "init")

@@ -62,15 +62,6 @@ def test_products_methods_and_python_operators_on_float16():
         assert kind(mx.np.einsum("ij,jk->ik", na, nb)) == "float16"
 
 
-def test_numpy_tensordot_widens_what_it_can_not_lower():
-    a, b = randn(4, 8).as_np_ndarray(), randn(8, 3).as_np_ndarray()
-    with amp.autocast("bfloat16"):
-        low = mx.npx.fully_connected(a, b.T.copy(), num_hidden=3, no_bias=True)
-        out = mx.np.tensordot(low, b.T.copy(), axes=1)
-        assert kind(low) == "bfloat16"
-        assert kind(out) == "float32"
-
-
 WIDE = randn(4, 5, seed=7)
 INTS, LONGS = nd.array([[1, 2], [3, 4]], dtype="int32"), nd.array([1, 2], dtype="int64")
 #: By the dtype of the result: "low" is the target dtype, "float16" is float32 in bfloat16.
@@ -169,21 +160,6 @@ def test_asnumpy_gives_values(on):
     assert low.as_np_ndarray()[0, 0].item() == got[0, 0]
 
 
-def test_gradients_of_bfloat16_leaves_add_up():
-    w = down(W, "bfloat16")
-    w.attach_grad(grad_req="add")
-    with amp.autocast("bfloat16"):
-        for _ in range(2):
-            with autograd.record():
-                nd.softmax(w)[:, 0].sum().backward()
-        total = w.grad.asnumpy()
-        w.attach_grad()
-        with autograd.record():
-            nd.softmax(w)[:, 0].sum().backward()
-        np.testing.assert_allclose(total, 2 * w.grad.asnumpy(), rtol=2**-7)
-        assert abs(total).max() > 0
-
-
 class Spied:
     """The calls that an eager call makes: names of operators, and whether in training mode."""
 
@@ -216,18 +192,6 @@ def test_bfloat16_sums_of_equal_shapes_run_in_onednn(shape):
     assert same(added, expected)
 
 
-def test_sums_of_equal_shapes_have_gradients_and_write_to_out():
-    a, b = down(X, "bfloat16"), down(X * 3, "bfloat16")
-    a.attach_grad(), b.attach_grad(grad_req="add")
-    out = nd.zeros(X.shape)
-    with amp.autocast("bfloat16"):
-        with autograd.record():
-            ((a + b) * 2).sum().backward()
-        assert (a.grad.asnumpy() == 2).all() and (b.grad.asnumpy() == 2).all()
-        assert nd.broadcast_add(a, b, out=out) is out
-    assert same(out, rounded(up(a) + up(b), "bfloat16"))
-
-
 COLORED = {"kernel": (3, 3), "num_filter": 16, "pad": (1, 1)}
 
 
@@ -255,19 +219,6 @@ def test_convolutions_of_color_images_run_as_in_graphs(grad_req):
 
 
 @with_avx512
-def test_policies_decide_whether_color_images_get_a_fourth_channel():
-    inputs = [randn(2, 3, 8, 8), randn(16, 3, 3, 3), randn(16)]
-    default = amp.Policy.default("bfloat16", "cpu")
-    given = default.override(low=["Convolution"])
-    for policy, pads in ((default, True), (default.untuned(), False), (given, False)):
-        spied = Spied()
-        with amp.autocast(policy=policy):
-            out = spied("Convolution", inputs, **COLORED)
-        assert ("Concat" in spied.names) is pads
-        assert kind(out) == "bfloat16"
-
-
-@with_avx512
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(stored, fails):
@@ -280,18 +231,6 @@ def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(store
             assert fails
         assert not autograd.is_training()
     assert spied.training == [stored == "float32"]
-
-
-def test_scalars_and_empty_arrays_of_numpy_mode(on):
-    mx.npx.set_np()
-    one = mx.np.array(3.0)
-    assert kind(one * one) == "float32"
-    from mxamp.patches.eager import cast
-
-    for array in (one, mx.np.zeros((0, 3))):
-        low = cast(array, on.dtype, is_np_op=True)
-        assert low.shape == array.shape
-        np.testing.assert_array_equal(values(cast(low, "float32", is_np_op=True)), array.asnumpy())
 
 
 def test_grouped_convolution_after_a_float32_inference_pass():
@@ -341,14 +280,6 @@ def test_operators_that_end_the_process_in_bfloat16_run():
     )
 
 
-def test_a_users_list_may_ask_for_what_has_no_kernel(dtype):
-    policy = amp.Policy.default(dtype, "cpu").override(low=["dot"])
-    a, b = randn(4, 8), randn(8, 3, seed=1)
-    expected = down(nd.dot(rounded(a, dtype), rounded(b, dtype)), dtype)
-    with amp.autocast(policy=policy):
-        assert same(nd.dot(a, b), expected)
-
-
 def assigned(key):
     def assign(array):
         made = mx.nd.zeros(array.shape)
@@ -364,10 +295,7 @@ def assigned(key):
         lambda array: array.astype("float32"),
         lambda array: array.as_np_ndarray().astype("float32").as_nd_ndarray(),
         lambda array: array.copyto(mx.nd.zeros(array.shape)),
-        lambda array: array[:].astype("float64").astype("float32"),
-        lambda array: array.reshape((0, -1)).astype("float32").reshape(array.shape),
         assigned(slice(None)),
-        assigned(0),
         assigned(slice(1, None)),
     ],
 )
@@ -411,10 +339,3 @@ def test_small_convolutions_stay_in_float32():
 
     with amp.autocast("bfloat16"):
         assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
-
-
-@pytest.mark.sizes
-def test_operator_stats_count_a_small_call_as_float32():
-    with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:
-        nd.FullyConnected(randn(8, 16), randn(4, 16), no_bias=True, num_hidden=4)
-    assert "float32" in str(stats)

@@ -79,14 +79,11 @@ class Mine(mx.optimizer.SGD):
     [
         (mx.optimizer.SGD, B, {}, True),
         (mx.optimizer.SGD, B.untuned(), {}, False),
-        (mx.optimizer.SGD, PLAIN, {}, False),
         (mx.optimizer.SGD, amp.Policy.default("float16", "cpu"), {}, False),
         (lambda: mx.optimizer.SGD(multi_precision=True), B, {"dtype": "float16"}, False),
-        (mx.optimizer.SGD, B, {"dtype": "float64"}, False),
         (mx.optimizer.SGD, B, {"stype": "row_sparse"}, False),
         (mx.optimizer.SGD, B, {"cores": "16"}, False),
         (Mine, B, {}, False),
-        (mx.optimizer.NAG, B, {}, False),
     ],
 )
 def test_when_numpy_updates(optimizer, policy, options, used, counted, monkeypatch):

@@ -29,38 +29,13 @@ def product(kind):
     if kind == "embedding":
         out = mx.sym.Embedding(data, weight, input_dim=ROWS, output_dim=2, sparse_grad=True)
         return out, INDEX
-    data = mx.sym.var("data", stype="csr")
-    if kind == "made sparse":
-        data = mx.sym.cast_storage(mx.sym.var("data"), stype="csr")
-        weight = mx.sym.var("weight", shape=(ROWS, 2))
-    return mx.sym.sparse.dot(data, weight), CSR if kind == "dot" else CSR.tostype("default")
+    return mx.sym.sparse.dot(mx.sym.var("data", stype="csr"), weight), CSR
 
 
 def check(gradient):
     assert gradient.stype == "row_sparse"
     assert gradient.indices.asnumpy().tolist() == TOUCHED
     assert gradient.dtype == np.float32
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_products_of_blocks(on, hybrid):
-    class Net(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.weight = self.params.get("weight", shape=(ROWS, 2), grad_stype="row_sparse")
-
-        def hybrid_forward(self, F, x, weight):
-            return F.dot(x, weight)
-
-    net = Net()
-    net.initialize()
-    if hybrid:
-        net.hybridize()
-    with autograd.record():
-        loss = net(CSR).sum()
-    loss.backward()
-    check(net.weight.grad())
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -81,26 +56,6 @@ def test_embeddings_of_blocks(on, hybrid):
         trainer.step(1)
     moved = np.abs(net.weight.data().asnumpy() - before).sum(1)
     assert np.flatnonzero(moved).tolist() == TOUCHED
-
-
-@pytest.mark.parametrize("simple", [False, True], ids=["bind", "simple_bind"])
-@pytest.mark.parametrize("kind", ["dot", "embedding", "made sparse"])
-def test_executors(on, kind, simple):
-    symbol, data = product(kind)
-    symbol = mx.sym.make_loss(symbol)
-    requests = {"data": "null", "weight": "write"}
-    stype = "default" if kind == "made sparse" else "row_sparse"
-    weight = nd.ones((ROWS, 2)).tostype(stype)
-    if simple:
-        bound = symbol.simple_bind(mx.cpu(), requests, data=data.shape)
-        data.copyto(bound.arg_dict["data"])
-        weight.copyto(bound.arg_dict["weight"])
-    else:
-        gradients = {"weight": nd.zeros((ROWS, 2)).tostype("row_sparse")}
-        bound = symbol.bind(mx.cpu(), {"data": data, "weight": weight}, gradients, requests)
-    bound.forward(is_train=True)
-    bound.backward()
-    check(bound.grad_dict["weight"])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
