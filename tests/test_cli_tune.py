@@ -182,5 +182,5 @@ def test_ctrl_c_writes_the_best_so_far(models, out, monkeypatch):
 
     monkeypatch.setattr(module, "smallest_set", interrupted)
     output = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml")
-    assert "interrupted: the best policy so far is written" in output
-    assert "stopped by Ctrl-C" in out.read_text() and not amp.Policy.load(out).lowers
+    assert "stopped by Ctrl-C" in output and "stopped by Ctrl-C" in out.read_text()
+    assert not amp.Policy.load(out).lowers

@@ -10,7 +10,6 @@ import mxnet as mx
 from ..convert.options import with_excluded_layers
 from ..convert.saved import load_model, saved_semantics
 from ..graph.ir import Graph
-from ..tools.tuning.tune import STOPPED
 from ..tools.tuning.tune import tune as tune_model
 from .inputs import checked_batch, input_values, read_batches
 from .options import (
@@ -24,9 +23,7 @@ from .options import (
 )
 from .output import examples
 
-TWO_WAYS = "--data holds batches of all inputs: give --data or --input, not both"
 RANDOM = "The errors are those on random numbers for {names}: give your own data with --data."
-INTERRUPTED = "interrupted: the best policy so far is written"
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
     "mxamp tune model --input data:8,3,224,224 --budget 5m --out policy.toml",
@@ -56,7 +53,7 @@ def tune(
     search starts from that policy. Ctrl-C ends the search and keeps the best policy so far.
     """
     if data and inputs:
-        raise click.UsageError(TWO_WAYS)
+        raise click.UsageError("give --data or --input, not both")
     check_out(out, given["force"])
     dtypes = dict(given["dtypes"])
     notes: List[str] = []
@@ -71,13 +68,11 @@ def tune(
             notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
             batches = [checked_batch(model, values, dtypes)]
         options = {"rtol": given["rtol"], "budget": given["budget"]}
-        timed = not given["accuracy_only"]
-        tuning = tune_model(model, batches, policy=start, timed=timed, **options)
+        options["timed"] = not given["accuracy_only"]
+        tuning = tune_model(model, batches, policy=start, **options)
     use = "run the model as it is, in float32"
     if tuning.way != "plain":
         name = shlex.quote(prefix)
         use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
     click.echo("\n".join([str(tuning), *notes, f"{out}: {use}"]))
-    if STOPPED in tuning.notes:
-        click.echo(INTERRUPTED, err=True)

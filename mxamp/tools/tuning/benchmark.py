@@ -231,7 +231,7 @@ def _training(
 
 def _converted(net: HybridBlock, data: measured.Batch, policy: Policy) -> list[Timed]:
     """Return inference by the converted model; nothing where that does not run."""
-    fuse = policy.target_dtype == FUSED and not policy.rule("Convolution").missing
+    fuse = policy.target_dtype == FUSED
     options: dict[str, Any] = {"policy": policy, "cast_optional_params": True, "fuse": fuse}
     try:
         way = Timed(step_function(convert_hybrid_block(net, **options), data, None))

@@ -55,6 +55,7 @@ OTHER_DEVICE = "the policy is for the {own}, and the data is on {data}: put both
 NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call shows why"
 NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
+NO_KERNELS = "This CPU has no bfloat16 kernels: only float32 was tried."
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
@@ -434,7 +435,9 @@ class _Search:
     def run(self, ends: float) -> None:
         """Search, and time the forms, until the budget or Ctrl-C ends it."""
         try:
-            if not self._works(frozenset()):
+            if self.timed and self._base.rule("Convolution").missing:
+                self.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
+            elif not self._works(frozenset()):
                 smallest_set(self._works, self._model.ordered_layers(self._base))
             if self.timed:
                 self._time_forms(ends)
