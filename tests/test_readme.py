@@ -1,4 +1,4 @@
-"""The README's Python blocks run, one after another, as a reader would paste them."""
+"""The Python blocks of README and of each page run in order, as a reader would paste them."""
 
 import re
 import runpy
@@ -12,22 +12,13 @@ import pytest
 from helpers import ROOT, with_avx512
 
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 DIFF = re.search(r"```diff\n(.*?)```", TEXT, re.S)[1].splitlines()
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def marks(text):
     """Without bfloat16 kernels, a fused conversion to bfloat16 is an error."""
     return [with_avx512] if "fuse=True" in text else []
-
-
-@pytest.mark.parametrize("code", [pytest.param(code, marks=marks(code)) for code in BLOCKS])
-def test_block(code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "block.py"
-    path.write_text(code)
-    runpy.run_path(str(path))
 
 
 @pytest.mark.parametrize(
