@@ -199,16 +199,6 @@ def test_masks_are_no_fault_until_they_make_nan():
     assert check.first.operator == "softmax"
 
 
-@pytest.mark.parametrize("backward", [True, False])
-def test_higher_derivatives(backward):
-    x = nd.array([1.0, 2.0])
-    x.attach_grad()
-    with check_numerics(backward=backward), autograd.record():
-        (gradient,) = autograd.grad(nd.log(x), [x], create_graph=True)
-    gradient.backward()
-    assert (x.grad.asnumpy() == [-1, -0.25]).all()
-
-
 def test_a_long_run_of_bad_values_keeps_few_arrays():
     def alive():
         return sum(isinstance(one, nd.NDArray) for one in gc.get_objects())
@@ -255,6 +245,15 @@ def view(_):
     return [w.grad]
 
 
+def twice(_):
+    x = nd.array([1.0, 2.0])
+    x.attach_grad()
+    with autograd.record():
+        (gradient,) = autograd.grad(nd.log(x), [x], create_graph=True)
+    gradient.backward()
+    return [x.grad]
+
+
 def looping(function):
     def program(hybridize):
         net, x = nn.HybridLambda(function), nd.ones((3, 4))
@@ -282,7 +281,7 @@ def convolving(hybridize):
     return [param.grad() for param in params]
 
 
-@pytest.mark.parametrize("program", [sparse, view, convolving, *map(looping, CONTROL)])
+@pytest.mark.parametrize("program", [sparse, view, twice, convolving, *map(looping, CONTROL)])
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_checked_programs_compute_the_same(program, hybridize):
     plain = [array.asnumpy() for array in program(hybridize)]
