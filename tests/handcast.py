@@ -4,8 +4,6 @@ It shares nothing with mxamp but MXNet: classes of a dozen operators stand below
 casts what it reads for itself.
 """
 
-import ast
-
 import mxnet as mx
 
 from helpers import down, kind, up
@@ -47,15 +45,8 @@ def read(array, dtype):
 
 
 def call(op, attrs, arrays):
-    values = {}
-    for key, text in attrs.items():
-        if key.startswith("__"):
-            continue
-        try:
-            values[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[key] = text
-    out = getattr(mx.nd, op)(*arrays, **values)
+    texts = {name: text for name, text in attrs.items() if not name.startswith("__")}
+    out = getattr(mx.nd, op)(*arrays, **texts)
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 

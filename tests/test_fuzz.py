@@ -9,7 +9,6 @@ from helpers import ROOT
 PROGRAMS = sorted((ROOT / "tests" / "fuzzed").glob("*.json"))
 
 sys.path.append(str(ROOT / "scripts"))
-from fuzzing.generating import random_program  # noqa: E402
 from fuzzing.hunting import Harvest, Runner, explained, hunt  # noqa: E402
 from fuzzing.programs import Program  # noqa: E402
 
@@ -35,10 +34,3 @@ def test_random_programs(shared):
     hunt(shared, iter(range(400)), harvest, explained())
     assert not harvest.findings, [one.program.to_json() for one in harvest.findings]
     assert harvest.counts["equal"] > 300
-
-
-def test_programs_depend_on_their_number_alone():
-    for number in range(30):
-        text = random_program(number).to_json()
-        assert text == random_program(number).to_json()
-        assert Program.from_json(text).to_json() == text

@@ -19,8 +19,6 @@ def test_a_notebook_holds_its_outputs_and_no_path_of_a_machine(path):
     outputs = [one for cell in found for one in cell.get("outputs", [])]
     assert outputs and all(one["output_type"] != "error" for one in outputs)
     assert not re.search(r"/tmp/|/home/|/root/|/work/", json.dumps(outputs))
-    counts = [cell["execution_count"] for cell in found if cell["cell_type"] == "code"]
-    assert counts == list(range(1, len(counts) + 1)), "run it from the top before you save it"
 
 
 @pytest.mark.slow

@@ -11,8 +11,6 @@ from helpers import ROOT
 DOCS = ROOT / "docs"
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
 PAGES += sorted(DOCS.glob("*.md"))
-CONFIG = (ROOT / "mkdocs.yml").read_text()
-NAV = re.findall(r": ([\w/-]+\.md)$", CONFIG.split("\nnav:")[1], re.M)
 
 
 def without_code(text):
@@ -35,14 +33,6 @@ def test_links_and_pictures_lead_somewhere(page):
         path = (page.parent / name).resolve() if name else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), target
-
-
-def test_the_site_shows_every_page_once():
-    pages = [path.name for path in DOCS.glob("*.md")]
-    pages += [f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")]
-    pages += [f"lists/{path.stem}.md" for path in (ROOT / "lists").glob("*.toml")]
-    pages += ["changelog.md", "contributing.md"]
-    assert sorted(NAV) == sorted(pages), "put it into `nav` of mkdocs.yml"
 
 
 @pytest.mark.slow
