@@ -4,7 +4,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
@@ -70,23 +69,6 @@ def test_compression_that_would_hide_an_overflow_is_refused():
     trainer = trainer_of(setup(CONTEXTS["two"])[0], compression_params=settings)
     with pytest.raises(amp.StateError, match="leave out compression_params"):
         amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
-
-
-def test_sync_batch_norm_stays_float32(dtype):
-    """On one device: two CPU contexts would wait for each other in MXNet's one thread for CPUs."""
-    amp.init(dtype, ctx=mx.cpu())
-    net = nn.HybridSequential()
-    norm = gluon.contrib.nn.SyncBatchNorm(in_channels=3, num_devices=1)
-    net.add(nn.Conv2D(3, 1, in_channels=2), norm)
-    net.initialize()
-    with autograd.record():
-        out = net(nd.random.normal(3, 2, shape=(8, 2, 4, 4)))
-    out.backward()
-    assert np.dtype(out.dtype) == norm.running_mean.data().dtype == np.float32
-    plan = amp.explain(net(mx.sym.var("data")), dtype)
-    assert {node.precision for node in plan.nodes if "SyncBatchNorm" in node.operator} == {
-        "float32"
-    }
 
 
 LARGE_BATCH = {
