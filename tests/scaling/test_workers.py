@@ -1,9 +1,6 @@
-"""What workers compare, on a kvstore of two threads that stands for the parameter server."""
+"""What workers compare, and what they do with gradients that others alone have computed."""
 
-import re
-import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import mxnet as mx
 import numpy as np
@@ -19,85 +16,53 @@ from mxamp.scaling.scaler import LossScaler, StaticLossScaler
 from training import batches, poisoned, setup, train, weights
 
 
-class Server:
-    """Sums what `count` threads push, and answers each when all have pushed."""
-
-    def __init__(self, count=2):
-        self.count, self.sums, self.barrier = count, {}, threading.Barrier(count, timeout=20)
-        self.lock = threading.Lock()
-        self.messages = 0
-
-
 class Store:
-    """One worker's side."""
+    """One of three workers on a parameter server; `others` is the sum of what the others send."""
 
-    type = "dist_sync"
+    num_workers = 3
 
-    def __init__(self, server, rank):
-        self.server, self.rank, self.num_workers = server, rank, server.count
+    def __init__(self, rank, others=0.0):
+        self.rank, self.others = rank, others
 
     def init(self, key, value):
-        self.server.barrier.wait()
+        pass
 
     def push(self, key, value):
-        with self.server.lock:
-            self.server.messages += 1
-            total = self.server.sums.get(key, 0)
-            self.server.sums[key] = total + value.asnumpy()
+        self.sent = value.asnumpy()
 
     def pull(self, key, out):
-        self.server.barrier.wait()
-        out[:] = self.server.sums[key]
-        if self.server.barrier.wait() == 0:
-            self.server.sums.clear()
-        self.server.barrier.wait()
+        out[:] = mx.nd.array(self.sent + self.others)
 
 
-def together(work, count=2):
-    """Do `work(store)` in threads; return the errors by rank."""
-    server, errors = Server(count), [None] * count
-
-    def run(rank):
-        try:
-            work(Store(server, rank))
-        except amp.AmpError as error:
-            errors[rank] = str(error)
-
-    # One numbering a process: here two workers share it.
-    with mock.patch.object(distributed, "_keys", iter([7] * 20)):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return errors, server
-
-
-@pytest.mark.parametrize("what", ["policy", "version", "scaler", "kind"])
+@pytest.mark.parametrize("what", ["nothing", "policy", "version", "scale", "kind"])
 def test_a_worker_with_other_settings_is_named_in_all(what, monkeypatch):
-    class Version(str):
-        def __repr__(self):
-            return f"9.{threading.current_thread().name}"
-
-    if what == "version":
-        monkeypatch.setattr(distributed, "__version__", Version())
-
-    def work(store):
+    def compare(store):
+        differs = store.rank == 2
         policy, scaler = amp.Policy.default("bfloat16", "cpu"), LossScaler(1024)
-        if store.rank == 2 and what != "version":
-            policy = policy.override(fp32=["FullyConnected"]) if what == "policy" else policy
-            scaler = {"scaler": LossScaler(1024, 4), "kind": StaticLossScaler(1024)}.get(
-                what, scaler
-            )
-        with amp.autocast(policy=policy):
-            check_settings(store, scaler.state_dict())
+        if what == "policy" and differs:
+            policy = policy.override(fp32=["FullyConnected"])
+        if differs:
+            scaler = {"scale": LossScaler(512), "kind": StaticLossScaler(1024)}.get(what, scaler)
+        version = "9.9" if what == "version" and differs else "2.0"
+        monkeypatch.setattr(distributed, "__version__", version)
+        try:
+            with amp.autocast(policy=policy):
+                check_settings(store, scaler.state_dict())
+        except amp.StateError as error:
+            return str(error)
 
-    errors, _ = together(work, 3)
-    for rank, error in enumerate(errors):
-        assert re.match(r"worker \d differs from worker 0 in mxamp's version, policy", error)
-        assert f"Worker {rank} has mxamp" in error
-        assert "<Policy bfloat16 on cpu" in error
-        assert "'loss_scale': 1024.0" in error
+    stores = [Store(rank) for rank in range(3)]
+    for store in stores:
+        compare(store)
+    total = sum(store.sent for store in stores)
+    for store in stores:
+        error = compare(Store(store.rank, total - store.sent))
+        assert (error is None) == (what == "nothing")
+        if error:
+            assert error.startswith("worker 2 differs from worker 0 in mxamp's version, policy")
+            assert f"Worker {store.rank} has mxamp" in error
+            assert "<Policy bfloat16 on cpu" in error
+            assert "'loss_scale': " in error
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
