@@ -199,6 +199,14 @@ def test_masks_are_no_fault_until_they_make_nan():
     assert check.first.operator == "softmax"
 
 
+def test_a_product_with_zeros_may_stop_a_gradient():
+    x = nd.ones((4,), dtype="float16")
+    x.attach_grad()
+    with check_numerics(), autograd.record():
+        loss = (nd.exp(x) * nd.zeros((4,), dtype="float16") + x).sum()
+        loss.backward()
+
+
 def test_a_long_run_of_bad_values_keeps_few_arrays():
     def alive():
         return sum(isinstance(one, nd.NDArray) for one in gc.get_objects())

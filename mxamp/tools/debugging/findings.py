@@ -194,6 +194,7 @@ _MASKS = frozenset({
     "Activation", "Dropout", "Embedding", "LeakyReLU", "Pooling", "clip", "relu", "where",
     "_npx_relu", "_npi_where", "_maximum", "_minimum", "_maximum_scalar", "_minimum_scalar",
     "broadcast_maximum", "broadcast_minimum", "max", "min", "take", "pick", "gather_nd",
+    "_npi_multiply", "broadcast_mul", "elemwise_mul",
 })  # fmt: skip
 _SHIFTS = frozenset({"bias", "beta", "moving_mean", "running_mean"})  # all zero in healthy layers
 _A_LAYER = 8  # fewer values can all be zero by chance
