@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Callable
 
 from mxnet.gluon import Trainer
@@ -43,31 +44,26 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
     functions.append(function)
     if scaler is None:
         trainer._amp_loss_scaler = _StepReporter(functions)
-    return StepHook(trainer, function)
+    hook = StepHook()
+    hook.callback(_stop, trainer, function)
+    return hook
 
 
-class StepHook:
+class StepHook(ExitStack):
     """Calls a function after each step of a trainer, until `remove()`."""
-
-    def __init__(self, trainer: Trainer, function: Callable[[StepReport], Any]) -> None:
-        self._trainer, self._function, self._is_on = trainer, function, True
 
     def remove(self) -> None:
         """Stop calling the function; a second call is a no-op."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        self._trainer._amp_observers.remove(self._function)
-        if not self._trainer._amp_observers:
-            del self._trainer._amp_observers
-            if isinstance(self._trainer._amp_loss_scaler, _StepReporter):
-                del self._trainer._amp_loss_scaler
+        self.close()
 
-    def __enter__(self) -> StepHook:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+def _stop(trainer: Trainer, function: Callable[[StepReport], Any]) -> None:
+    """Stop calling a function after steps of a trainer."""
+    trainer._amp_observers.remove(function)
+    if not trainer._amp_observers:
+        del trainer._amp_observers
+        if isinstance(trainer._amp_loss_scaler, _StepReporter):
+            del trainer._amp_loss_scaler
 
 
 class _StepReporter:
