@@ -5,13 +5,11 @@ import pickle
 
 import mxnet as mx
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import BF16
 from mxamp.framework import machine
-from mxamp.scaling import distributed
 from training import (
     CONTEXTS,
     assert_same_weights,
@@ -55,30 +53,6 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
         assert (trainer.amp_steps, trainer.amp_skips) == (number, 0)
         assert trainer.amp_last_step.stepped
     assert_unpatched()
-
-
-def trainer_on_servers(net, **settings):
-    return gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_sync", **settings)
-
-
-def test_nothing_is_refused_on_a_parameter_server_until_trainers_scale(monkeypatch):
-    monkeypatch.setenv("DMLC_ROLE", "worker")
-    monkeypatch.setattr(distributed, "_on_servers", [])
-    compressed = {"compression_params": {"type": "2bit"}}
-    refused = {
-        "is bfloat16": trainer_on_servers(setup(dtype=BF16)[0]),
-        "leave out compression_params": trainer_on_servers(setup()[0], **compressed),
-    }
-    first, second = (trainer_on_servers(setup()[0]) for _ in range(2))
-    for trainer in (*refused.values(), first, second):
-        amp.init_trainer(trainer)
-        assert trainer.amp_loss_scale == 1
-    amp.shutdown()
-    amp.init("float16", ctx=mx.cpu(), tuned=False)
-    amp.init_trainer(first)
-    for words, trainer in {**refused, "another trainer": second}.items():
-        with pytest.raises(amp.AmpError, match=words):
-            amp.init_trainer(trainer)
 
 
 def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_scale():
