@@ -173,11 +173,8 @@ def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
     "options, words",
     [
         ({"opt_level": "02"}, "letter O"),
-        ({"opt_level": "O0", "loss_scale": 0.0}, "positive"),
         ({"opt_level": "O2", "dtype": "int8"}, "'float16', 'bfloat16' or 'auto'"),
         ({"loss_scale": "static"}, "positive"),
-        ({"loss_scale": -1.0}, "positive"),
-        ({"models": 3}, "models must be a Block"),
         ({"trainers": "sgd"}, "trainers must be a Trainer"),
     ],
 )
@@ -198,15 +195,9 @@ def test_it_comes_once_and_alone():
         amp.initialize(net, trainer)
     with pytest.raises(amp.StateError, match="initialize already; init_trainer"):
         amp.init_trainer(trainer)
-    with pytest.raises(amp.StateError, match="initialize already; GradScaler"):
-        amp.GradScaler().step(trainer, 1)
     amp.shutdown()
     with pytest.raises(amp.StateError, match="already"):
         amp.initialize(net, trainer)
-    other = digits.trainer_of(net)
-    amp.init_trainer(other, amp.NoScaler())
-    with pytest.raises(amp.StateError, match="init_trainer scales"):
-        amp.initialize(net, other)
     net.cast("float16")
     with pytest.raises(amp.StateError, match="float16 already"):
         amp.initialize(net)

@@ -41,17 +41,6 @@ def test_functions_of_the_users_own(dtype):
     assert seen == [[dtype, dtype, "int32"], ["float32", "float32", "int32"]]
 
 
-def test_float_functions_are_islands(dtype):
-    @amp.float_function
-    def product(a):
-        return nd.FullyConnected(a, a, no_bias=True, num_hidden=2)
-
-    x = randn(2, 3)
-    with amp.autocast(dtype):
-        out = product(x)
-    assert same(out, nd.FullyConnected(x, x, no_bias=True, num_hidden=2))
-
-
 def test_registered_functions():
     module = types.ModuleType("layers")
     module.attention = lambda a: kind(a)
@@ -65,10 +54,7 @@ def test_registered_functions():
         assert module.loss(randn(1).astype("float16")) == "float32"
     amp.shutdown()
     assert (module.attention, module.loss) == originals
-    with pytest.raises(
-        amp.ArgumentError,
-        match="unknown function of the module layers 'nothing'; there are 'attention'",
-    ):
+    with pytest.raises(amp.ArgumentError, match="'nothing'; there are 'attention'"):
         amp.register_promote_function(module, "nothing")
 
 
@@ -129,11 +115,6 @@ def test_custom_operators_are_registered_before_mixed_precision_is_on():
             amp.register_custom_operator(*arguments)
     with amp.autocast(enabled=False):
         amp.register_custom_operator("other", "half")
-
-
-def test_wrong_registrations():
-    with pytest.raises(amp.ArgumentError):
-        amp.register_custom_operator("name", "low")
 
 
 class Product(autograd.Function):
