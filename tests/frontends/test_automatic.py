@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
-from mxnet.gluon import Trainer
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import ROOT, run_python
+from helpers import ROOT
 from mxamp.framework import machine
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import VARIABLE, imports_mxamp
@@ -67,9 +66,9 @@ def counted(done):
     return (dtype, *map(int, counts))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("variable", marks=slow), "run"])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=slow)])
+@slow
+@pytest.mark.parametrize("way", ["variable", "run"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_plain_gluon_script(tmp_path, dtype, way):
     done = run("train_digits", 3, way=way, value=dtype, folder=tmp_path)
     assert said(done, "skipped") == "True"
@@ -128,28 +127,19 @@ def environment(monkeypatch):
     return start
 
 
-def fresh_trainer():
-    net = gluon.nn.Dense(1)
-    net.initialize()
-    return Trainer(net.collect_params(), "sgd")
-
-
 def test_the_variable_auto_in_float32_patches_nothing(environment):
     environment("auto", "float32")
     assert_unpatched()
     assert not amp.is_enabled()
 
 
-@pytest.mark.parametrize("child", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype, child", [("float16", False), ("bfloat16", False), ("float16", True)]
+)
 def test_the_variable_auto_elsewhere_is_that_dtype_but_not_in_children(environment, dtype, child):
     environment("auto", dtype, child)
     assert amp.is_enabled() != child
-    trainer = fresh_trainer()
-    assert hasattr(trainer, "amp_steps") != child
-    if not child:
-        assert amp.current_policy() is amp.Policy.default(dtype)
-        assert trainer.amp_loss_scale == (2.0**16 if dtype == "float16" else 1)
+    assert hasattr(dense()[1], "amp_steps") != child
 
 
 # ------------------------------------------------------------------- programs that import mxamp
@@ -162,35 +152,6 @@ def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
     assert said(done, "on") == "True"
     assert "imports mxamp: it runs in the precision that it asks for itself" in done.stderr
     assert "lowered" not in done.stderr
-
-
-def test_the_hook_imports_itself_alone():
-    assert HOOK.startswith("import ")
-    assert "\n" not in HOOK
-    show = "print(*sorted(set(sys.modules) - before))"
-    done = python("-S", "-c", f"import sys; before = set(sys.modules); {HOOK}; {show}")
-    assert done.stdout.split() == ["mxamp_startup"]
-
-
-@pytest.mark.slow
-def test_a_forked_process_computes_in_float32():
-    code = """
-import os, mxamp as amp
-from mxnet import gluon
-from mxamp.frontends import automatic
-automatic.start("float16")
-child = os.fork()
-if not child:
-    net = gluon.nn.Dense(1)
-    net.initialize()
-    gluon.Trainer(net.collect_params(), "sgd")
-    print("child", amp.is_enabled(), flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print("parent", amp.is_enabled())
-"""
-    done = run_python(code)
-    assert done.stdout.split("\n")[:2] == ["child False", "parent True"], done.stderr
 
 
 # ---------------------------------------------------------------- scripts with an init of their own
@@ -237,43 +198,34 @@ def test_a_script_that_never_calls_init_runs_automatically():
     assert theirs.amp._amp_initialized
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxnet.contrib.amp.amp", "mxamp"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, dtype, caplog):
+@pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxamp"])
+def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, caplog):
     caplog.set_level("INFO", logger="mxamp")
     automatic.start("float16")
     theirs = importlib.import_module(through)
-    early, trainer = dense()  # and a step, before its init
-    backward(early)
+    net, trainer = dense()  # and a step, before its init
+    backward(net)
     trainer.step(1)
-    theirs.init(dtype, ctx=mx.cpu()) if through == "mxamp" else theirs.init(dtype)
-    assert amp.current_policy().target_dtype == dtype
-    backward(early)  # not scaled, as nobody scales it
-    assert early.weight.grad().asscalar() == 1
-    trainer.step(1)
+    theirs.init("bfloat16")
+    assert amp.current_policy().target_dtype == "bfloat16"
     with pytest.raises(amp.StateError, match="init_trainer"):
-        scaled_step(theirs, early, trainer)
-    theirs.init(dtype)  # again, as GluonCV's scripts do in each worker
-    for net, one in ((early, trainer), dense()):
-        before = weight(net)
-        theirs.init_trainer(one)
-        scaled_step(theirs, net, one)
-        assert weight(net) == before - 0.0625
-        assert one._amp_loss_scaler.scaled_by == "init_trainer"
-        assert one.amp_steps == 2
+        scaled_step(theirs, net, trainer)
+    theirs.init("bfloat16")  # again, as GluonCV's scripts do in each worker
+    theirs.init_trainer(trainer)
+    before = weight(net)
+    scaled_step(theirs, net, trainer)
+    assert weight(net) == before - 0.0625
+    assert trainer._amp_loss_scaler.scaled_by == "init_trainer"
     assert len([line for line in caplog.messages if "its own calls" in line]) == 1
 
 
-@pytest.mark.parametrize("with_init_trainer", [True, False])
 @pytest.mark.parametrize("value, wanted", [(0.5, 0.875), (np.inf, 1.0)])
-def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted, with_init_trainer):
+def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted):
     automatic.start("float16")
     net, trainer = dense()
     backward(net, value)
     stock.init("float16")
-    if with_init_trainer:
-        stock.init_trainer(trainer)
+    stock.init_trainer(trainer)
     trainer.step(1)
     assert weight(net) == wanted
 

@@ -19,34 +19,24 @@ def run():
     return backward_patches.default_scale
 
 
-def net_and_trainer(grad_req="write", hybrid=True, **settings):
+def net_and_trainer(hybrid=True):
     mx.random.seed(1)
     net = nn.HybridSequential()
     net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
     net.initialize(mx.init.Xavier())
-    net.collect_params().setattr("grad_req", grad_req)
     if hybrid:
         net.hybridize()
-    return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, **settings})
+    return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
 
 
 def gradients(net):
     return [p.grad().asnumpy() for p in net.collect_params().values()]
 
 
-def backward(net, data, factor=1.0):
+def backward(net, data):
     with autograd.record():
-        loss = (net(data) ** 2).mean() * factor
+        loss = (net(data) ** 2).mean()
     loss.backward()
-
-
-def expected(data, factor=1.0, times=1, **options):
-    """The gradients without mixed precision."""
-    amp.shutdown()
-    net, _ = net_and_trainer(**options)
-    for _ in range(times):
-        backward(net, data, factor)
-    return gradients(net)
 
 
 def assert_close(one, other):
@@ -62,22 +52,10 @@ def test_gradients_are_those_of_the_loss(run, hybrid):
     trainer.step(1)
     assert trainer.amp_last_step.stepped
     assert trainer.amp_last_step.loss_scale == 2.0**16
-    assert_close(found, expected(randn(16, 4), hybrid=hybrid))
-
-
-def test_an_overflow_that_the_script_hides_is_skipped_all_the_same(run):
-    net, trainer = net_and_trainer()
-    before = [p.data().asnumpy() for p in net.collect_params().values()]
-    backward(net, randn(16, 4), 1e5)
-    for param in net.collect_params().values():
-        clipped = nd.where(param.grad() == param.grad(), param.grad(), nd.zeros_like(param.grad()))
-        param.grad()[:] = clipped.clip(-1, 1)
-    trainer.step(1)
-    assert not trainer.amp_last_step.stepped
-    assert trainer.amp_last_step.nonfinite
-    for a, p in zip(before, net.collect_params().values()):
-        np.testing.assert_array_equal(a, p.data().asnumpy())
-    assert run.loss_scale == 2.0**15
+    amp.shutdown()
+    net, _ = net_and_trainer(hybrid)
+    backward(net, randn(16, 4))
+    assert_close(found, gradients(net))
 
 
 def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
@@ -155,34 +133,23 @@ def test_a_backward_pass_inside_a_function_is_part_of_the_one_around_it(run):
     assert_close([*found, of_input], [*gradients(net), x.grad.asnumpy()])
 
 
-class OwnLoss(autograd.Function):
-    """A squared error that ignores the gradient it is given."""
+class Written(autograd.Function):
+    """An identity whose gradient is clipped, and has a part that ignores the one it is given."""
 
     def forward(self, x):
         self.save_for_backward(x)
         return x * 1
 
     def backward(self, dy):
-        return self.saved_tensors[0]
+        return dy.clip(-0.01, 0.01) + self.saved_tensors[0] * 0.01
 
 
-class Clipped(autograd.Function):
-    """An identity that clips the gradient."""
-
-    def forward(self, x):
-        return x * 1
-
-    def backward(self, dy):
-        return dy.clip(-0.01, 0.01)
-
-
-@pytest.mark.parametrize("function", [OwnLoss, Clipped])
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_functions_in_python_see_gradients_without_the_scale(run, function, hybrid):
+def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
     def passed():
         net, trainer = net_and_trainer(hybrid=hybrid)
         with autograd.record():
-            loss = (function()(net(randn(16, 4))) ** 2).mean()
+            loss = (Written()(net(randn(16, 4))) ** 2).mean()
         loss.backward()
         trainer.step(1)
         return gradients(net)

@@ -48,7 +48,6 @@ def test_registered_functions():
     originals = module.attention, module.loss
     amp.register_half_function(module, "attention")
     amp.register_float_function(module, "loss")
-    amp.register_half_function(module, "attention")
     with amp.autocast("float16"):
         assert module.attention(randn(1)) == "float16"
         assert module.loss(randn(1).astype("float16")) == "float32"
@@ -102,8 +101,6 @@ def test_custom_operators(registered, wanted):
     symbol = mx.sym.Custom(symbol, op_type="mxamp_probe", name="probe")
     plan = amp.explain(symbol, policy=amp.Policy.default("float16", "gpu"))
     assert plan["probe"].precision == wanted
-    if registered:
-        assert "registered" in plan["probe"].reason
 
 
 def test_custom_operators_are_registered_before_mixed_precision_is_on():

@@ -1,6 +1,5 @@
 """Decorated optimizers, in the Module API and with Gluon's Trainer."""
 
-import logging
 import os
 
 import mxnet as mx
@@ -18,50 +17,22 @@ from mxamp.graph.gradients import SCALE_INPUT
 pytestmark = pytest.mark.usefixtures("unfused")
 
 
-def symbol(rows=None):
-    net = mx.sym.Convolution(mx.sym.var("data"), kernel=(3, 3), num_filter=8, name="conv")
-    net = mx.sym.Activation(mx.sym.BatchNorm(net, name="bn"), act_type="relu")
-    net = mx.sym.FullyConnected(net, num_hidden=10, name="fc")
-    return mx.sym.SoftmaxOutput(net, name="softmax")
+def bound():
+    """A module with an output operator, before its optimizer."""
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    module = Module(mx.sym.SoftmaxOutput(net, name="softmax"))
+    module.bind([("data", (4, 3))], [("softmax_label", (4,))])
+    module.init_params()
+    return module
 
 
-def iterator(test=False):
-    images, labels, test_images, test_labels = digits.arrays()
-    if test:
-        return mx.io.NDArrayIter(test_images[:540], test_labels[:540], digits.BATCH)
-    return mx.io.NDArrayIter(images, labels, digits.BATCH)
-
-
-def fit(optimizer, context=None):
-    mx.random.seed(0)
-    np.random.seed(0)
-    module = Module(symbol(), context=context or mx.cpu(), logger=logging.getLogger("quiet"))
-    module.fit(
-        iterator(), num_epoch=4, optimizer=optimizer, initializer=mx.init.Xavier(),
-        optimizer_params={"learning_rate": 0.2, "momentum": 0.9},
-    )  # fmt: skip
-    return module, dict(module.score(iterator(test=True), "acc"))["accuracy"]
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return fit("sgd")[1]
-
-
-@pytest.mark.parametrize("contexts", [1, 2])
-def test_fit_skips_overflows_and_reaches_float32s_accuracy(plain, contexts):
-    amp.init("float16", ctx=mx.cpu())
-    optimizer = amp.decorate("sgd", init_loss_scaling=2.0**24)
-    module, found = fit(optimizer, [mx.cpu(i) for i in range(contexts)])
-    assert optimizer.scaling.skips > 3
-    assert optimizer.scaling.steps + optimizer.scaling.skips == 80
-    assert optimizer.scaling.loss_scale < 2.0**24
-    assert plain > digits.ACCURACY
-    assert abs(found - plain) < 0.02
-    assert module._optimizer.rescale_grad == pytest.approx(1 / digits.BATCH)
+def test_a_module_keeps_its_own_symbol_and_gets_an_optimizer_by_name():
+    optimizer = amp.decorate("sgd")  # before the module is bound
+    module = bound()
+    module.init_optimizer(optimizer=optimizer)
+    assert module._optimizer.rescale_grad == 1 / 4
+    assert SCALE_INPUT in module._exec_group.execs[0].arg_dict
     assert SCALE_INPUT not in module.symbol.list_arguments()
-    args, _ = module.get_params()
-    assert all(array.dtype == np.float32 for array in args.values())
 
 
 def test_an_optimizer_and_explicit_gradients_of_outputs():
@@ -86,11 +57,9 @@ def test_modules_where_auto_is_float32_update_as_plain_ones(monkeypatch):
     monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
     amp.init("auto")
     optimizer = amp.decorate("sgd")
-    module = Module(symbol())
-    module.bind(iterator().provide_data, iterator().provide_label)
-    module.init_params()
+    module = bound()
     module.init_optimizer(optimizer=optimizer)
-    module.forward_backward(next(iterator()))
+    module.forward_backward(mx.io.DataBatch([randn(4, 3)], [nd.zeros(4)]))
     module._exec_group.grad_arrays[0][0][:] = np.inf
     module.update()  # plain MXNet skips no update
     assert SCALE_INPUT not in module._exec_group.execs[0].arg_dict
@@ -118,8 +87,7 @@ def test_buckets_share_the_scale():
             provide_data=[("data", (2, key, 3))], provide_label=[("softmax_label", (2,))],
         ))  # fmt: skip
         module.update()
-    assert optimizer.scaling.skips > 0
-    assert optimizer.scaling.steps > 0
+    assert 0 < optimizer.scaling.skips < 14
     assert optimizer.scaling.steps + optimizer.scaling.skips == 14
 
 
@@ -129,9 +97,7 @@ def test_the_environment_is_left_as_it_was(value, monkeypatch):
     if value is not None:
         monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", value)
     optimizer = amp.decorate("sgd")
-    module = Module(symbol())
-    module.bind(iterator().provide_data, iterator().provide_label)
-    module.init_params()
+    module = bound()
     with pytest.raises(TypeError):
         module.init_optimizer(optimizer=optimizer, optimizer_params={"none": 1})
     assert os.environ.get("MXNET_UPDATE_ON_KVSTORE") == value
@@ -146,9 +112,6 @@ def test_doors_are_not_mixed():
     trainer = digits.trainer_of(net, optimizer)
     with pytest.raises(amp.StateError, match="decorate already; init_trainer"):
         amp.init_trainer(trainer)
-    with pytest.raises(amp.StateError, match="decorate already; scale_loss"):
-        with amp.scale_loss(nd.ones(1), trainer):
-            pass
     with pytest.raises(amp.StateError, match="decorate already; GradScaler"):
         amp.GradScaler().step(trainer, 1)
 
@@ -159,12 +122,10 @@ def test_states_of_a_decorated_trainer(tmp_path):
     net = digits.network()
     optimizer = amp.decorate(mx.optimizer.SGD(), 2.0**24)
     trainer = digits.trainer_of(net, optimizer)
-    data, label = next(digits.batches())
-    for _ in range(12):
-        with mx.autograd.record():
-            loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label)
-        loss.backward()
-        trainer.step(digits.BATCH)
+    with mx.autograd.record():
+        loss = net(next(digits.batches())[0]).sum()
+    loss.backward()
+    trainer.step(digits.BATCH)
     trainer.save_states(path)
     with open(path, "rb") as file:
         assert b"mxamp" not in file.read(), "plain MXNet has to load it"
@@ -187,7 +148,5 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     loss.backward()
     trainer.step(1)
     decorated.set_lr_mult({0: 3.0})
-    assert decorated._index_update_count == {0: 1, 1: 1}
     assert original._index_update_count == {}
-    assert original._all_index_update_counts == {0: {}}
     assert original.lr_mult == {0: 2.0}
