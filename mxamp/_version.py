@@ -1,3 +1,3 @@
 """The version, where a build can read it without importing MXNet."""
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
