@@ -136,6 +136,8 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
     except Exception:  # the user's own code runs in the trace
         try:
             return _run_copy(net, inputs, hybridized=False)
+        except MXNetError:
+            raise  # a RuntimeError too
         except (DeferredInitializationError, RuntimeError) as error:
             raise StateError(f"block {net.name!r} does not run: {error}") from None
 

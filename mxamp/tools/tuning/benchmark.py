@@ -19,7 +19,7 @@ from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer
 from ..debugging import measured
 from ..debugging.results import Result, Table
-from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
+from .turns import Timed, channels_note, check_float32, seconds_of, step_function, time_in_turns
 
 TRAINING, INFERENCE = "training", "inference"
 #: How a block runs.
@@ -139,8 +139,8 @@ def benchmark(
     Parameters
     ----------
     net : Block, or (symbol, arg_params, aux_params)
-        The float32 model. Deep copies run. Parameters with deferred initialization get a shape,
-        and the state of MXNet's random number generator, which can't be read, changes.
+        The float32 model. Deep copies run; the state of MXNet's random number generator, which
+        can't be read, changes.
     batch : NDArray or tuple
         The arguments of one call; with a loss, the label is the last element; for a saved model, a
         dict of inputs by name. An iterable of batches, such as a DataLoader, gives its first batch.
@@ -173,8 +173,9 @@ def benchmark(
     device = device_kind(arrays[0].context if arrays else current_context())
     policy = Policy.default(target_dtype or default_dtype(device), device)
     with autocast(enabled=False):
-        check_runs(net, data)
-        nets = _nets(net, data)
+        check_float32(net)
+        with measured.explained_errors(net, data.inputs):
+            nets = _nets(net, data)
         ways = _training(nets, data, loss or (lambda output, _: output), policy)
         for mode, block in nets.items():
             steps = (step_function(block, data, one) for one in (None, policy))

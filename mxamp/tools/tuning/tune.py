@@ -35,7 +35,7 @@ from ...scaling.scaler import positive_number
 from ..debugging import measured
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
-from .turns import Timed, channels_note, check_runs, seconds_of, step_function, time_in_turns
+from .turns import Timed, channels_note, check_float32, seconds_of, step_function, time_in_turns
 
 #: The number of batches of `data` that are used.
 MOST_BATCHES = 16
@@ -207,8 +207,8 @@ def tune(
     Parameters
     ----------
     net : HybridBlock, or (symbol, arg_params, aux_params)
-        The float32 model. It is not changed, except that parameters with deferred initialization
-        get a shape. The state of MXNet's random number generator, which can't be read, changes.
+        The float32 model. A deep copy runs; the state of MXNet's random number generator, which
+        can't be read, changes.
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or a few; of an iterable the first 16 are used. With a loss or a metric, a batch
         is a tuple of the net's inputs and the label; for a saved model, a dict of inputs by name.
@@ -316,24 +316,26 @@ class _Model:
         if self.saved is not None:
             model, batches = measured.block_of(model, batches)
         self.batches = list(itertools.islice(batches, MOST_BATCHES))
-        for batch in self.batches:
-            check_runs(model, batch)
-        self.context = measured.arrays_in(self.batches[0].inputs)[0].context
-        #: What Gluon puts before the names of the model's layers.
-        self.prefix: str = "" if self.saved is not None else model.prefix
-        self.block = measured.copied(model, self.batches[0].inputs)
+        inputs = self.batches[0].inputs
+        self.context = measured.arrays_in(inputs)[0].context
+        check_float32(model)
+        with measured.explained_errors(model, inputs):
+            self.block = measured.copied(model, inputs)
         if not getattr(self.block, "_cached_graph", None):
             raise ArgumentError(NO_GRAPH.format(name=model.name))
         self.block.hybridize(static_alloc=True, static_shape=True)
         self.tolerance = rtol or (math.inf if metric else TRAINING_OUTPUTS if loss else OUTPUTS)
         self._gradient_tolerance, self._scale = rtol or GRADIENTS, 2.0**16
         self.least = -math.inf
-        self._plain = [self._run(batch, None, self.block) for batch in self.batches]
+        self._plain: list[Any] = []
+        for batch in self.batches:
+            with measured.explained_errors(model, batch.inputs):
+                self._plain.append(self._run(batch, None, self.block))
         arrays = (array for outputs, gradients in self._plain for array in (*outputs, gradients))
         if not all(np.isfinite(array).all() for array in arrays):
             raise StateError(NOT_FINITE)
-        found = self.errors(None, self.block).metric
-        if found is not None:
+        if metric is not None:
+            found = self.errors(None, self.block).metric or 0.0
             self.least = found - 0.01 * abs(found) if min_metric is None else min_metric
             if not found >= self.least:
                 raise StateError(BELOW.format(wanted=self.least, found=found))
@@ -474,7 +476,7 @@ class _Search:
         Gluon numbers blocks by their order in the process: the pattern is relative to the block
         ("*stage1_conv0_fwd"), and measured as it is.
         """
-        prefix = self._model.prefix
+        prefix = self._model.block.prefix  # "" for a saved model
         rest = name[len(prefix) :] if prefix and name.startswith(prefix) else ""
         # A name without "_" is that of the block's own operator, such as "fwd": too common.
         return f"*{exact_pattern(rest)}" if "_" in rest else exact_pattern(name)

@@ -24,7 +24,7 @@ from ...graph.ir import Graph
 from ...policy.active import pop_region, push_policy
 from ...policy.policy import Policy
 from ...scaling.trainer import scale_loss
-from ..debugging.measured import Batch, arrays_in, explained_errors, loss_of
+from ..debugging.measured import Batch, arrays_in, loss_of
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
 NOT_FLOAT32 = "parameter {name!r} is {dtype}: give a float32 model, or convert it to float32 first"
@@ -53,15 +53,12 @@ def seconds_of(budget: Any) -> float:
     return seconds
 
 
-def check_runs(net: Block, batch: Batch) -> None:
-    """Run a net, which gives parameters their shapes; raise if that fails, or it is not float32."""
+def check_float32(net: Block) -> None:
+    """Raise `ArgumentError` if a parameter of a net is in another float dtype than float32."""
     for param in net.collect_params().values():
         dtype = dtype_name(param.dtype)
         if "float" in dtype and dtype != "float32":
             raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
-    with explained_errors(net, batch.inputs):
-        for array in arrays_in(net(*batch.inputs)):
-            array.wait_to_read()
 
 
 class Timed:
