@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import ROOT, run_python
+from helpers import ROOT
 from installations import H100, HEALTHY, ON_T4
 from mxamp.cli import doctor as module
 from mxamp.cli.main import main
@@ -62,11 +62,9 @@ SLOW = {"instructions": ("avx512",), "usable": ("avx512",)}
     "changes, status, words",
     [
         ({}, 0, "No problem found. Next: amp.benchmark(net, batch) times your model"),
-        ({}, 0, "1.9.1 (mxnet 1.9.1)"),
         (SLOW, 0, "1. note: this CPU, or its virtual machine, has no bfloat16 instructions"),
         (SLOW, 0, "No problem found. Next: mxamp tune model looks for"),
         ({"threads": 16}, 1, "1. problem: MXNet's kernels run on 16 threads"),
-        ({"threads": 16}, 1, "What to do: set OMP_NUM_THREADS=4"),
         ({"mxnet": "", "wheels": {}, "mxnet_error": "no"}, 1, "not importable (no wheel is installed)"),
         (ON_T4, 0, "Tesla T4, driver 470.57.02, compute capability 7.5"),
         ({"variables": {"A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}}, 0, "A_VERY_LONG_NAME_OF_A_VARIABLE"),
@@ -97,16 +95,3 @@ def test_without_mxnet(tmp_path):
     assert (done.stderr, done.returncode) == ("", 1)
     said = " ".join(done.stdout.split())
     assert "MXNet can't be imported: MXNet is not installed" in said and "What to do: pip" in said
-
-
-@pytest.mark.slow
-def test_other_commands_say_why_mxnet_is_not_there(tmp_path):
-    (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").write_text("raise OSError('libcudnn.so.8: not there')")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = command("explain", "model", PYTHONPATH=path)
-    assert done.returncode == 1
-    said = "MXNet is installed, but can't be imported: libcudnn.so.8: not there. `mxamp doctor`"
-    assert said in done.stderr
-    code = "try:\n    import mxamp\nexcept ImportError as error:\n    print(type(error.__cause__))"
-    assert "OSError" in run_python(code, env={"PYTHONPATH": path}).stdout
