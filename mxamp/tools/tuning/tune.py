@@ -506,7 +506,9 @@ class _Search:
         notes += {"plain": [FLOAT32] * complete, "fused": [STATIC]}.get(best.way, [])
         chosen, errors = trials.get(best), best.errors
         kept = tuple(sorted(self.kept or ())) if best.policy.lowers else ()
-        speed = f", {chosen.speedup:.3g} times as fast as plain float32" if chosen else ""
+        speed = ""
+        if chosen and chosen.way != "plain":
+            speed = f", {chosen.speedup:.3g} times as fast as plain float32"
         names = zip(("error", "gradients", "metric"), errors)
         figures = [f"{name} {one:.4g}" for name, one in names if one is not None]
         report = (
