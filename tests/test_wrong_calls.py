@@ -10,7 +10,6 @@ from mxnet.contrib.amp import unscale as contrib_unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
-from mxamp.convert import blocks
 from mxamp.framework.keywords import checked_call
 from mxamp.framework.operators import _OTHER_NAMES, registry
 
@@ -76,7 +75,7 @@ WRONG = [
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
     (lambda: amp.autocast(device_type="cuda"), "the closest is 'dtype'"),
     # values of the wrong kind
-    (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "is an ndarray .*: mx.nd.array makes one"),
+    (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "with NDArrays, not 'fc_weight': an ndarray"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "or NoScaler, not a LossScaler"),
     (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number, not 'dynamic'"),
@@ -91,19 +90,17 @@ WRONG = [
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
-    (lambda: amp.convert_hybrid_block(SYMBOL), "convert_symbol takes symbols"),
-    (lambda: amp.convert_symbol(net()), "convert_hybrid_block takes blocks"),
-    (lambda: amp.convert_symbol("model-symbol.json"), "convert_files the names of saved models"),
-    (lambda: amp.convert_files(SYMBOL, "out"), "convert_model takes models in memory"),
+    (lambda: amp.convert_hybrid_block(SYMBOL), "must be a HybridBlock, not a Symbol"),
+    (lambda: amp.convert_symbol(net()), "must be a Symbol, not Dense"),
     # shapes, and arrays of wrong shapes
-    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"such as mx\.nd\.ones\(.*, not \(2, 3\)"),
+    (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"must be an NDArray, or .*, not \(2, 3\)"),
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
     # the label in a batch, without a loss
     (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*Without loss="),
     (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*Without loss="),
     (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
-    (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "; example_inputs holds the arguments of one call"),
+    (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
     (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense: write 'FullyConnected'"),
     (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax: write 'softmax'"),
@@ -171,12 +168,6 @@ def test_functions_of_contrib_that_were_imported_by_name(on):
     assert not mx.contrib.amp.amp._amp_initialized
 
 
-def test_gpus_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(blocks, "default_device", lambda: "cpu")
-    with pytest.raises(amp.ArgumentError, match=r"ctx is gpu\(1\), and MXNet sees no GPU here"):
-        amp.convert_hybrid_block(net(), "float16", ctx=mx.gpu(1), example_inputs=X)
-
-
 def test_no_losses_are_an_error():
     made = trainer()
     amp.init_trainer(made, amp.LossScaler())
@@ -223,7 +214,7 @@ def bucketing_module():
 
 def test_bucketing_modules_are_bound_before_and_after():
     module = bucketing_module()
-    with pytest.raises(amp.StateError, match=r"call bind\(data_shapes, label_shapes\)"):
+    with pytest.raises(amp.StateError, match="bind bucketing_mod"):
         amp.convert_bucketing_module(module, "bfloat16")
     shapes = [("data", (2, 3))], [("softmax_label", (2,))]
     module.bind(*shapes)
@@ -265,7 +256,7 @@ def test_training_a_block_with_frozen_parameters_is_told_once(caplog):
         with autograd.record():
             low(X)
     assert len(caplog.records) == 1
-    assert f"these parameters get no gradients: {block.weight.name}. To train" in caplog.text
+    assert f"it does not train {block.weight.name}" in caplog.text
 
 
 def hybrid(prefix):

@@ -2,21 +2,21 @@
 
 import logging
 import warnings
-from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.base import MXNetError
-from mxnet.context import Context, current_context
+from mxnet.context import Context
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, StateError
+from ..errors import AmpError, ArgumentError, StateError
 from ..framework.arrays import cast, dtypes_of, map_arrays
-from ..framework.machine import BFLOAT16, DTYPE_CODES, default_device, device_kind
+from ..framework.machine import BFLOAT16, DTYPE_CODES, device_kind
 from ..framework.wording import shortened, shown
 from ..patches.cached_op import Source, install_policy_op
 from ..policy.active import suspended
@@ -24,29 +24,11 @@ from ..policy.decision import CASTABLE
 from .outputs import error_reason
 from .saved import files_to_write, write_model
 
-NOT_RUN = (
-    "block {name!r} has no graph yet: call block.hybridize() and run it once on an example input, "
-    "or give that input as example_inputs"
-)
-NO_EXAMPLE = (
-    "example_inputs must be an NDArray, such as mx.nd.ones((1, 3, 224, 224)), or a list or tuple "
-    "of the arguments of one call, not {given}"
-)
-NOT_ON_EXAMPLE = "block {name!r} does not run on example_inputs of shape {shapes}: {why}"
-OVERRIDES = (
-    "block {name!r} overrides forward, and only hybrid_forward with the arguments of a call can be "
-    "traced: convert the blocks inside it, or move what forward does to hybrid_forward"
-)
-ONE_CALL = "; example_inputs holds the arguments of one call"
-NO_GPU = (
-    "ctx is {given}, and MXNet sees no GPU here: leave ctx out. To convert for GPUs here, give "
-    "policy=Policy.default('float16', 'gpu')"
-)
-FROZEN = (
-    "block %r was converted for inference: these parameters get no gradients: %s. To train it, "
-    "convert it without cast_optional_params and fuse"
-)
-NO_VALUE = "parameter {name!r} has no value yet: initialize the block and run it once"
+NOT_RUN = "block {name!r} has no graph yet: hybridize it and run it once, or give example_inputs"
+NO_EXAMPLE = "example_inputs must be an NDArray, or the arguments of one call, not {given}"
+NOT_ON_EXAMPLE = "block {name!r} does not run on a call with arrays of shape {shapes}: {why}"
+OVERRIDES = "block {name!r} overrides forward, which can't be traced: convert the blocks inside it"
+FROZEN = "block %r was converted with cast_optional_params or fuse: it does not train %s"
 
 logger = logging.getLogger("mxamp")
 
@@ -74,14 +56,11 @@ class TracedBlock:
             name: param for name, param in block.collect_params().items() if name in used
         }
 
-    def input_dtypes(self, overrides: Any) -> Any:
+    def input_dtypes(self, overrides: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
         """Return the dtypes of the call's arguments by input name, updated by `overrides`.
 
-        Inputs that the graph does not read are left out. `overrides` that are no mapping are
-        returned as they are: `convert` raises for them.
+        Inputs that the graph does not read are left out.
         """
-        if overrides is not None and not isinstance(overrides, Mapping):
-            return overrides
         unread = {one.name for one in self.inputs} - set(self.symbol.list_inputs())
         known = {n: dtype for n, dtype in self._example_dtypes.items() if dtype in DTYPE_CODES}
         dtypes = {**known, **(overrides or {})}
@@ -91,7 +70,7 @@ class TracedBlock:
         """Return the parameters' values on the CPU, by name; those already there aren't copied."""
         for name, param in self.params.items():
             if param._data is None:
-                raise StateError(NO_VALUE.format(name=name))
+                raise StateError(f"parameter {name!r} has no value: initialize the block, run it")
         return {name: _cpu_value(param) for name, param in self.params.items()}
 
 
@@ -116,45 +95,43 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
     the example initializes parameters of deferred shape.
     """
     if not isinstance(block, HybridBlock):
-        hint = "; convert_symbol takes symbols" if isinstance(block, Symbol) else ""
-        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}{hint}")
+        raise ArgumentError(f"block must be a HybridBlock, not {shown(block)}")
     arguments = None if example_inputs is None else _checked_arguments(example_inputs)
     if arguments is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
         return TracedBlock(block)
-    shapes = [one.shape for one in _flatten(arguments, "input")[0] if one is not None]
-    if any(p._data is None for p in block.collect_params().values()):
-        try:
+    try:
+        if any(param._data is None for param in block.collect_params().values()):
             block(*arguments)
-        except (MXNetError, ValueError) as error:  # ValueError: while it infers a deferred shape
-            raise _example_error(block.name, shapes, error) from None
-        except RuntimeError as error:  # of parameters that were not initialized
-            raise StateError(f"block {block.name!r} does not run: {error}") from None
-        except TypeError as error:
-            raise _example_error(block.name, shapes, error, ONE_CALL) from error
+        return _traced_on(block, arguments)
+    except (MXNetError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise _example_error(block, arguments, error) from error
+
+
+def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
+    """Return the graph of a call with `arguments`; the block keeps the graph that it has."""
     kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
     try:
         block._cached_graph = ()
         called = _forward_arguments(block, arguments)
         block._get_graph(*called)
         return TracedBlock(block, called)
-    except (TypeError, NotImplementedError) as error:
-        if not type(block).forward.__module__.startswith("mxnet."):
-            raise ArgumentError(OVERRIDES.format(name=block.name)) from error
-        raise _example_error(block.name, shapes, error, ONE_CALL) from error
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
 
 
-def _example_error(
-    name: str, shapes: Iterable[Any], error: Exception, hint: str = ""
-) -> ArgumentError:
-    """Return the error for example inputs that the block `name` does not run on."""
-    given = " and ".join(map(str, shapes))
-    why = error_reason(error)
-    return ArgumentError(NOT_ON_EXAMPLE.format(name=name, shapes=given, why=why) + hint)
+def _example_error(block: HybridBlock, arguments: Tuple[Any, ...], error: Exception) -> AmpError:
+    """Return the error for example inputs that a block does not run on, or can't be traced on."""
+    if type(error) is RuntimeError:  # of parameters that were not initialized
+        return StateError(f"block {block.name!r} does not run: {error}")
+    is_call = isinstance(error, (TypeError, NotImplementedError))
+    if is_call and not type(block).forward.__module__.startswith("mxnet."):
+        return ArgumentError(OVERRIDES.format(name=block.name))
+    arrays = [one for one in _flatten(arguments, "input")[0] if one is not None]
+    shapes, why = " and ".join(str(array.shape) for array in arrays), error_reason(error)
+    return ArgumentError(NOT_ON_EXAMPLE.format(name=block.name, shapes=shapes, why=why))
 
 
 def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
@@ -200,6 +177,13 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     _is_fused = False  #: MXNet's gradients of fused operators are wrong
     _frozen: Sequence[str] = ()  #: parameters that train in the original block only
     _has_warned = False
+    _layer: Optional[_RNNLayer] = None  #: the recurrent layer that it was converted from
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """Call the block; the states of a recurrent layer may be left out."""
+        if self._layer is not None:
+            return super().__call__(*_with_states_as_list(self._layer, x, *args))
+        return super().__call__(x, *args)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
         """Write the converted graph with its casts, and all parameters; needs no call before.
@@ -226,8 +210,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         if any(self._input_dtypes):
             flat, form = _flatten((x, *args), "input")
             dtypes = iter(self._input_dtypes)
-            inputs = [None if x is None else _cast_input(x, next(dtypes, None)) for x in flat]
-            return super().forward(*_regroup(inputs, form))
+            x, *args = _regroup([_cast_input(x, next(dtypes, None)) for x in flat], form)
         return super().forward(x, *args)
 
     def _call_cached_op(self, *args: Any) -> Any:
@@ -250,45 +233,13 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
 def _cast_input(value: Any, dtype: Optional[str]) -> Any:
     """Return an array or symbol cast to `dtype` if both dtypes are half precision or float32."""
-    if dtype not in CASTABLE:
+    if value is None or dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):
         return mx.sym.amp_cast(value, dtype=BFLOAT16 if dtype == "bfloat16" else dtype)
     if dtypes_of([value])[0] not in CASTABLE:
         return value
     return cast(value, dtype, isinstance(value, mx.np.ndarray))
-
-
-class ConvertedRecurrentBlock(ConvertedBlock):
-    """A converted recurrent layer or cell with the original block's `begin_state`."""
-
-    _original: HybridBlock
-
-    def state_info(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the shapes and layouts of the states."""
-        return self._original.state_info(*args, **kwargs)
-
-    def begin_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the initial states."""
-        return self._original.begin_state(*args, **kwargs)
-
-    def __call__(self, inputs: Any, *args: Any) -> Any:
-        """Call the block; the states of a layer may be left out."""
-        if isinstance(self._original, _RNNLayer):
-            return super().__call__(*_with_states_as_list(self._original, inputs, *args))
-        return super().__call__(inputs, *args)
-
-
-def contexts_of(ctx: Union[None, Context, Sequence[Context]]) -> List[Context]:
-    """Return a `ctx` argument as a list of contexts; None stands for the current context."""
-    if ctx is None:
-        return [current_context()]
-    contexts = [ctx] if isinstance(ctx, Context) else list(ctx)
-    if not contexts or not all(isinstance(one, Context) for one in contexts):
-        raise ArgumentError(f"ctx must be a Context or a list of them, not {shown(ctx)}")
-    if default_device() != "gpu" and any(device_kind(one) == "gpu" for one in contexts):
-        raise ArgumentError(NO_GPU.format(given=shown(ctx)))
-    return contexts
 
 
 def build_block(
@@ -308,17 +259,18 @@ def build_block(
     `source`, the block runs the source's graph, with casts by its policy. Inputs are cast to
     `input_dtypes`, by input name.
     """
-    recurrent = hasattr(block, "begin_state")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
-        result = (ConvertedRecurrentBlock if recurrent else ConvertedBlock)(symbol, traced.inputs)
+        result = ConvertedBlock(symbol, traced.inputs)
     result._source = source
     trained = (name for name, param in traced.params.items() if param.grad_req != "null")
     result._frozen = [name for name in trained if name in frozen]
     result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
-    if recurrent:
-        # Past Block.__setattr__, which would make the original a child.
-        object.__setattr__(result, "_original", getattr(block, "_original", block))
+    if hasattr(block, "begin_state"):
+        result.begin_state, result.state_info = block.begin_state, block.state_info
+    layer = block if isinstance(block, _RNNLayer) else getattr(block, "_layer", None)
+    # Past Block.__setattr__, which would make the layer a child.
+    object.__setattr__(result, "_layer", layer)
     # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
     result._in_format, result._out_format = traced.formats
     for name, param in result.collect_params().items():

@@ -3,12 +3,12 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
 from ..errors import ArgumentError, CheckError
 from ..framework.files import check_file_path
 from ..framework.keywords import checked_call
-from ..framework.wording import counted, shown
+from ..framework.wording import shown
 from ..policy.overrides import Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
@@ -22,25 +22,12 @@ logger = logging.getLogger("mxamp")
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
 
-NO_PREFIX = (
-    "prefix must be the name of a saved model before -symbol.json, not {given}; convert_model "
-    "takes models in memory"
+WRONG = (
+    "output {one.name!r} has a relative error of {one.relative:.2g}, a tolerance of {limit:g}, "
+    "and Inf or NaN in {one.lost:,} elements where the original has none; nothing was written. "
+    "Keep more in float32 with `excluded_sym_names`"
 )
-NO_TOLERANCE = "`tolerance` must be a number above 0, not {given}"
-LOST = (
-    "the converted model gives Inf or NaN in {elements} of output {name!r} where the "
-    "original is finite; nothing was written. Keep more of it in float32 with `excluded_sym_names`"
-)
-FAR_OFF = (
-    "output {name!r} of the converted model has a relative error of {found:.2g}, above the "
-    "tolerance of {limit:g}; nothing was written. Keep more of it in float32 with "
-    "`excluded_sym_names`, or give a larger `tolerance`"
-)
-NO_OUT = "the prefix of the files to write is empty: give another `out`"
-SAME_FILES = (
-    "{out!r} names the files of the model itself ({path!r}), which a conversion never overwrites: "
-    "give another `out`"
-)
+SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 
 
 class ConvertedFiles(NamedTuple):
@@ -135,20 +122,13 @@ def convert_files(
     WriteError
         The files can't be written.
     """
-    if not isinstance(prefix, (str, os.PathLike)):
-        raise ArgumentError(NO_PREFIX.format(given=shown(prefix)))
-    options = Options.of(
-        target_dtype, (), policy, keep_io_types, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, fuse=fuse,
-    )  # fmt: skip
+    options = Options.of(**locals())
     read, written = model_files(prefix, epoch), _checked_output_files(prefix, out, epoch, force)
-    if not isinstance(tolerance, (int, float)) or not tolerance > 0:
-        raise ArgumentError(NO_TOLERANCE.format(given=shown(tolerance)))
-    logger.info("reading %s", os.fspath(prefix))
+    if not tolerance > 0:
+        raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        dtype = options.policy.target_dtype if options.policy.lowers else "float32"
-        logger.info("converting %s to %s", os.fspath(prefix), dtype)
+        logger.info("converting %s", os.fspath(prefix))
         converted = converted_model(model, options)
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:
@@ -157,9 +137,10 @@ def convert_files(
             if has_half_values(model):  # MXNet's CPU kernels don't run every half-precision model
                 original = converted_model(model, Options.of("float32"))
             errors = compare_models(original, converted, check_inputs)
-            _check_errors(errors, tolerance)
+            for one in errors:
+                if one.lost or one.relative > tolerance:
+                    raise CheckError(WRONG.format(one=one, limit=tolerance), errors)
         before = sum(path.stat().st_size for path in read)
-        logger.info("writing %s", os.fspath(out))
         write_model(converted, written, force)
     after = sum(path.stat().st_size for path in written)
     return ConvertedFiles(*written, before, after, errors)
@@ -172,31 +153,11 @@ def _checked_output_files(
 
     Existing files raise without `force` only.
     """
-    if not os.fspath(out):
-        raise ArgumentError(NO_OUT)
     read, written = model_files(prefix, epoch), files_to_write(out, epoch)
     for path in written:
         check_file_path(path)
-        if any(_is_same(path, other) for other in read):
+        if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
             raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
         if path.exists() and not force:
             raise ArgumentError(IS_THERE.format(path=str(path)))
     return written
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    """Return whether two paths name one file, existing or not, directly or by links."""
-    exist = os.path.exists(path) and os.path.exists(other)
-    return os.path.realpath(path) == os.path.realpath(other) or (exist and path.samefile(other))
-
-
-def _check_errors(errors: Sequence[OutputError], tolerance: float) -> None:
-    """Raise `CheckError` if an output lost finite elements or has an error above `tolerance`."""
-    for error in errors:
-        if error.lost:
-            message = LOST.format(elements=counted(error.lost, "element"), name=error.name)
-            raise CheckError(message, errors)
-    worst = max(errors, key=lambda error: error.relative, default=None)
-    if worst is not None and worst.relative > tolerance:
-        message = FAR_OFF.format(name=worst.name, found=worst.relative, limit=tolerance)
-        raise CheckError(message, errors)

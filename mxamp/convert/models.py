@@ -7,7 +7,7 @@ returns the dtypes of the original. The symbol, block and dictionaries that were
 from dataclasses import replace
 from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
-from mxnet.context import Context
+from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, SymbolBlock
 from mxnet.module import BucketingModule
 from mxnet.ndarray.ndarray import NDArray
@@ -20,17 +20,17 @@ from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
-from .blocks import Examples, build_block, contexts_of, trace
+from .blocks import Examples, build_block, trace
 from .options import Names, Options, is_float32
-from .outputs import Model
-from .symbols import Converted, Params, cast_params, convert
+from .outputs import Model, checked_model
+from .symbols import Converted, Params, convert
 
-NO_ARRAY = "{name} must map names to NDArrays, and {key!r} is {given}: mx.nd.array makes one"
-NO_MODULE = "convert_bucketing_module takes a BucketingModule, not {given}"
-NOT_BOUND = (
-    "the BucketingModule has no buckets or parameters yet: call bind(data_shapes, label_shapes) "
-    "and init_params() or set_params() before converting"
-)
+#: The arguments of a BucketingModule that its attributes hold.
+_MODULE_OPTIONS = (
+    "sym_gen", "default_bucket_key", "context", "work_load_list", "fixed_param_names",
+    "state_names", "group2ctxs", "compression_params",
+)  # fmt: skip
+NOT_BOUND = "bind bucketing_mod and give it parameters, by init_params or set_params, to convert it"
 
 
 @checked_call
@@ -97,11 +97,7 @@ def convert_symbol(
     ArgumentError
         An argument has the wrong type, or an operator is in two lists.
     """
-    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    options = Options.of(
-        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, data_names=data_names,
-    )  # fmt: skip
+    options = Options.of(**locals())
     return convert(sym, options).symbol
 
 
@@ -151,25 +147,15 @@ def convert_model(
 
     The other parameters are those of `convert_symbol`.
     """
-    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    options = Options.of(
-        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, fuse=fuse,
-    )  # fmt: skip
-    for name, params in (("arg_params", arg_params), ("aux_params", aux_params)):
-        if not isinstance(params, Mapping):
-            raise ArgumentError(f"{name} must map names to NDArrays, not {shown(params)}")
-        for key, value in params.items():
-            if not isinstance(value, NDArray):
-                raise ArgumentError(NO_ARRAY.format(name=name, key=key, given=shown(value)))
-    return converted_model((sym, arg_params, aux_params), options)
+    options = Options.of(**locals())
+    return converted_model(checked_model((sym, arg_params, aux_params)), options)
 
 
 def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
     """Return the symbol, arg_params and aux_params of a model converted as `options` say."""
     symbol, args, auxs = model
     converted = convert(symbol, options, {**args, **auxs})
-    values = cast_params(converted.params, converted.inputs)
+    values = dict(converted.params)
     new_auxs = {name: values.pop(name) for name in auxs if name in values}
     return converted.symbol, values, new_auxs
 
@@ -238,24 +224,19 @@ def convert_hybrid_block(
     StateError
         The block has no graph yet and no example was given, or a parameter has no value.
     """
-    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    options = Options.of(
-        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes, fuse=fuse,
-    )  # fmt: skip
-    contexts = contexts_of(ctx)
+    options = Options.of(**locals())
+    contexts = [ctx] if isinstance(ctx, Context) else list(ctx or [current_context()])
     traced = trace(block, example_inputs)
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
     converted = convert(traced.symbol, options, traced.param_values())
-    values = cast_params(converted.params, converted.inputs)
-    frozen = values if options.fuse else converted.inputs
+    frozen = converted.params if options.fuse else converted.inputs
     input_dtypes = {} if options.keep_io_types else converted.data
     source = None
     # With half precision at its boundary, the source graph is another model.
     if options.keep_io_types or is_float32(target_dtype):
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     fast = build_block(
-        block, traced, converted.symbol, values, contexts, frozen, source, input_dtypes
+        block, traced, converted.symbol, converted.params, contexts, frozen, source, input_dtypes
     )
     if options.fuse:
         fast._is_fused = True
@@ -306,14 +287,10 @@ def convert_bucketing_module(
         The module is not bound, or has no parameters yet.
     """
     if not isinstance(bucketing_mod, BucketingModule):
-        raise ArgumentError(NO_MODULE.format(given=shown(bucketing_mod)))
+        raise ArgumentError(f"bucketing_mod must be a BucketingModule, not {shown(bucketing_mod)}")
     if not bucketing_mod.params_initialized or not bucketing_mod._buckets:
         raise StateError(NOT_BOUND)
-    lists = target_dtype_ops, fp32_ops, widest_dtype_ops, conditional_fp32_ops
-    options = Options.of(
-        target_dtype, lists, policy, keep_io_types, excluded_sym_names=excluded_sym_names,
-        cast_optional_params=cast_optional_params, input_dtypes=input_dtypes,
-    )  # fmt: skip
+    options = Options.of(**locals())
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
     # A bucket returns new values only for the parameters that its graph reads.
@@ -323,20 +300,13 @@ def convert_bucketing_module(
         for name in one.source.input_names
         if name in one.params
     }
-    values = cast_params({**args, **auxs, **held}, next(iter(buckets.values())).inputs)
+    values = {**args, **auxs, **held}
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
-        sym_gen=bucketing_mod._sym_gen,
         arg_params={name: values[name] for name in args},
         aux_params={name: values[name] for name in auxs},
-        default_bucket_key=bucketing_mod._default_bucket_key,
         logger=bucketing_mod.logger,
-        context=bucketing_mod._context,
-        work_load_list=bucketing_mod._work_load_list,
-        fixed_param_names=bucketing_mod._fixed_param_names,
-        state_names=bucketing_mod._state_names,
-        group2ctxs=bucketing_mod._group2ctxs,
-        compression_params=bucketing_mod._compression_params,
+        **{name: getattr(bucketing_mod, f"_{name}") for name in _MODULE_OPTIONS},
     )
 
 

@@ -1,8 +1,7 @@
 """The options that all `convert_*` functions share, and checks of names, dtypes and shapes."""
 
 import logging
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -18,25 +17,11 @@ from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
 
 logger = logging.getLogger("mxamp")
 
-NO_OPERATORS = "`excluded_sym_names`: one of the blocks has no operators and no children"
-NO_DTYPES = "input_dtypes must map names of inputs to dtypes, not {given}"
-NO_DTYPE = "the dtype of input {name!r} must be one of {allowed}, not {given}"
-OTHER_DTYPE = (
-    "{name!r} is a parameter with values in {own}, not an input in {given}: leave it out, or cast "
-    "its values"
-)
-NO_SHAPE = (
-    "the shape of input {name!r} must be sizes above 0, such as (1, 3, 224, 224), of less than "
-    "2**31 elements, not {given}"
-)
-_LIMIT = 2**31  #: elements of an array in MXNet's wheels
-
-NOTHING_TO_LOWER = (
-    "a float32 model has no operator in half precision: leave out `policy` and the operator lists, "
-    "or give float16 or bfloat16"
-)
+NOTHING_TO_LOWER = "a float32 model lowers no operator: leave out `policy` and the operator lists"
 
 Names = Optional[Iterable[str]]
+
+_LISTS = ("target_dtype_ops", "fp32_ops", "widest_dtype_ops", "conditional_fp32_ops")
 
 
 @dataclass(frozen=True)
@@ -56,54 +41,32 @@ class Options:
     not_offline: FrozenSet[str] = frozenset()
 
     @classmethod
-    def of(
-        cls,
-        target_dtype: Any,
-        lists: Sequence[Any] = (),
-        policy: Optional[Policy] = None,
-        keep_io_types: Optional[bool] = None,
-        **others: Any,
-    ) -> "Options":
-        """Return the options of a `convert_*` call; `lists` are its four operator lists.
+    def of(cls, target_dtype: Any, **arguments: Any) -> "Options":
+        """Return the options of a `convert_*` call, given all its arguments by name.
 
-        `keep_io_types` is True by default, but False for float32 models.
+        `keep_io_types` is True by default, but False for float32 models, whose policy lowers no
+        operator.
         """
-        if keep_io_types is None:
-            keep_io_types = not is_float32(target_dtype)
-        check_bool("keep_io_types", keep_io_types)
-        policy = conversion_policy(target_dtype, lists, policy)
-        return cls(policy, keep_io_types=keep_io_types, **others)
-
-    def __post_init__(self) -> None:
-        check_bool("cast_optional_params", self.cast_optional_params)
-        check_bool("fuse", self.fuse)
-
-    @property
-    def casts_offline(self) -> bool:
-        """Whether parameters are cast once, when the model is converted."""
-        return self.cast_optional_params or self.fuse
-
-
-def conversion_policy(
-    target_dtype: Any, lists: Sequence[Any] = (), policy: Optional[Policy] = None
-) -> Policy:
-    """Return the policy of a `convert_*` call; for float32 one that lowers no operator.
-
-    `lists` are the four operator lists of `requested_policy`.
-    """
-    if not is_float32(target_dtype):
-        if target_dtype is not DEFAULT_TARGET:
-            check_target(target_dtype, (*TARGETS, "float32"))
-        return requested_policy(target_dtype, *lists, policy=policy)
-    if policy is not None or any(one is not None for one in lists):
-        raise ArgumentError(NOTHING_TO_LOWER)
-    return Policy.default("bfloat16", "cpu").in_float32()
+        given = {one.name: arguments[one.name] for one in fields(cls) if one.name in arguments}
+        lists, policy = [arguments.get(name) for name in _LISTS], given.get("policy")
+        if given.get("keep_io_types") is None:
+            given["keep_io_types"] = not is_float32(target_dtype)
+        if not is_float32(target_dtype):
+            if target_dtype is not DEFAULT_TARGET:
+                check_target(target_dtype, (*TARGETS, "float32"))
+            given["policy"] = requested_policy(target_dtype, *lists, policy=policy)
+        elif policy is not None or any(one is not None for one in lists):
+            raise ArgumentError(NOTHING_TO_LOWER)
+        else:
+            given["policy"] = Policy.default("bfloat16", "cpu").in_float32()
+        for name in ("cast_optional_params", "fuse", "keep_io_types"):
+            check_bool(name, given.get(name, False))
+        return cls(**given)
 
 
 def is_float32(target_dtype: Any) -> bool:
     """Return whether a conversion is to float32."""
-    is_dtype = isinstance(target_dtype, (str, type, np.dtype))
-    return is_dtype and dtype_name(target_dtype) == "float32"
+    return dtype_name(target_dtype) == "float32"
 
 
 def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
@@ -117,7 +80,7 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
     kept: List[str] = []
     for patterns in layer_patterns("excluded_sym_names", excluded):
         if not patterns:
-            raise ArgumentError(NO_OPERATORS)
+            raise ArgumentError("`excluded_sym_names`: a block has no operators and no children")
         # A block may have children that its graph never calls.
         errors = unknown_layers(patterns, layers)
         if len(errors) == len(patterns):
@@ -138,7 +101,7 @@ def resolved_dtypes(
     The last resort is float32. Raises for an input whose dtype in `param_dtypes` is another.
     """
     if input_dtypes is not None and not isinstance(input_dtypes, Mapping):
-        raise ArgumentError(NO_DTYPES.format(given=shown(input_dtypes)))
+        raise ArgumentError(f"input_dtypes must map names to dtypes, not {shown(input_dtypes)}")
     inputs = set(symbol.list_inputs())
     known = {name: dtype_name(dtype) for name, dtype in param_dtypes.items() if name in inputs}
     with prefix_errors("`input_dtypes`"):
@@ -146,7 +109,7 @@ def resolved_dtypes(
         for name, dtype in (input_dtypes or {}).items():
             given = checked_dtype(name, dtype)
             if known.get(name, given) != given:
-                raise ArgumentError(OTHER_DTYPE.format(name=name, own=known[name], given=given))
+                raise ArgumentError(f"{name!r} is a parameter in {known[name]}, not in {given}")
             known[name] = given
     arguments = set(symbol.list_arguments())
     inferred = argument_dtypes(symbol, {k: v for k, v in known.items() if k in arguments})
@@ -158,12 +121,12 @@ def checked_dtype(name: str, dtype: Any) -> str:
     found = dtype_name(dtype)
     if found not in DTYPE_CODES:
         allowed = ", ".join(DTYPE_CODES)
-        raise ArgumentError(NO_DTYPE.format(name=name, allowed=allowed, given=shown(dtype)))
+        raise ArgumentError(f"the dtype of input {name!r} must be in {allowed}, not {shown(dtype)}")
     return found
 
 
 def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return a mapping of input names to shapes with tuples of int; raise for sizes MXNet refuses.
+    """Return a mapping of input names to shapes with tuples of int; raise for other values.
 
     `argument` is the name of the public argument, for messages. None gives an empty dictionary.
     """
@@ -172,9 +135,8 @@ def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
     checked = {}
     for name, shape in (shapes or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]
-        is_shape = all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes)
-        if not is_shape or math.prod(map(int, sizes)) >= _LIMIT:
-            raise ArgumentError(NO_SHAPE.format(name=name, given=shown(shape)))
+        if not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
+            raise ArgumentError(f"the shape of {name!r} must be sizes above 0, not {shown(shape)}")
         checked[name] = tuple(map(int, sizes))
     return checked
 
@@ -186,11 +148,10 @@ def name_list(argument: str, names: Names) -> Sequence[str]:
     """
     if names is None:
         return ()
-    if isinstance(names, str) or not isinstance(names, Iterable):
+    is_list = isinstance(names, Iterable) and not isinstance(names, str)
+    listed: List[Any] = list(names) if is_list else [names]
+    if not is_list or not all(isinstance(name, str) for name in listed):
         raise ArgumentError(f"{argument} must be a list of names, not {shown(names)}")
-    listed = list(names)
-    if not all(isinstance(name, str) for name in listed):
-        raise ArgumentError(f"{argument} must be a list of strings, not {shown(listed)}")
     return listed
 
 

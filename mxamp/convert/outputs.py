@@ -20,7 +20,7 @@ from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_NAMES, dtype_name
 from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
-from ..graph.ir import Graph
+from ..graph.ir import Graph, Shape
 from ..policy.active import suspended
 from ..policy.targets import TARGETS
 from ..policy.values import is_true
@@ -30,27 +30,11 @@ logger = logging.getLogger("mxamp")
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
-NO_MODEL = "a model must be (symbol, arg_params, aux_params), a Symbol and two dicts, not {given}"
-NO_INPUTS = (
-    "the inputs must map names to arrays, such as {{'data': mx.nd.ones((1, 3, 224, 224))}}, not "
-    "{given}"
-)
-NO_SHAPES = (
-    "the shapes of the inputs {inputs} can't be inferred from the parameters: give them with "
-    "`shapes`, as name:1,3,224,224, which is {{'name': (1, 3, 224, 224)}} in Python"
-)
-NOT_ON_THESE = "the original does not run on these inputs: {why}"
-#: MXNet's CPU kernels multiply no float16 matrices.
-HALF_ORIGINAL = (
-    ". It holds half precision: convert it with target_dtype='float32' first, and compare with that"
-)
+NO_MODEL = "a model must be (symbol, arg_params, aux_params) with NDArrays, not {given}"
+NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred{why}: give them (--input NAME:1,3)"
 ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
-NOT_HERE = (
-    "the converted model does not run here: {why}. A model for GPUs can only be checked on a GPU"
-)
-NO_NUMBERS = "input {name!r} must be an array of booleans, integers or floats, not {given}"
+NOT_HERE = "the converted model does not run here, as one for GPUs does only on a GPU: {why}"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
-NOTHING_FINITE = "the original gives only NaN or infinity in output {name!r}: nothing to compare"
 _SEQUENCES = frozenset({"SequenceMask", "SequenceLast", "SequenceReverse"})
 #: Operators that keep indices and lengths as they are.
 _SAME_VALUES = frozenset(
@@ -127,10 +111,7 @@ class OutputError:
 
 @checked_call
 def compare_models(
-    model: Model,
-    other: Model,
-    inputs: Mapping[str, Any],
-    ctx: Optional[Context] = None,
+    model: Model, other: Model, inputs: Mapping[str, Any], ctx: Optional[Context] = None
 ) -> Tuple[OutputError, ...]:
     """Run two models on the same inputs and return the errors of the second's outputs.
 
@@ -158,18 +139,16 @@ def compare_models(
     StateError
         The other model does not run here, such as a model converted for GPUs on a CPU.
     """
-    for one in (model, other):
-        checked_model(one)
     if not isinstance(inputs, Mapping):
-        raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
+        raise ArgumentError(f"inputs must map names to arrays, not {shown(inputs)}")
     ctx = ctx or current_context()
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
     try:
         expected = run_model(model, given, ctx)
     except MXNetError as error:
-        hint = HALF_ORIGINAL if has_half_values(model) else ""
-        raise ArgumentError(NOT_ON_THESE.format(why=error_reason(error)) + hint) from None
+        why = error_reason(error)
+        raise ArgumentError(f"the original does not run on these inputs: {why}") from None
     try:
         measured = run_model(other, given, ctx)
     except MXNetError as error:
@@ -191,12 +170,12 @@ def output_error(name: str, reference: Any, measured: Any) -> OutputError:
     distance = Distance()
     distance.add(name, reference, measured)
     if reference.size and not np.isfinite(reference).any():
-        raise ArgumentError(NOTHING_FINITE.format(name=name))
+        raise ArgumentError(f"the original gives only NaN or infinity in output {name!r}")
     same_argmax = None
     if reference.ndim == 2 and reference.shape[1] > 1:  # noqa: PLR2004
         same_argmax = float((reference.argmax(1) == measured.argmax(1)).mean())
-    errors = distance.relative, distance.maximum, same_argmax, distance.lost
-    return OutputError(name, reference.shape, *errors)
+    measures = distance.relative, distance.maximum, same_argmax, distance.lost
+    return OutputError(name, reference.shape, *measures)
 
 
 def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
@@ -217,18 +196,15 @@ def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequ
 def zeros_for_missing(symbol: Symbol, values: Mapping[str, NDArray]) -> Dict[str, NDArray]:
     """Return zeros for the inputs, such as labels, that have no value; raise if not inferable."""
     missing = [name for name in symbol.list_inputs() if name not in values]
-    if not missing:
-        return {}
-    shapes = _inferred_shapes(symbol, {name: array.shape for name, array in values.items()})
+    known = {name: array.shape for name, array in values.items()}
+    shapes = _inferred_shapes(symbol, known) if missing else {}
     unknown = [name for name in missing if name not in shapes]
     if unknown:
         raise ArgumentError(f"inputs without a value: {', '.join(unknown)}")
     return {name: nd.zeros(shapes[name]) for name in missing}
 
 
-def _inferred_shapes(
-    symbol: Symbol, known: Mapping[str, Sequence[int]]
-) -> Dict[str, Tuple[int, ...]]:
+def _inferred_shapes(symbol: Symbol, known: Mapping[str, Sequence[int]]) -> Dict[str, Shape]:
     """Return the `known` shapes of a symbol's arguments and those that MXNet infers from them."""
     arguments = symbol.list_arguments()
     known = {name: shape for name, shape in known.items() if name in arguments}
@@ -277,27 +253,26 @@ def random_inputs(
     symbol, args, auxs = checked_model(model)
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
-    known = {**{name: array.shape for name, array in args.items()}, **shapes}
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
+    found, why = shapes, ""
     try:
-        found = {**_inferred_shapes(symbol, known), **shapes}
+        params = {name: array.shape for name, array in args.items()}
+        found = {**_inferred_shapes(symbol, {**params, **shapes}), **shapes}
     except MXNetError as error:
-        if not shapes:
-            raise ArgumentError(NO_SHAPES.format(inputs=", ".join(names))) from None
-        raise ArgumentError(f"inputs of these shapes don't fit: {error_reason(error)}") from None
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(unknown)))
+        why = f" ({error_reason(error)})"
+    missing = [name for name in names if name not in found]
+    if missing or why:
+        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(missing or names), why=why))
     random, bounds = np.random.RandomState(seed), _bounds(symbol, found)
-    return {
-        name: _random_array(
-            random,
-            found[name],
-            checked_dtype(name, dtypes.get(name, "float32")),
-            bounds.get(name),
-        )
-        for name in names
-    }
+    result = {}
+    for name in names:
+        dtype = checked_dtype(name, dtypes.get(name, "float32"))
+        limits = bounds.get(name) or (None if "float" in dtype else (0, 2))  # 0 and 1 fit any label
+        shape = found[name]
+        drawn: Any = random.randint(*limits, shape) if limits else random.randn(*shape)
+        array = nd.array(drawn, dtype="float32" if "float" in dtype else dtype)
+        result[name] = cast(array, dtype) if "float" in dtype else array
+    return result
 
 
 def _bounds(symbol: Symbol, shapes: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, int]]:
@@ -325,27 +300,15 @@ def _bounds(symbol: Symbol, shapes: Mapping[str, Sequence[int]]) -> Dict[str, Tu
     return bounds
 
 
-def _random_array(
-    random: np.random.RandomState,
-    shape: Sequence[int],
-    dtype: str,
-    bounds: Optional[Tuple[int, int]],
-) -> NDArray:
-    """Return an array of integers in `bounds`, of normal values, or of 0 and 1 if no float."""
-    if "float" not in dtype:
-        low, high = bounds or (0, 2)  # 0 and 1 fit any label
-        return nd.array(random.randint(low, high, shape), dtype=dtype)
-    drawn = random.randint(*bounds, shape) if bounds else random.randn(*shape)
-    values = nd.array(drawn, dtype="float32")
-    return values if dtype == "float32" else cast(values, dtype)
-
-
 def checked_model(model: Model) -> Model:
     """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
         raise ArgumentError(NO_MODEL.format(given=shown(model)))
+    for name, value in {**model[1], **model[2]}.items():
+        if not isinstance(value, NDArray):
+            raise ArgumentError(NO_MODEL.format(given=f"{name!r}: {shown(value)}"))
     return model
 
 
@@ -354,7 +317,7 @@ def finite_input(name: str, value: Any) -> NDArray:
     array = value
     if not isinstance(value, NDArray):
         if np.asarray(value).dtype.kind not in "biuf":
-            raise ArgumentError(NO_NUMBERS.format(name=name, given=shown(value)))
+            raise ArgumentError(f"input {name!r} must be an array of numbers, not {shown(value)}")
         with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: see below
             array = nd.array(value)
     dtype = dtype_name(array.dtype)

@@ -11,7 +11,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
-from ..framework.wording import counted, shortened, shown
+from ..framework.wording import counted, shown
 from ..graph.casts.builder import HALVES
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
@@ -31,31 +31,14 @@ from ..patches.announcements import warn_of_model_in_float16
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
-from ..policy.values import INFINITE_FROM
 from .options import Options, check_names, name_list, resolved_dtypes, with_excluded_layers
 
 logger = logging.getLogger("mxamp")
 
 Params = Dict[str, NDArray]
 
-LOSSY = (
-    "casting parameter %r to %s turns %s into infinity and %s into zero: keep "
-    "what reads it in float32 with `excluded_sym_names`, or leave `cast_optional_params` off"
-)
-OVERFLOWS = (
-    "parameter %r holds %s that would be infinity in %s, in which it is read: keep what "
-    "reads it in float32 with `excluded_sym_names`"
-)
+LOSSY = "%r in %s turns %s into infinity and %s into zero: name its layer in `excluded_sym_names`"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
-NO_SYMBOL = (
-    "a model's graph must be a Symbol, not {given}; convert_hybrid_block takes blocks, and "
-    "convert_files the names of saved models"
-)
-ROUNDINGS = "casts to half precision that only round are kept, as no operator computes in it: %s"
-NO_DATA_NAMES = (
-    "`keep_io_types=False` changes the dtype of inputs that are no parameters: name them in "
-    "data_names, of {inputs}"
-)
 
 
 class _KeepsCasts:
@@ -91,7 +74,7 @@ class Converted(NamedTuple):
     symbol: Symbol
     inputs: Dict[str, str]  #: new dtypes of the inputs that were cast offline
     data: Dict[str, str]  #: dtypes of the inputs that are no parameters
-    params: Params  #: values for `source`, including those of fused operators; not cast yet
+    params: Params  #: all values, cast, including those of fused operators
     source: Graph  #: the graph without casts
     policy: Policy
 
@@ -103,47 +86,42 @@ def convert(
     """Return a symbol converted as `options` say; with `params`, as part of a model.
 
     With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
-    The values of parameters aren't cast yet: see `cast_params`.
     """
     if not isinstance(symbol, Symbol):
-        raise ArgumentError(NO_SYMBOL.format(given=shown(symbol)))
-    read = Graph.from_symbol(symbol)
-    graph = without_copies_before_casts(with_merged_variables(read))
+        raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
+    graph = without_copies_before_casts(with_merged_variables(Graph.from_symbol(symbol)))
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
-    data = _data_names(graph, options, params)
+    data: Sequence[str] = [name for name in graph.input_names if name not in (params or {})]
+    if params is None:
+        data = name_list("data_names", options.data_names)
+        check_names(data, graph.input_names, "input")
     held = dict(params or {})
     dtypes = resolved_dtypes(
         symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
     )
     wide = widened_for(graph, policy, dtypes, params, options.keep_io_types)
     graph = wide.graph
-    held.update(_params_in_float32(held, wide.variables))
+    held.update(cast_params(held, dict.fromkeys(wide.variables & held.keys(), "float32")))
     dtypes.update(dict.fromkeys(wide.variables, "float32"))
-    if wide.roundings:
-        logger.info(ROUNDINGS, shortened(wide.roundings))
     if options.fuse:
         graph, held, policy = fused(graph, held, policy)
     shapes = {name: array.shape for name, array in held.items()}
-    kept = _inputs_not_cast_offline(graph, data, options)
-    usage = Usage(
-        dtypes,
-        shapes,
-        offline=frozenset(graph.input_names) - kept,
-        restore=options.keep_io_types,
-        converting=True,
-    )
+    # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
+    kept = {*options.not_offline, *(data if options.keep_io_types else ())}
+    if not (options.cast_optional_params or options.fuse):
+        kept.update(name for name in graph.input_names if name not in data)
+    offline, restore = frozenset(graph.input_names) - kept, options.keep_io_types
+    usage = Usage(dtypes, shapes, offline=offline, restore=restore, converting=True)
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    unchanged = new == graph == read and not options.fuse
+    lowered = _variables_cast_to(new, policy.target_dtype)
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
-    _warn_of_bad_values(new, held, policy.target_dtype)
+    _warn_of_bad_values(held, lowered, inputs, policy.target_dtype)
     warn_of_model_in_float16(policy)
-    if unchanged and not inputs and "amp_cast" not in read.operators:
-        return Converted(symbol, {}, taken, held, graph, policy)
     if not options.fuse:
         new = with_copies_before_casts(new, {**dtypes, **inputs})
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
-    return Converted(written, inputs, taken, held, graph, policy)
+    return Converted(written, inputs, taken, cast_params(held, inputs), graph, policy)
 
 
 def widened_for(
@@ -158,15 +136,14 @@ def widened_for(
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
     `params` is None, all inputs do. Parameters that nothing reads become float32 too.
     """
+    held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
+    dtypes = {**held, **dtypes}
     if not policy.lowers:
         graph = without_lowering_regions(graph)
     elif graph.has_fused_operators:
         # They have no class in a policy: they keep the precision that they were fused in.
-        held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
-        check_fused_dtype(graph, {**held, **dtypes}, policy)
+        check_fused_dtype(policy)
         return Widened(graph, frozenset(), ())
-    held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
-    dtypes = {**held, **dtypes}
     if not has_halves(graph, dtypes):
         return Widened(graph, frozenset(), ())
     kept = {name for name in graph.input_names if params is None or name not in params}
@@ -175,66 +152,33 @@ def widened_for(
     return wide._replace(variables=wide.variables | unread)
 
 
-def _params_in_float32(params: Mapping[str, NDArray], names: Collection[str]) -> Params:
-    """Return the parameters among `names` in float32."""
-    with suspended():
-        # A copy has the plain layout, which casts read.
-        return {name: cast(copy(params[name]), "float32") for name in params.keys() & set(names)}
-
-
-def _data_names(
-    graph: Graph, options: Options, params: Optional[Mapping[str, NDArray]]
-) -> Sequence[str]:
-    """Return the names of a graph's inputs that are no parameters."""
-    if params is not None:
-        return [name for name in graph.input_names if name not in params]
-    names = name_list("data_names", options.data_names)
-    if options.policy.lowers and not options.keep_io_types and options.data_names is None:
-        raise ArgumentError(NO_DATA_NAMES.format(inputs=", ".join(graph.input_names)))
-    check_names(names, graph.input_names, "input")
-    return names
-
-
-def _inputs_not_cast_offline(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
-    """Return the names of a graph's inputs that `options` don't let `convert` cast offline."""
-    kept = set(options.not_offline)
-    if options.keep_io_types:
-        kept.update(data)
-    if not options.casts_offline:
-        kept.update(name for name in graph.input_names if name not in data)
-    return kept
-
-
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return the parameters, those named in `dtypes` cast; warn of values that become Inf or 0."""
-    result = dict(params)
+    """Return the parameters, those named in `dtypes` cast."""
     with suspended():
-        for name in params.keys() & dtypes.keys():
-            # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
-            result[name] = cast(copy(params[name]), dtypes[name])
-            overflown, vanished = count_range_errors(params[name], result[name])
-            if overflown or vanished:
-                lost = counted(overflown, "finite value"), counted(vanished, "value")
-                logger.warning(LOSSY, name, dtypes[name], *lost)
-    return result
+        # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
+        lowered = {n: cast(copy(params[n]), dtypes[n]) for n in params.keys() & dtypes.keys()}
+    return {**params, **lowered}
 
 
-def _warn_of_bad_values(graph: Graph, params: Mapping[str, NDArray], dtype: str) -> None:
-    """Log the parameters with NaN or Inf, and those whose cast to `dtype` in `graph` gives Inf."""
-    read = _variables_cast_to(graph, dtype)
+def _warn_of_bad_values(
+    params: Mapping[str, NDArray], lowered: Collection[str], offline: Collection[str], dtype: str
+) -> None:
+    """Log the parameters with NaN or Inf, and the `lowered` ones that lose values in `dtype`.
+
+    Of values that become 0, only those cast `offline` are logged.
+    """
     with suspended():
         for name, array in params.items():
             if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
                 continue
-            bad = over = 0
-            for values in float32_parts(array):
-                finite = np.isfinite(values)
-                bad += int((~finite).sum())
-                over += int((finite & (np.abs(values) >= INFINITE_FROM[dtype])).sum())
+            bad = sum(int((~np.isfinite(values)).sum()) for values in float32_parts(array))
             if bad:
                 logger.warning(NOT_FINITE, name, counted(bad, "value"), array.size)
-            if over and name in read:
-                logger.warning(OVERFLOWS, name, counted(over, "finite value"), dtype)
+            if name in lowered or name in offline:
+                over, vanished = count_range_errors(array, cast(copy(array), dtype))
+                if over or (vanished and name in offline):
+                    lost = counted(over, "finite value"), counted(vanished, "value")
+                    logger.warning(LOSSY, name, dtype, *lost)
 
 
 def _variables_cast_to(graph: Graph, dtype: str) -> Set[str]:

@@ -83,15 +83,6 @@ def test_parameters_are_cast_later_as_by_stock(before):
     assert {kind(array) for array in once[1].values()} == {"float32"}
 
 
-@with_avx512
-def test_parameters_of_the_other_half_precision_are_cast(dtype):
-    other = "float16" if dtype == "bfloat16" else "bfloat16"
-    once = amp.convert_model(NET, PARAMS, {}, dtype, cast_optional_params=True)
-    policy = GPU if other == "float16" else amp.Policy.default(other, "cpu")
-    _, params, _ = amp.convert_model(*once, policy=policy, cast_optional_params=True)
-    assert {kind(array) for array in params.values()} == {other}
-
-
 @pytest.mark.parametrize("way", ["converted", "autocast"])
 @pytest.mark.parametrize(
     "read, to", [("int32", "float64"), ("int32", "float32"), ("uint8", "float32")]

@@ -21,7 +21,6 @@ from helpers import (
     with_avx512,
 )
 from models import model, policy_for
-from mxamp.framework.machine import BFLOAT16
 from nets import convolutional, made, perceptron
 
 B = amp.Policy.default("bfloat16")
@@ -82,25 +81,6 @@ def test_it_runs_as_a_block_does_under_the_policy(net, offline):
     assert operators_of(low._cached_graph[1]) == there
     assert "clip" in there
     assert "Concat" not in there
-
-
-def test_dense_layers_of_few_rows_are_bfloat16_where_their_weight_is(net):
-    x = randn(2, 3, 6, 6)
-    with amp.autocast(enabled=False):
-        plain = net(x).asnumpy()
-
-    def is_rounded(out):
-        low = nd.amp_cast(nd.array(out), dtype=BFLOAT16)
-        return same(nd.amp_cast(low, dtype="float32"), out)
-
-    cast, live = (
-        amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)(x).asnumpy()
-        for offline in (True, False)
-    )
-    assert is_rounded(cast)
-    assert not is_rounded(live)
-    for out in (cast, live):
-        assert 0 < np.linalg.norm(out - plain) < 0.02 * np.linalg.norm(plain)
 
 
 def test_it_trains_as_a_block_does_under_the_policy(net):
@@ -169,40 +149,6 @@ def test_without_the_types_of_the_original_it_casts_data_that_it_is_given(dtype,
     loss.backward()
     assert kind(given.grad) == kind_given
     assert values(given.grad).any()
-
-
-def test_without_the_types_of_the_original_data_read_in_float32_is_cast_too(net):
-    x = randn(3, 3, 6, 6)
-    low = amp.convert_hybrid_block(net, "bfloat16", keep_io_types=False)
-    for half in ("float16", "bfloat16"):
-        assert same(low(down(x, half)), low(up(down(x, half))))
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-def test_what_it_exports_differs_from_it_by_rounding_alone(net, tmp_path):
-    x = randn(30, 3, 6, 6)
-    with amp.autocast(enabled=False):
-        plain = net(x).asnumpy()
-    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=True)
-    out = low(x).asnumpy()
-    other = exported(low, tmp_path)(x).asnumpy()
-    assert not same(out, other)
-    assert np.linalg.norm(out - other) < 2 * np.linalg.norm(other - plain)
-
-
-def test_states_and_nested_inputs_stay():
-    cell = gluon.rnn.LSTMCell(8, input_size=6)
-    cell.initialize()
-    x, states = randn(30, 6), [randn(30, 8, seed=1), randn(30, 8, seed=2)]
-    cell.hybridize()
-    cell(x, states)
-    low = amp.convert_hybrid_block(cell, "bfloat16", cast_optional_params=True)
-    assert [s.shape for s in low.begin_state(batch_size=30)] == [(30, 8), (30, 8)]
-    out, (first, second) = low(x, states)
-    with amp.autocast("bfloat16"):
-        expected, (h, c) = cell(x, states)
-    for mine, theirs in ((out, expected), (first, h), (second, c)):
-        assert same(mine, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:Cannot decide type")
@@ -324,20 +270,6 @@ def lstm():
     return layer, randn(2, 3, 5)
 
 
-def test_recurrent_layers_without_states(dtype):
-    layer, x = lstm()
-    plain = layer(x)
-    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
-    out = low(x)
-    assert kind(out) == "float32"
-    np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
-    with amp.autocast(policy=policy_for(dtype)):
-        assert same(out, layer(x))
-    with autograd.record():
-        low(x).sum().backward()
-    assert all(p.grad().asnumpy().any() for p in low.collect_params().values())
-
-
 def test_recurrent_layers_with_states(dtype):
     layer, x = lstm()
     states = [randn(2, 2, 6, seed=i) for i in range(2)]
@@ -383,18 +315,6 @@ def test_converted_blocks_keep_grad_req(dtype):
         n: p.grad_req for n, p in net.collect_params().items()
     }
     assert low[rest[0].name].wd_mult == 0.5
-    with pytest.raises(amp.ArgumentError, match="ctx must be"):
-        amp.convert_hybrid_block(net, ctx="cpu")
-
-
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-@pytest.mark.parametrize("offline", [False, True])
-def test_converted_blocks_save_export_and_load(dtype, offline, tmp_path):
-    net, data, _, _, _ = model()
-    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype), cast_optional_params=offline)
-    kinds = {kind(p.data()) for p in fast.collect_params().values()}
-    assert kinds == ({dtype, "float32"} if offline else {"float32"})
-    assert same(exported(fast, tmp_path)(*data), fast(*data))
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -430,19 +350,6 @@ def test_copies_on_several_devices_are_averaged(dtype):
         array[:] = 2 * k + 1
     fast = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=nd.ones((1, 1)))
     assert fast(nd.ones((1, 1))).asscalar() == 2
-
-
-def test_unused_parameters_are_no_hindrance(dtype):
-    net, data = made(perceptron)
-    net.register_child(nn.Dense(3, in_units=4))
-    net._children.popitem()
-    net.params.get("unused", shape=(1,), init="zeros")
-    net.initialize(force_reinit=True)
-    net.hybridize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net(*data)
-    assert amp.convert_hybrid_block(net, policy=policy_for(dtype))(*data).shape == (4, 3)
 
 
 @with_avx512

@@ -53,11 +53,13 @@ def test_a_pair_of_which_one_file_was_replaced_is_named(tmp_path, caplog):
     half = tmp_path / "half"
     shutil.copytree(FOLDER / "half", half)
     hidden = {path.name for path in half.iterdir() if path.name.startswith(".")}
-    with pytest.raises(amp.ArgumentError, match="killed has left .model-symbol.json.mxamp-ready"):
+    with pytest.raises(
+        amp.ArgumentError, match="killed conversion has left .model-symbol.json.mxamp-ready"
+    ):
         load_model(half / "model")
     source = FOLDER / "bfloat16"
     amp.convert_files(source, half / "model", target_dtype="bfloat16", force=True)
-    assert "killed has left .model-symbol.json.mxamp-ready" in caplog.text
+    assert "killed conversion has left .model-symbol.json.mxamp-ready" in caplog.text
     load_model(half / "model")
     # Nothing that may be the only copy is deleted.
     assert hidden == {path.name for path in half.iterdir() if path.name.startswith(".")}

@@ -109,21 +109,6 @@ def test_models_with_any_names(name, options):
     assert len(set(converted[0].list_inputs())) == len(converted[0].list_inputs())
 
 
-@pytest.mark.parametrize("options", FUSED)
-def test_parameters_that_no_operator_reads_keep_their_names(options):
-    symbol = layer("")
-    args, auxs = parameters(symbol)
-    args["c_folded_bias"] = nd.ones((16,))
-    data = nd.array(np.random.RandomState(1).randn(*SHAPE))
-    wanted, got = (
-        run(*model, data)[0]
-        for model in (
-            (symbol, args, auxs), amp.convert_model(symbol, args, auxs, **options)
-        )
-    )  # fmt: skip
-    np.testing.assert_allclose(got, wanted, rtol=0.05, atol=0.05)
-
-
 def test_attributes_come_back_as_they_were():
     symbol = MODELS["an attribute"]()
     args, auxs = parameters(symbol)
@@ -197,15 +182,3 @@ def test_attributes_that_other_languages_wrote(spelled, options):
     exact = run_bound(symbol, args, auxs, data)
     low = run_bound(*amp.convert_model(symbol, args, auxs, **options), data)
     assert abs(low - exact).max() < 0.02 * abs(exact).max()
-
-
-@with_avx512
-def test_run_under_init(spelled):
-    symbol, args, auxs = spelled
-    data = args.pop("data")
-    exact = run_bound(symbol, args, auxs, data)
-    amp.init("bfloat16")
-    low = run_bound(symbol, args, auxs, data)
-    assert abs(low - exact).max() < 0.02 * abs(exact).max()
-    assert abs(low - exact).max() > 0
-    assert "Convolution" in str(amp.explain(symbol, "bfloat16"))

@@ -101,14 +101,13 @@ def test_damaged_symbols_are_refused_in_one_sentence(folder, damage):
     assert "\n" not in str(raised.value)
 
 
-def test_parameters_of_another_model_are_refused(folder, caplog):
+def test_parameters_of_another_model_are_refused(folder):
     symbol, args, auxs = model(3)
     mx.model.save_checkpoint(str(folder / "m"), 0, symbol, {**args, "x_weight": randn(2)}, auxs)
     load_model(folder / "m")
-    assert "1 that the symbol does not have (x_weight)" in caplog.text
     del args["fc_weight"]
     mx.model.save_checkpoint(str(folder / "m"), 0, symbol, args, auxs)
-    with pytest.raises(amp.ArgumentError, match=r"1 missing \(fc_weight\), and 0 that"):
+    with pytest.raises(amp.ArgumentError, match="reads fc_weight too"):
         load_model(folder / "m")
 
 
@@ -202,14 +201,6 @@ def test_one_file_that_is_a_link_to_the_other(folder, link):
     assert content(folder) == before
 
 
-def test_other_names_of_a_file_keep_its_content(folder):
-    for part in PART:
-        os.link(folder.parent / f"model3-{part}", folder / f"m-{part}")
-    convert(folder, 5)
-    assert output(folder / "m") == 25
-    assert output(folder.parent / "model3") == 9
-
-
 def test_files_that_appear_during_a_conversion_are_not_overwritten(folder, monkeypatch):
     real = convert_files_module.converted_model
 
@@ -293,7 +284,9 @@ def test_a_process_killed_at_any_step_leaves_the_old_pair_none_or_the_new_one(
 def test_a_reader_hears_of_a_killed_conversion(folder, monkeypatch):
     convert(folder, 3)
     (folder / "m-symbol.json").rename(folder / ".m-symbol.json.mxamp-old-m-0000.params")
-    with pytest.raises(amp.ArgumentError, match="killed has left .m-symbol.json.mxamp-old"):
+    with pytest.raises(
+        amp.ArgumentError, match="killed conversion has left .m-symbol.json.mxamp-old"
+    ):
         load_model(folder / "m")
     with pytest.raises(amp.ArgumentError, match="is there already"):
         amp.convert_files(folder.parent / "model5", folder / "m", **BFLOAT16)

@@ -18,7 +18,7 @@ from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import is_true
 from ..edit import Edit, View
-from ..ir import CASTS, Graph, Node, Usage
+from ..ir import Graph, Node, Usage
 from .shape_rules import choose
 
 NOT_HERE = (
@@ -42,8 +42,8 @@ FOUND_FUSED = (
 )
 
 OTHER_HALF = (
-    "a model fused for bfloat16 can't become float16: oneDNN's fused operators have no float16 "
-    "kernel. Convert the model as it was before `fuse`, or this one to float32"
+    "a fused model can't become float16: oneDNN's fused operators have no float16 kernel. Convert "
+    "the model as it was before `fuse`, or this one to float32"
 )
 
 #: oneDNN's fused operators.
@@ -118,15 +118,9 @@ def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
         raise ArgumentError(FOUND_FUSED.format(names=shortened(fixed)))
 
 
-def check_fused_dtype(graph: Graph, dtypes: Mapping[str, str], policy: Policy) -> None:
-    """Raise where a conversion to float16 would leave fused operators in bfloat16.
-
-    `dtypes` are those of the graph's variables.
-    """
-    if policy.target_dtype != "float16":
-        return
-    casts = {node.attrs["dtype"] for node in graph.nodes if node.op in CASTS}
-    if "bfloat16" in casts.union(dtypes.values()):
+def check_fused_dtype(policy: Policy) -> None:
+    """Raise for a conversion to float16, in which fused operators would stay as they are."""
+    if policy.target_dtype == "float16":
         raise ArgumentError(OTHER_HALF)
 
 
