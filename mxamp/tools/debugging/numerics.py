@@ -5,39 +5,39 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
-from typing import Any, ContextManager, Iterable, Iterator, Sequence
+from typing import Any, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from mxnet import autograd
 from mxnet.executor import Executor
-from mxnet.gluon import Trainer
+from mxnet.gluon import Block, Trainer
 from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.options import name_list
 from ...errors import ArgumentError
-from ...framework.arrays import as_list, dtypes_of
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.tables import text_table
 from ...framework.wording import one_of, shown
-from ...graph.casts.builder import HALVES
 from ...patches.cached_op import PolicyCachedOp, _Op
-from .eager_gradients import EagerGradients, RecordedCall
-from .findings import (
-    PURPOSE,
-    Fault,
-    Finding,
-    NumericsError,
-    Statistics,
-    forward_fault,
-    gradient_fault,
-)
+from .findings import Finding, NumericsError, Statistics, kind_of
 from .observing import Call, MonitoredGraph, Site, Tensor, TensorObserver, bound_inputs, patch_over
 
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
+#: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
+#: results with uninitialized memory by Concat.
+_COPIES = frozenset({"Concat", "_copy", "_copyto"})
 _COLUMNS = ("step", "phase", "kind", "block", "node", "operator", "tensor", "statistics")
+
+
+class _Reader(NamedTuple):
+    """An array with a gradient, the call that has read it last, and its name there."""
+
+    array: NDArray
+    site: Site
+    name: str
 
 
 class NumericsCheck(TensorObserver):
@@ -48,14 +48,18 @@ class NumericsCheck(TensorObserver):
 
     def __init__(self, on: str, skip: Sequence[str], backward: bool) -> None:
         super().__init__()
-        self._on, self._skip, self._step = on, skip, 1
+        self._on, self._skip, self._backward, self._step = on, skip, backward, 1
         self._findings: list[Finding] = []
-        #: Overflows of gradients that a lower loss scale may cure, and those of the current step.
-        self._curable: list[Finding] = []
-        self._of_step: list[Finding] = []
-        #: The first fault of each graph in the running backward pass.
+        #: The last overflow of a gradient, which a lower loss scale may cure.
+        self._overflow: Finding | None = None
+        #: Whether the running pass through the program has no finding yet.
+        self._is_sound = True
+        #: Values that an operator has made on purpose: "nan", "inf" or "-inf".
+        self._purpose: set[str] = set()
+        #: What has read an array with a gradient last, by the array's id; and the graphs that ran.
+        self._readers: dict[int, _Reader | MonitoredGraph] = {}
+        #: The first finding of each graph in the running backward pass.
         self._in_graphs: dict[MonitoredGraph, Finding | None] = {}
-        self._gradients = EagerGradients() if backward else None
         self._executors: dict[Executor, MonitoredGraph] = {}
 
     @property
@@ -65,7 +69,7 @@ class NumericsCheck(TensorObserver):
         An overflow of a gradient that a lower loss scale has cured is none. One that it may cure
         stands last.
         """
-        return [*self._findings, *self._curable[:1], *self._of_step[:1]]
+        return [*self._findings, *([] if self._overflow is None else [self._overflow])]
 
     @property
     def first(self) -> Finding | None:
@@ -85,38 +89,50 @@ class NumericsCheck(TensorObserver):
     def on_operator(self, call: Call) -> Finding | None:
         """Judge an output of an operator; return a finding if it is at fault."""
         site, inputs, output, _ = call
-        if not output.is_checkable:
+        if not output.bad or not self._is_sound:
             return None
         if self._is_skipped(site):
-            output.fact = PURPOSE
+            self._purpose |= output.bad
             return None
-        fault, output.fact = forward_fault(call)
-        if fault is None:
+        read = {name: one for name, one in zip(site.names, inputs) if one is not None}
+        held: set[str] = set().union(*(one.bad for one in read.values()))
+        for name, one in read.items():
+            # The pass was finite so far, and infinities below 0 are masks.
+            if one.bad - self._purpose - {"-inf"} and site.operator not in _COPIES:
+                return self._finding("input", "forward", site, name, one, read)
+        constants = set(map(str, site.attributes.values()))
+        self._purpose |= output.bad & constants
+        if output.bad <= held | constants:
             return None
-        if fault.kind == "input":
-            fault.tensor.fact = output.fact
-        return self._finding(site, fault, "forward", inputs.items())
+        kind = kind_of(site.operator, output)
+        return self._finding(kind, "forward", site, "output", output, read)
 
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
-        """Check an eager call, and watch the gradients of its inputs."""
-        if self._gradients is None or rest[2] is not None or not autograd.is_recording():
-            return super().on_call(original, handle, inputs, *rest)
-        site = self.site_of_call(handle, inputs, rest)
-        call = RecordedCall(site, inputs)
-        outputs = original(handle, self._gradients.record(call), *rest)
-        made = self.observe(site, inputs, as_list(outputs))
-        call.is_half = not HALVES.isdisjoint(dtypes_of([*inputs, *as_list(outputs)]))
-        call.is_ignored = self._is_skipped(site) or any(one.is_bad for one in made)
-        return outputs
+        """Check an eager call, and note which arrays with a gradient it reads."""
+        if autograd.is_recording():
+            site = None
+            for i, array in enumerate(inputs):
+                if array.grad is not None:
+                    site = site or self._site_of_call(handle, inputs, rest)
+                    self._note_reader(array, _Reader(array, site, site.names[i]))
+        return super().on_call(original, handle, inputs, *rest)
 
     def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
         """Return the op that a block runs, with a monitor on its graph."""
         found = super()._select_op(original, op, args)
-        if self._gradients is not None and autograd.is_recording():
-            self._gradients.record(RecordedCall(self._graphs[id(found.symbol)]))
+        graph = self._graphs[id(found.symbol)]
+        self._note_reader(graph, graph)
         return found
+
+    def _call_any_block(
+        self, original: Original, block: Block, /, *args: Any, **options: Any
+    ) -> Any:
+        """Call a block; the outermost call in inference begins a pass through the program."""
+        if not self._blocks() and not autograd.is_recording():
+            self._is_sound = True
+        return super()._call_any_block(original, block, *args, **options)
 
     def _is_skipped(self, site: Site) -> bool:
         """Return whether `skip` names a call, whose values are right by definition."""
@@ -125,49 +141,46 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ backward
 
+    def _note_reader(self, key: Any, reader: _Reader | MonitoredGraph) -> None:
+        """Note what has read an array last, or that a graph has run."""
+        self._readers.pop(id(key), None)
+        self._readers[id(key)] = reader
+
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
-        """Judge a gradient: the first that is not sound is at fault, if what comes in is sound."""
-        gradient, found = Tensor(array), self._in_graphs.setdefault(graph, None)
-        if found is not None or not gradient.is_checkable or self._is_skipped(site):
-            return
-        may_vanish = graph.is_alive and gradient.dtype in HALVES
-        fault = gradient_fault(site, name, gradient, may_vanish) if graph.is_sound else None
-        graph.is_alive = graph.is_alive and gradient.nonzero > 0
-        if fault is not None:
-            self._in_graphs[graph] = self._finding(site, fault, "backward")
+        """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
+        if self._backward and self._in_graphs.get(graph) is None:
+            self._in_graphs[graph] = self._judge_gradient(site, name, array)
+
+    def _judge_gradient(self, site: Site, name: str, array: NDArray) -> Finding | None:
+        """Return the finding of a gradient that is not finite; None without one."""
+        gradient = Tensor(array)
+        if not gradient.bad or self._is_skipped(site):
+            return None
+        kind = kind_of(site.operator, gradient)
+        return self._finding(kind, "backward", site, f"gradient of {name}", gradient, {})
 
     def _first_fault(self) -> Finding | None:
-        """Return the first finding of the backward pass that has just run."""
-        if self._gradients is None:
-            return None
-        is_alive = True
-        for call, gradients in self._gradients.reached(self._in_graphs):
-            if isinstance(call.place, MonitoredGraph):
-                found = self._in_graphs[call.place]
-                if found is not None:
-                    return found
-                is_alive = is_alive and call.place.is_alive
-                continue
-            is_zero = not any(gradient.nonzero for gradient in gradients.values())
-            for i, gradient in gradients.items():
-                name = f"gradient of {call.place.names[i]}"
-                may_vanish = is_zero and is_alive and call.is_half
-                fault = gradient_fault(call.place, name, gradient, may_vanish)
-                if fault is not None and call.is_ignored:
-                    return None
-                if fault is not None:
-                    return self._finding(call.place, fault, "backward")
-            is_alive = is_alive and not is_zero
-        # That of an executor, or of a graph in a second pass through it.
-        return next((one for one in self._in_graphs.values() if one is not None), None)
+        """Return the first finding of the backward pass, in the opposite order of the reads."""
+        faults = []
+        for key, reader in reversed(list(self._readers.items())):
+            if isinstance(reader, MonitoredGraph):
+                faults.append(self._in_graphs.pop(reader, None))
+            elif reader.array._fresh_grad and reader.array.grad is not None:
+                del self._readers[key]
+                faults.append(self._judge_gradient(reader.site, reader.name, reader.array.grad))
+        # What is left are the graphs of executors.
+        faults += self._in_graphs.values()
+        return next((one for one in faults if one is not None), None)
 
     def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
         """Run a backward pass, of autograd or an executor, then report its first fault."""
         self._in_graphs.clear()
         results = original(*args, **options)
-        found = self._first_fault()
+        is_judged = self._backward and self._is_sound and "nan" not in self._purpose
+        found = self._first_fault() if is_judged else None
+        self._is_sound = True
         if found is not None and found.kind == "overflow":
-            self._of_step.append(found)  # a lower loss scale may cure it
+            self._overflow = found  # a lower loss scale may cure it
         elif found is not None:
             self.report(found)
         return results
@@ -176,26 +189,30 @@ class NumericsCheck(TensorObserver):
         """Update the parameters, then count the step."""
         can_lower = _can_lower_scale(owner)
         results = original(owner, *args, **options)
-        found, self._of_step = self._of_step, []
-        if found and can_lower:
-            self._curable += found
-        else:
-            # Without one, the scale has fallen enough for what was found before.
-            self._curable = []
-            for one in found:
-                self.report(one)
+        found = self._overflow
+        if found is not None and not (can_lower and found.step == self._step):
+            self._overflow = None
+            if found.step == self._step:
+                self.report(found)
         self._step += 1
         return results
 
     # ------------------------------------------------------------------ reports
 
-    def _finding(self, site: Site, fault: Fault, phase: str, inputs: Iterable[Any] = ()) -> Finding:
-        """Return the finding of a fault, with statistics of its tensor and of the inputs."""
-        kind, name, tensor, detail = fault
-        read = tuple((n, Statistics.of(one)) for n, one in inputs if one.is_checkable)
+    def _finding(
+        self,
+        kind: str,
+        phase: str,
+        site: Site,
+        name: str,
+        tensor: Tensor,
+        read: Mapping[str, Tensor],
+    ) -> Finding:
+        """Return the finding of a tensor, with statistics of it and of what the operator read."""
+        self._is_sound = self._is_sound and phase == "backward"
+        inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
         place = (site.block, site.node, site.operator, name)
-        found = Statistics.of(tensor)
-        return Finding(kind, phase, self._step, *place, found, detail, read)
+        return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs)
 
     def report(self, finding: Finding) -> None:
         """Record a finding, and log or raise it if `on` says so."""
@@ -211,9 +228,9 @@ class NumericsCheck(TensorObserver):
         with self.opened():
             yield self
         # The overflow of a gradient that no later step has shown to be harmless.
-        rest, self._curable, self._of_step = [*self._curable, *self._of_step][:1], [], []
-        for finding in rest:
-            self.report(finding)
+        found, self._overflow = self._overflow, None
+        if found is not None:
+            self.report(found)
 
     # ------------------------------------------------------------------ patches
 
@@ -246,11 +263,10 @@ class NumericsCheck(TensorObserver):
             graph = MonitoredGraph(self, executor.get_optimized_symbol(), None)
             executor.set_monitor_callback(graph.on_output)
             self._executors[executor] = graph
-        graph = self._executors[executor]
-        read = bound_inputs(executor, graph.input_names)
-        graph.begin(read)
+        graph, self._is_sound = self._executors[executor], True
+        graph.begin(bound_inputs(executor, graph.input_names))
         results = original(executor, is_train, **inputs)
-        graph.end(read, results)
+        graph.end()
         return results
 
 
@@ -270,7 +286,7 @@ def check_numerics(
     *,
     backward: bool = True,
 ) -> ContextManager[NumericsCheck]:
-    """Find the first operator of a region whose values become Inf, NaN or, in low dtypes, zero.
+    """Find the first operator of a region whose values become Inf or NaN.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:
@@ -290,20 +306,27 @@ def check_numerics(
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
     backward : bool, default True
-        Watch gradients too: of parameters, and between operators.
+        Check gradients too.
 
     The context yields the check: `findings`, the first of each pass through the program; `first`,
     the first of them or None. Printing it gives a table, and it is false without findings. A
     finding has `kind`, `phase` ("forward" or "backward"), `step`, `block`, `node`, `operator`,
-    `tensor`, `statistics` of that tensor (`dtype`, `shape`, `nan`, `inf` and `zero` values,
-    `minimum`, `maximum` and `mean` of the finite ones), `detail`, and `inputs`: names and
-    statistics of what the operator has read.
+    `tensor`, `statistics` of that tensor (`dtype`, `shape`, the numbers of `nan` and `inf`,
+    `minimum`, `maximum` and `mean` of the finite values), and `inputs`: names and statistics of
+    what the operator has read.
 
-    The check finds operators that make Inf or NaN, inputs and parameters that hold Inf or NaN,
-    casts that make Inf, or zeros of most values, and layers whose outputs are all zero. An infinity
-    written on purpose, such as `-inf` into a mask, is reported only if it leads to NaN. A gradient
+    The check finds operators and casts that make Inf or NaN, and inputs and parameters that hold
+    them. An infinity that an argument of the operator or, below 0, one of its inputs holds is taken
+    for a mask, and reported only if it leads to NaN.
+
+    After a backward pass the check names the first operator in a graph whose gradient is not
+    finite. In eager code it names the parameter, or array with `attach_grad`, whose gradient is not
+    finite and that the forward pass has read last, with the operator that has read it. A gradient
     that overflows in a low dtype is reported at the end of the step, and not at all if the loss
     scale can fall and a later step is finite: the first steps of a run overflow so.
+
+    A pass through the program ends with its backward pass, and in inference with the next call of a
+    block. Results of `autograd.grad` in eager code are not checked.
 
     MXNet's monitor watches the graphs of hybridized blocks, which run without `static_alloc` and
     without hooks of `register_op_hook` meanwhile. It replaces the monitor of a module's executor,

@@ -43,8 +43,6 @@ _OUTPUT = re.compile(r"(.+?)(_backward)?_(?:output)?(\d*)")
 _SHAPES = frozenset({"ones_like", "shape_array", "size_array", "zeros_like"})
 #: A monitor that does nothing, since MXNet can't remove one.
 _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: None)
-#: The most arrays about which facts are kept.
-_MOST_FACTS = 1024
 
 
 def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
@@ -111,13 +109,10 @@ class Site(NamedTuple):
 
 
 class Tensor:
-    """An array whose values are read when they are needed.
+    """An array whose values are read when they are needed."""
 
-    The `fact` is what an observer knows about it, for the operators that read it; None: nothing.
-    """
-
-    def __init__(self, array: NDArray, fact: Any = None) -> None:
-        self.array, self.fact, self.dtype = array, fact, dtypes_of([array])[0]
+    def __init__(self, array: NDArray) -> None:
+        self.array, self.dtype = array, dtypes_of([array])[0]
         self.is_checkable = self.dtype in FLOATS and array.size > 0 and array.stype == "default"
 
     @cached_property
@@ -130,26 +125,18 @@ class Tensor:
         return bits.view(np.float32).reshape(self.array.shape)
 
     @cached_property
-    def is_bad(self) -> bool:
-        """Whether a value is Inf or NaN."""
-        return self.is_checkable and not bool(np.isfinite(self.values).all())
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether a value is NaN."""
-        return self.is_bad and bool(np.isnan(self.values).any())
-
-    @cached_property
-    def nonzero(self) -> int:
-        """The number of values other than zero; 1 if the values can't be checked."""
-        return int(np.count_nonzero(self.values)) if self.is_checkable else 1
+    def bad(self) -> frozenset[str]:
+        """The values that are not finite: "nan", "inf" and "-inf"."""
+        if not self.is_checkable:
+            return frozenset()
+        return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
 
 
 class Call(NamedTuple):
-    """One output of an operator, with the inputs that are known, by name."""
+    """One output of an operator, with its inputs; None for an input that is not known."""
 
     site: Site
-    inputs: Mapping[str, Tensor]
+    inputs: Sequence[Tensor | None]
     output: Tensor
     number: int
 
@@ -161,8 +148,6 @@ class TensorObserver(Observer):
         super().__init__()
         self._active = threading.local()
         self._graphs: dict[int, MonitoredGraph] = {}
-        # Facts by the id of an array, which is kept alive: another one may get its id.
-        self._facts: dict[int, tuple[NDArray, Any]] = {}
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches of calls, blocks and graphs."""
@@ -173,12 +158,11 @@ class TensorObserver(Observer):
         ]
 
     def close(self) -> None:
-        """Remove the patches and the monitors, and release arrays."""
+        """Remove the patches and the monitors."""
         super().close()
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()
-        self._facts.clear()
 
     def on_operator(self, call: Call) -> Any:
         """Observe an output of an operator; a result other than None goes to `report`."""
@@ -189,18 +173,6 @@ class TensorObserver(Observer):
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
         """Observe a gradient inside of a graph, which the operator at `site` makes."""
-
-    def tensor(self, array: NDArray) -> Tensor:
-        """Return an array as a tensor, with the fact that is known about it."""
-        return Tensor(array, self._facts.get(id(array), (None, None))[1])
-
-    def remember(self, arrays: Sequence[NDArray], tensors: Sequence[Tensor | None]) -> None:
-        """Keep the facts about arrays that have some, and forget the oldest array."""
-        for array, tensor in zip(arrays, tensors):
-            if tensor is not None and tensor.fact is not None:
-                self._facts[id(array)] = array, tensor.fact
-                if len(self._facts) > _MOST_FACTS:
-                    del self._facts[next(iter(self._facts))]
 
     def _blocks(self) -> list[Block]:
         """Return the blocks that this thread is executing, the innermost last."""
@@ -217,7 +189,7 @@ class TensorObserver(Observer):
         finally:
             self._blocks().pop()
 
-    def site_of_call(self, handle: int, inputs: Sequence[NDArray], rest: Sequence[Any]) -> Site:
+    def _site_of_call(self, handle: int, inputs: Sequence[NDArray], rest: Sequence[Any]) -> Site:
         """Return the site of an eager call."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
@@ -228,24 +200,21 @@ class TensorObserver(Observer):
         names = [params.get(id(array), name) for array, name in named]
         return Site(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
-    def observe(
-        self, site: Site, inputs: Sequence[NDArray], outputs: Sequence[NDArray]
-    ) -> Sequence[Tensor]:
-        """Observe the outputs of an eager call that has run; return them as tensors."""
-        read, made = list(map(self.tensor, inputs)), list(map(Tensor, outputs))
-        by_name = dict(zip(site.names, read))
-        found = [self.on_operator(Call(site, by_name, one, k)) for k, one in enumerate(made)]
-        self.remember([*inputs, *outputs], [*read, *made])
-        for one in [one for one in found if one is not None][:1]:
-            self.report(one)
-        return made
-
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
     ) -> Any:
         """Observe the outputs of an eager call."""
+        read = list(map(Tensor, inputs))
+        if rest[2] is not None:
+            # Read them before the call, which may write over them.
+            for tensor in read:
+                tensor.bad  # noqa: B018
         outputs = original(handle, inputs, *rest)
-        self.observe(self.site_of_call(handle, inputs, rest), inputs, as_list(outputs))
+        site = self._site_of_call(handle, inputs, rest)
+        made = enumerate(map(Tensor, as_list(outputs)))
+        found = [self.on_operator(Call(site, read, one, number)) for number, one in made]
+        for one in [one for one in found if one is not None][:1]:
+            self.report(one)
         return outputs
 
     def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
@@ -301,25 +270,19 @@ class MonitoredGraph:
         """Run the graph."""
         self.begin(inputs)
         outputs = self._op(*inputs, **options)
-        self.end(inputs, as_list(outputs))
+        self.end()
         return outputs
 
     def begin(self, inputs: Sequence[NDArray]) -> None:
         """Begin a forward pass on these inputs."""
         #: The tensors of the running forward pass; variables by name, all others by output.
-        self._variables = dict(zip(self.input_names, map(self._observer.tensor, inputs)))
+        self._variables = dict(zip(self.input_names, map(Tensor, inputs)))
         self._seen: dict[Output, Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._found: Any = None
-        #: Whether the forward pass was finite, and the backward pass has no gradient of zeros yet.
-        self.is_sound = self.is_alive = True
 
-    def end(self, inputs: Sequence[NDArray], outputs: Sequence[NDArray]) -> None:
-        """End a forward pass with these outputs."""
-        # The monitor does not name hidden outputs, such as the state of an RNN.
-        heads = [self._seen.get(head, self._seen.get((head[0], 0))) for head in self._graph.heads]
-        read = map(self._variables.get, self.input_names)
-        self._observer.remember([*inputs, *outputs], [*read, *heads])
+    def end(self) -> None:
+        """End a forward pass: report its first finding."""
         self._seen, self._variables = {}, {}
         if self._found is not None:
             self._observer.report(self._found)
@@ -335,19 +298,16 @@ class MonitoredGraph:
         if found[2] or not places:
             site = self._site(places[0]) if places else Site("", node, "add_n", {}, ())
             of = dict(enumerate(site.names)).get(number, f"input {number}")
-            self._observer.on_gradient(self, site, f"gradient of {of}", array)
+            self._observer.on_gradient(self, site, of, array)
             return
         self._calls[node] += number == 0
         i = places[min(self._calls[node], len(places)) - 1]
         if i in self._unread:
             return
         output = self._seen[i, number] = Tensor(array)
-        # Read at once, as another operator may write over it.
-        self.is_sound = not output.is_bad and self.is_sound
-        site = self._site(i)
-        sources = zip(site.names, self._graph.nodes[i].inputs)
-        inputs = {name: one for name, entry in sources if (one := self._input(entry)) is not None}
-        made = self._observer.on_operator(Call(site, inputs, output, number))
+        output.bad  # noqa: B018  # read at once, as another operator may write over it
+        inputs = [self._input(entry) for entry in self._graph.nodes[i].inputs]
+        made = self._observer.on_operator(Call(self._site(i), inputs, output, number))
         self._found = made if self._found is None else self._found
 
     def _input(self, entry: Output) -> Tensor | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Tuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block
 
-from ...convert.outputs import Distance, Model
+from ...convert.outputs import Distance
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.machine import dtype_name
-from ...framework.wording import counted
+from ...framework.wording import counted, shown
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
 from ...graph.ir import CASTS
@@ -22,7 +22,7 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ...scaling.scaler import LossScaler
 from . import measured
-from .observing import Call, TensorObserver
+from .observing import Call, Tensor, TensorObserver
 from .results import Result, Table
 
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
@@ -30,7 +30,7 @@ JUMP = 8.0
 #: The largest relative error of rounding one number.
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-NO_LOSS = "a saved model is compared without a loss: import it as a SymbolBlock to give one"
+NOT_A_NET = "compare takes a Block, not {given}: import a saved model as a gluon.SymbolBlock"
 NOT_FLOAT32 = (
     "{name!r} is in {precision} with mixed precision off: compare takes a float32 net, "
     "not one that was converted or cast"
@@ -45,13 +45,13 @@ Key = Tuple[str, int, int]
 
 
 class _Layer(NamedTuple):
-    """One output of a layer in one run, and the keys of the outputs that it was computed from."""
+    """One output of a layer in one run, with the values of the layer's inputs."""
 
     block: str
     operator: str
     precision: str
     values: Any  #: a float32 NumPy array
-    sources: frozenset[Key] = frozenset()
+    inputs: Sequence[Any] = ()  #: float32 NumPy arrays; None where an input is not known
 
 
 class TensorError(Distance):
@@ -67,6 +67,19 @@ class TensorError(Distance):
         super().__init__()
         self.name, self.block, self.operator = name, plain.block, plain.operator
         self.precision, self.shape = mixed.precision, plain.values.shape
+        self._inputs = Distance()
+
+    def include(self, plain: _Layer, mixed: _Layer) -> None:
+        """Include a batch."""
+        self.add(self.name, plain.values, mixed.values)
+        for one, other in zip(plain.inputs, mixed.inputs):
+            if one is not None and other is not None and one.shape == other.shape:
+                self._inputs.add(self.name, one, other)
+
+    def is_jump(self, roundoff: float) -> bool:
+        """Return whether the error is larger than rounding and those of the inputs explain."""
+        explained = max(self._inputs.relative, roundoff)
+        return self.relative > JUMP * explained or (self.lost > 0 and self._inputs.lost == 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +136,7 @@ class Comparison(Result):
 
 @checked_call
 def compare(
-    net: Block | Model,
+    net: Block,
     data: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     *,
@@ -147,12 +160,12 @@ def compare(
 
     Parameters
     ----------
-    net : Block, or (symbol, arg_params, aux_params)
+    net : Block
         Not changed: a deep copy runs, hybridized where it can be traced. MXNet's random number
         generator continues from a number drawn before.
-    data : NDArray, tuple or dict, or an iterable of them
+    data : NDArray or tuple, or an iterable of them
         One batch, or a list or DataLoader of batches. With a loss, a batch is a tuple of the net's
-        inputs and the label; for a saved model, a dict of inputs by name.
+        inputs and the label.
     loss : callable, optional
         Called with the net's output and the label. With a loss, the net runs in training mode, and
         the result has the errors of gradients. Without one, it runs in inference mode.
@@ -173,12 +186,9 @@ def compare(
     """
     measured.check_loss(loss)
     chosen = policy_for(dtype, policy)
-    batches = measured.batches_of(data, labeled=loss is not None)
     if not isinstance(net, Block):
-        if loss is not None:
-            raise ArgumentError(NO_LOSS)
-        net, batches = measured.block_of(net, batches)
-    return _Comparer(net, loss, chosen).run(batches)
+        raise ArgumentError(NOT_A_NET.format(given=shown(net)))
+    return _Comparer(net, loss, chosen).run(measured.batches_of(data, labeled=loss is not None))
 
 
 class _Layers(TensorObserver):
@@ -189,28 +199,33 @@ class _Layers(TensorObserver):
         self._params = frozenset(net.collect_params())
         self._calls: Counter[str] = Counter()
         self.layers: dict[Key, _Layer] = {}
+        self._keys: dict[Tensor, Key] = {}
+        #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
+        self._before_cast: dict[Tensor, Tensor] = {}
         #: The first layer that reads a parameter, by the parameter's name.
         self.readers: dict[str, Key] = {}
 
     def on_operator(self, call: Call) -> None:
-        """Record an output of a layer. A tensor's fact is the keys that it was computed from."""
+        """Record an output of a layer."""
         site, inputs, output, number = call
-        output.fact = sources = frozenset().union(*(one.fact or () for one in inputs.values()))
         if not output.is_checkable:
             return
         values = output.values.astype(np.float32)
-        layer = self.layers[next(iter(sources))] if len(sources) == 1 else None
-        if layer is not None and site.operator in CASTS and layer.precision == output.dtype:
-            # The cast rounds an output that a kernel has computed in float32.
-            self.layers.update((source, layer._replace(values=values)) for source in sources)
-            return
+        if site.operator in CASTS and inputs[0] is not None:
+            key = self._keys.get(inputs[0])
+            if key is not None and self.layers[key].precision == output.dtype:
+                # The cast rounds an output that a kernel has computed in float32.
+                self.layers[key] = self.layers[key]._replace(values=values)
+                return
+            self._before_cast[output] = self._before_cast.get(inputs[0], inputs[0])
         # Operators that an eager block calls itself have no names.
         name = f"{site.block}_{site.operator}" if site.node == site.block else site.node
         self._calls[name] += number == 0
-        key = name, self._calls[name], number
+        key = self._keys[output] = name, self._calls[name], number
         precision = site.attributes.get(PRECISION) or output.dtype
-        self.layers[key] = _Layer(site.block, site.operator, precision, values, sources)
-        output.fact = frozenset({key})
+        read = [self._before_cast.get(one, one) for one in inputs if one is not None]
+        floats = [one.values.astype(np.float32) if one.is_checkable else None for one in read]
+        self.layers[key] = _Layer(site.block, site.operator, precision, values, floats)
         for param in self._params.intersection(site.names):
             self.readers.setdefault(param, key)
 
@@ -223,7 +238,6 @@ class _Comparer:
         self.scale = LossScaler().loss_scale if policy.target_dtype == "float16" else 1.0
         self.outputs: dict[Key, TensorError] = {}
         self.gradients: dict[str, TensorError] = {}
-        self.sources: dict[Key, frozenset[Key]] = {}
 
     def run(self, batches: Iterator[measured.Batch]) -> Comparison:
         """Run all batches in both precisions; return the comparison."""
@@ -236,7 +250,8 @@ class _Comparer:
                     net = net or measured.copied(self.net, batch.inputs)
                 self._add_batch(net, batch, restart)
         outputs, gradients = tuple(self.outputs.values()), tuple(self.gradients.values())
-        jump = self._first_jump()
+        roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
+        jump = next((error for error in outputs if error.is_jump(roundoff)), None)
         return Comparison(self.policy.target_dtype, self.scale, outputs, gradients, jump)
 
     def _add_batch(self, net: Block, batch: measured.Batch, restart: Callable[[], None]) -> None:
@@ -244,7 +259,6 @@ class _Comparer:
         plain, gradients = self._run_batch(net, batch, restart, None)
         for key, layer in plain.layers.items():
             _require_float32(key[0], layer.precision)
-            self.sources.setdefault(key, layer.sources)
         # Dropout draws the same elements in one dtype alone.
         policy = self.policy.override(fp32=["Dropout"])
         mixed, scaled = self._run_batch(net, batch, restart, policy)
@@ -254,7 +268,7 @@ class _Comparer:
             if other is not None and other.values.shape == layer.values.shape:
                 name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
                 error = self.outputs.setdefault(key, TensorError(name, layer, other))
-                error.add(name, layer.values, other.values)
+                error.include(layer, other)
         for name, values in gradients.items():
             unread = _Layer("", "", "float32", values)
             readers = [
@@ -284,24 +298,6 @@ class _Comparer:
             if scale == 1 or all(np.isfinite(values).all() for values in gradients.values()):
                 return layers, gradients
             self.scale = scale = scale / 2  # as in training
-
-    def _first_jump(self) -> TensorError | None:
-        """Return the first layer whose error is larger than rounding explains, or None."""
-        roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
-        # The relative error and the lost elements of each output. An output that was not compared
-        # has those of its inputs.
-        errors: dict[Key, tuple[float, int]] = {}
-        for key, sources in self.sources.items():
-            of_inputs = [errors[source] for source in sources if source in errors]
-            error = max((error for error, _ in of_inputs), default=0.0)
-            lost = max((lost for _, lost in of_inputs), default=0)
-            errors[key] = error, lost
-            if key in self.outputs:
-                found = self.outputs[key]
-                if found.relative > JUMP * max(error, roundoff) or (found.lost and not lost):
-                    return found
-                errors[key] = found.relative, found.lost
-        return None
 
 
 def _require_float32(name: str, precision: str) -> None:
