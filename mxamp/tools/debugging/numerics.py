@@ -225,6 +225,7 @@ class NumericsCheck(TensorObserver):
     @contextlib.contextmanager
     def checking(self) -> Iterator[NumericsCheck]:
         """Context of the check; yields it."""
+        self._is_sound = True
         with self.opened():
             yield self
         # The overflow of a gradient that no later step has shown to be harmless.
