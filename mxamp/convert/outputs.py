@@ -316,7 +316,8 @@ def finite_input(name: str, value: Any) -> NDArray:
     """Return an array-like as an NDArray; raise, naming the input, unless all are finite."""
     array = value
     if not isinstance(value, NDArray):
-        if np.asarray(value).dtype.kind not in "biuf":
+        # A tuple is of sizes, by mistake.
+        if isinstance(value, tuple) or np.asarray(value).dtype.kind not in "biuf":
             raise ArgumentError(f"input {name!r} must be an array of numbers, not {shown(value)}")
         with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: see below
             array = nd.array(value)

@@ -1,7 +1,7 @@
 """Export to ONNX in float32, checked in ONNX Runtime before the file is written."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -130,7 +130,10 @@ def _exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> by
     graph, given = _without_fusion(Graph.from_symbol(model[0])), {**params, **examples[0]}
     arrays = {name: given[name] for name in graph.input_names}
     dtypes = {name: dtype_name(array.dtype) for name, array in arrays.items()}
-    tensors = tensors_of(graph, dtypes, {name: array.shape for name, array in arrays.items()})
+    tensors, *others = (
+        tensors_of(graph, dtypes, {name: {**params, **one}[name].shape for name in arrays})
+        for one in examples
+    )
     names: Dict[Output, str] = {}
     nodes, constants, refused = [], [], []
     for i, node in enumerate(graph.nodes):
@@ -159,14 +162,26 @@ def _exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> by
         if name in used and name in params:
             constants.append(onnx.numpy_helper.from_array(array.asnumpy(), name))
         elif name in used:
-            sizes = [{*one} for one in zip(*(example[name].shape for example in examples))]
-            shape = [one.pop() if len(one) == 1 else None for one in sizes]
+            shape = _common_sizes(example[name].shape for example in examples)
             inputs.append(described(name, dtypes[name], shape))
-    found = [described(name, tensors[head].dtype) for name, head in heads.items()]
+    found = [
+        described(
+            name, tensors[head].dtype, _common_sizes(one[head].shape for one in (tensors, *others))
+        )
+        for name, head in heads.items()
+    ]
     content = make.make_graph(nodes, "mxnet", inputs, found, constants)
     opsets = [make.make_opsetid("", OPSET)]
     proto = make.make_model(content, opset_imports=opsets, ir_version=IR_VERSION)
     return bytes(proto.SerializeToString())
+
+
+def _common_sizes(shapes: Iterable[Any]) -> Optional[List[Optional[int]]]:
+    """Return the sizes that all shapes share, with None for others; None if a shape is unknown."""
+    known = list(shapes)
+    if None in known:
+        return None
+    return [sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*known)]
 
 
 def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -> List[OutputError]:

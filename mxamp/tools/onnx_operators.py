@@ -65,6 +65,8 @@ def translate(call: Call) -> List[str]:
 
 def _translated_by_mxnet(call: Call) -> List[str]:
     call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
+    one_layer = call.attrs.get("num_layers", "1") == "1"  # MXNet's for more don't load
+    call.require(one_layer, "several layers in one operator: stack RNNs of one layer each")
     op, inputs = _SAME.get(call.node.operator, call.node.operator), range(len(call.names))
     dtypes = [np.dtype(tensor.dtype) for tensor in call.inputs]
     node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in inputs]}

@@ -130,6 +130,7 @@ def test_what_is_missing_is_named(call, words):
         (np.full((2, 4), 1e300), "beyond float32"),
         (np.ones((2, 4), "complex64"), "2x4 in complex64"),
         ([["a"]], "must be an array of numbers"),
+        ((2, 4), r"must be an array of numbers, not \(2, 4\)"),
         (nd.ones((2, 5)), "the original does not run on these inputs"),
     ],
 )
