@@ -60,17 +60,6 @@ def test_the_second_conversion_decides_alone(first, then):
         }
 
 
-def test_casts_by_way_of_float64_give_way_too():
-    # On CPUs Deconvolution computes in float64 on float16 values.
-    net = S.Deconvolution(S.var("data"), num_filter=2, kernel=(2, 2), no_bias=True, name="up")
-    params = {"up_weight": randn(3, 2, 2, 2)}
-    policy = amp.Policy.default("float16", "cpu")
-    once = amp.convert_model(S.relu(net), params, {}, policy=policy)
-    again = amp.convert_model(*once, policy=policy)
-    assert "float64" in once[0].tojson()
-    assert again[0].tojson() == once[0].tojson()
-
-
 @pytest.mark.parametrize("before", [amp, stock])
 def test_parameters_are_cast_later_as_by_stock(before):
     # Stock MXNet changes the dictionaries that it is given.

@@ -237,32 +237,6 @@ def test_float64_stays_float64(dtype, example):
     assert low(x.astype("float32"), y.astype("float32")).dtype == np.float32
 
 
-def test_converted_blocks_are_called_like_the_original(dtype):
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.dense = nn.Dense(4, in_units=4)
-
-        def hybrid_forward(self, F, x, pair):
-            hidden = self.dense(x + pair[0])
-            return hidden, [hidden + pair[1], F.softmax(hidden)]
-
-    net = Net()
-    net.initialize()
-    net.hybridize()
-    data = randn(2, 4), [randn(2, 4, seed=1), randn(2, 4, seed=2)]
-    plain = net(*data)
-    net.dense.weight.lr_mult = 3
-    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype))
-    first, (second, third) = fast(*data)
-    for got, wanted in zip((first, second, third), (plain[0], *plain[1])):
-        assert kind(got) == "float32"
-        np.testing.assert_allclose(got.asnumpy(), wanted.asnumpy(), rtol=0.05, atol=0.02)
-    assert set(fast.collect_params()) == set(net.collect_params())
-    assert fast.collect_params()[net.dense.weight.name].lr_mult == 3
-
-
 def lstm():
     layer = gluon.rnn.LSTM(6, num_layers=2, layout="NTC", input_size=5)
     layer.initialize(mx.init.Xavier())

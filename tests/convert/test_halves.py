@@ -4,7 +4,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
-from mxnet.gluon import SymbolBlock
 
 import mxamp as amp
 import nets
@@ -162,23 +161,6 @@ def test_inputs_and_outputs_keep_half_precision_on_demand():
     assert half["w"].dtype == np.float16
 
 
-@pytest.mark.filterwarnings("ignore:Cannot decide type")
-def test_files(tmp_path):
-    symbol = by_hand()
-    params = params_of(symbol, "float16", data=(2, 6))
-    mx.model.save_checkpoint(str(tmp_path / "half"), 0, symbol, params, {})
-    done = amp.convert_files(tmp_path / "half", tmp_path / "wide", target_dtype="float32")
-    block = SymbolBlock.imports(str(tmp_path / "wide-symbol.json"), ["data"], str(done.params))
-    assert block(randn(2, 6)).dtype == np.float32
-    again = amp.convert_hybrid_block(block, "float16", example_inputs=randn(2, 6))
-    assert "float16" in again._cached_graph[1].tojson()
-    imported = SymbolBlock.imports(
-        str(tmp_path / "half-symbol.json"), ["data"], str(tmp_path / "half-0000.params")
-    )
-    wide = amp.convert_hybrid_block(imported, "float32", example_inputs=randn(2, 6))
-    assert (wide(randn(2, 6)) == block(randn(2, 6))).min().asscalar() == 1
-
-
 @pytest.mark.parametrize(
     "options", [{"fp32_ops": ["softmax"]}, {"policy": amp.Policy.default("float16", "gpu")}]
 )
@@ -202,20 +184,6 @@ def test_inputs_in_half_precision_do_not_keep_operators_in_float32():
         (reads,) = (n.inputs for n in Graph.from_symbol(low).nodes if n.op == "FullyConnected")
         nodes = Graph.from_symbol(low).nodes
         assert {nodes[i].attrs.get("dtype", "bfloat16") for i, _ in reads} == {"bfloat16"}
-
-
-def test_dtypes_of_weights_are_inferred_where_those_of_data_are_not():
-    weight = randn(4, 5).astype("float16")
-    net = S.FullyConnected(
-        S.Cast(S.var("data"), dtype="float16"), num_hidden=4, no_bias=True, name="a"
-    )
-    net = S.Cast(net, dtype="float32")
-    for target in ("bfloat16", "float16"):
-        low = amp.convert_symbol(net, target)
-        values = {"data": randn(3, 5), "a_weight": weight}
-        output = low.bind(mx.cpu(), values).forward()[0]
-        expected = nd.dot(values["data"], weight.astype("float32").T)
-        np.testing.assert_allclose(output.asnumpy(), expected.asnumpy(), atol=0.1)
 
 
 def test_unread_parameters_and_embeddings_become_float32():
