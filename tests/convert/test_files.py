@@ -61,13 +61,6 @@ def test_a_model_in_half_precision_is_compared_with_its_float32_form(folder):
         assert done.errors[0].relative < 0.02
 
 
-def test_files_converted_again_keep_their_casts(folder):
-    options = {"policy": amp.Policy.default("float16", "gpu"), "cast_optional_params": True}
-    convert(folder, **options)
-    amp.convert_files(folder / "low", folder / "again", 3, **options)
-    assert written(folder, "again") == written(folder, "low")
-
-
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -87,12 +87,6 @@ def test_an_original_of_zeros_is_told(caplog):
     assert "every value of output 'none_output' of the original is 0" in caplog.text
 
 
-def test_random_inputs_without_shapes():
-    table = mx.sym.Embedding(mx.sym.var("words"), input_dim=7, output_dim=2, name="table")
-    with pytest.raises(amp.ArgumentError, match="the shapes of the inputs words can't be inferred"):
-        amp.random_inputs((table.sum(axis=1), {"table_weight": mx.nd.ones((7, 2))}, {}))
-
-
 def test_random_inputs():
     symbol, args, _ = triple()
     labelled = mx.sym.SoftmaxOutput(symbol, name="softmax"), args, {}
