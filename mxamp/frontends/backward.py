@@ -149,9 +149,8 @@ class _BackwardPatches(FrontEnd):
                 compute(head_grads)
             else:
                 overflown = self._run_scaled(compute, heads, head_grads, scale)
-        losses = [head.detach() for head in heads] if head_grads is None else []
         for hook in hooks:
-            hook.mark_unscaled(scale, overflown, losses)
+            hook.mark_unscaled(scale, overflown)
         owned = {id(entry.data) for hook in hooks for entry in entries_of(hook.trainer)}
         if not overflown <= owned and not self._has_warned:
             self._has_warned = True

@@ -9,11 +9,9 @@ scaler.update()
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import Any, Mapping
 
 from mxnet.gluon import Trainer
-from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import StateError
 from ..framework.contrib_amp import check_contrib_is_off
@@ -21,7 +19,7 @@ from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .passes import gradients, passes, scale_losses
 from .scaler import LossScaler
-from .trainer import LOSSES, Stage, State, active_hook, attach_hook
+from .trainer import Stage, State, active_hook, attach_hook
 
 logger = logging.getLogger("mxamp")
 
@@ -59,11 +57,11 @@ class GradScaler:
         if self._enabled:
             check_contrib_is_off()
             passes.open()  # now: `autograd.backward(scaler.scale(loss))` looks backward up first
-        # Since the last update: results of steps, by the trainers' states, and unscaled losses.
+        #: The results of steps since the last update, by the trainers' states.
         self._results: dict[State, bool] = {}
-        self._losses: deque[NDArray] = deque(maxlen=LOSSES)
-        #: The scale of the first of these losses, and the number of backward passes before it.
-        self._first, self._passes = 1.0, gradients.passes
+        #: The scale of the first loss since then, if any, and the backward passes before it.
+        self._first: float | None = None
+        self._passes = gradients.passes
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -94,10 +92,9 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        scaled, unscaled = scale_losses(loss, self.get_scale(), bool(self._losses))
-        if not self._losses:
+        scaled = scale_losses(loss, self.get_scale(), others=self._first is not None)
+        if self._first is None:
             self._first, self._passes = self.get_scale(), gradients.passes
-        self._losses.extend(unscaled)
         return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
@@ -120,7 +117,7 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         if hook.stage is Stage.NONE:
-            hook.mark_scaled(self._first)
+            hook.mark_scaled(self._first or 1.0)
         hook.unscale()
 
     def step(self, trainer: Trainer, batch_size: Any, ignore_stale_grad: bool = False) -> None:
@@ -145,7 +142,7 @@ class GradScaler:
             return
         hook = self._attached_hook(trainer)
         hook.check("step")
-        hook.mark_scaled(self._first)
+        hook.mark_scaled(self._first or 1.0)
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
@@ -166,8 +163,7 @@ class GradScaler:
             logger.info("loss scale %g -> %g", before, self.get_scale())
         for hook in self._results:
             hook.end_update()
-        self._first = 1.0
-        self._losses.clear()
+        self._first = None
         self._results.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +190,7 @@ class GradScaler:
         hook = active_hook(trainer)
         if hook is None:
             hook = attach_hook(trainer, self._scaler, scaled_by="GradScaler")
-            hook.results, hook.losses, hook.stepped_at = self._results, self._losses, self._passes
+            hook.results, hook.stepped_at = self._results, self._passes
         hook.check_scaled_by("GradScaler")
         if hook.scaler is not self._scaler:
             raise StateError("this trainer has its own GradScaler already: use that one for it")

@@ -112,29 +112,29 @@ def _scales_behind(head: NDArray) -> set[float]:
     return found
 
 
-def scale_losses(loss: Any, scale: float, others: bool) -> tuple[Any, list[NDArray]]:
-    """Return marked losses times a scale, in the same containers, and the unscaled ones.
+def scale_losses(loss: Any, scale: float, others: bool) -> Any:
+    """Return marked losses times a scale, in the same containers.
 
     Raises `StateError` if one is scaled already. With `others`, losses scaled since the last step
     may lie behind it: this reads its whole graph.
     """
-    unscaled: list[NDArray] = []
+    arrays: list[NDArray] = []
 
     def scaled_in_float32(array: NDArray) -> NDArray:
         if _scale_of(array) or (others and _scales_behind(array)):
             raise StateError(SCALED_ALREADY)
-        unscaled.append(array.detach())
+        arrays.append(array)
         if dtype_of(array) not in ("float32", "float64"):
             array = array.astype("float32")  # 65504 is float16's largest number
         return _marked(array, scale)
 
     with autograd.record(train_mode=autograd.is_training()):
         mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
-    if not unscaled:
+    if not arrays:
         _raise_no_loss(loss)
     if scale != 1:
         passes.open()
-    return mapped, unscaled
+    return mapped
 
 
 def _raise_no_loss(value: Any) -> Any:

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -49,17 +48,14 @@ logger = logging.getLogger("mxamp")
 
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 _STUCK = 10
-#: The losses of one step that are looked at after an overflow: those of validation may be many.
-LOSSES = 100
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
 SKIPPED = "step skipped, gradients of %s are not finite; %s"
 TOO_MANY_SKIPS = (
-    "skipped %d steps in a row, and the loss scale is down to %g: %s%s are not finite. "
-    "Look for a learning rate that is too high, a division by zero or a logarithm of zero."
+    "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
+    "learning rate that is too high, a division by zero or a logarithm of zero in the loss."
 )
-LOSS_NOT_FINITE = " and the loss"
 NOT_SCALED = (
     "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
     "backward on the loss that scale_loss or scaler.scale returns"
@@ -99,7 +95,6 @@ class StepReport(NamedTuple):
     loss_scale: float  #: the scale that the gradients carried
     next_loss_scale: float
     nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
-    loss_finite: bool = True  #: False if the loss was Inf or NaN before it was scaled
 
 
 def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
@@ -121,8 +116,6 @@ class State:
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
-        #: These losses, unscaled.
-        self.losses: deque[NDArray] = deque(maxlen=LOSSES)
         #: The results of steps for a GradScaler's `update`; None: each step updates the scaler.
         self.results: dict[State, bool] | None = None
         #: Weights and master weights to set to them: parameters may be loaded after the states.
@@ -163,6 +156,11 @@ class State:
         """Whether a backward pass was seen since the last step."""
         return gradients.passes > self.stepped_at
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a loss was scaled since the last step."""
+        return self._stage is Stage.SCALED
+
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""
         self.scaler.set_scale(scale)
@@ -197,17 +195,15 @@ class State:
         self._stage = Stage.NONE
         self.publish(self.trainer.amp_last_step)
 
-    def mark_unscaled(self, scale: float, overflown: set[int], losses: Iterable[NDArray]) -> None:
+    def mark_unscaled(self, scale: float, overflown: set[int]) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
 
-        `overflown` are arrays, by `id`, whose gradients are not finite. `losses` are the losses of
-        the pass. Losses of earlier passes, possibly for other trainers, are forgotten.
+        `overflown` are arrays, by `id`, whose gradients are not finite.
         """
         for entry in entries_of(self.trainer) if overflown else ():
             if id(entry.data) in overflown:
                 gradients.note(entry, gradients.note_of(entry).scale, entry.gradient)
         self._stage, self._scale = Stage.UNSCALED, scale
-        self.losses = deque(losses, LOSSES)
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
@@ -303,15 +299,13 @@ class State:
                 entry.data._fresh_grad = False
             if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
                 self.scaler.back_off_from(self._scale)
-        loss_finite = finite or all_finite(self.losses)
         if self.results is None:
             self.scaler.update(finite)
-            self.losses.clear()
             self._stage = Stage.NONE
         else:
             self.results[self] = finite and self.results.get(self, True)
             self._stage = Stage.STEPPED
-        return StepReport(finite, self._scale, self.scaler.loss_scale, names, loss_finite)
+        return StepReport(finite, self._scale, self.scaler.loss_scale, names)
 
     def _notify(self, report: StepReport) -> None:
         """Call the functions of `debugging.on_step`."""
@@ -328,8 +322,7 @@ class State:
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
         if self._skips_in_a_row == _STUCK:
-            loss = "" if report.loss_finite else LOSS_NOT_FINITE
-            logger.warning(TOO_MANY_SKIPS, _STUCK, report.next_loss_scale, names, loss)
+            logger.warning(TOO_MANY_SKIPS, _STUCK, report.next_loss_scale, names)
 
     def publish(self, report: StepReport | None) -> None:
         """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
@@ -623,8 +616,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.scaler.loss_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].scaler.loss_scale)
-    scaled, unscaled = scale_losses(loss, scale, any(hook.losses for hook in hooks))
+    scaled = scale_losses(loss, scale, any(hook.is_scaled for hook in hooks))
     for hook in hooks:
         hook.mark_scaled(scale)
-        hook.losses.extend(unscaled)
     yield scaled

@@ -3,9 +3,6 @@
 No optimizer of MXNet 1.9.1 ends the process or fails later than in the call, so they run here.
 """
 
-import copy
-from contextlib import nullcontext
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -95,28 +92,19 @@ def test_a_refused_optimizer_changes_nothing():
     amp.initialize(net, trainer, "O2", ctx=mx.cpu())
 
 
-def cast_to_float16(optimizer, **options):
-    """A trainer of a net that a script has cast."""
-    net, _ = made(optimizer)
-    net.cast("float16")
-    return gluon.Trainer(net.collect_params(), optimizer, options)
-
-
-@pytest.mark.parametrize("optimizer", ["adagrad", "adadelta", "adam"])
-def test_the_policy_in_force_decides(optimizer):
-    """AdaGrad's float32 states and float16 gradients meet in operators that the policy casts."""
-    trainer = cast_to_float16(optimizer, **({"epsilon": 1e-3} if optimizer == "adam" else {}))
-    if optimizer != "adam":
-        with pytest.raises(amp.ArgumentError, match="it raises .*expected float32, got float16"):
-            check_float16_update(trainer)
-    with amp.autocast("float16"):
-        check_float16_update(trainer)
-
-
-def test_weights_that_are_not_updated_in_float16_are_not_checked():
-    check_float16_update(cast_to_float16("adam", multi_precision=True))
+def test_weights_that_are_updated_soundly_pass():
+    for optimizer, options in (
+        ("adam", {"multi_precision": True}),
+        ("lamb", {"epsilon": 1e-3}),
+        ("adam", {"epsilon": 1e-3}),
+    ):
+        net, _ = made(optimizer)
+        net.cast("float16")
+        check_float16_update(gluon.Trainer(net.collect_params(), optimizer, options))
     check_float16_update(made("adam")[1])
-    trainer = cast_to_float16("adam")
+    net, _ = made("adam")
+    net.cast("float16")
+    trainer = gluon.Trainer(net.collect_params(), "adam")
     with pytest.raises(amp.ArgumentError, match="Adam can't update float16 weights"):
         check_float16_update(trainer)
     for param in trainer._params:
@@ -124,48 +112,10 @@ def test_weights_that_are_not_updated_in_float16_are_not_checked():
     check_float16_update(trainer)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "sgld", "nadam", "lbsgd", "dcasgd", "lamb"])
-def test_a_check_leaves_no_trace(optimizer):
-    schedule = mx.lr_scheduler.FactorScheduler(1, 0.5, base_lr=0.1)
-    trainer = cast_to_float16(optimizer, learning_rate=0.1, lr_scheduler=schedule)
-    before = copy.deepcopy(vars(trainer.optimizer))
-    mx.random.seed(1)
-    drawn = mx.nd.random.normal(shape=(4,)).asnumpy()
-    mx.random.seed(1)
-    with pytest.raises(amp.ArgumentError) if optimizer in LOSE_EPSILON else nullcontext():
-        check_float16_update(trainer)
-    assert (mx.nd.random.normal(shape=(4,)).asnumpy() == drawn).all()
-    after = vars(trainer.optimizer)
-    assert vars(after.pop("lr_scheduler")) == vars(before.pop("lr_scheduler"))
-    assert {k: after[k] for k in before if k != "param_dict"} == {
-        k: v for k, v in before.items() if k != "param_dict"
-    }
-    assert not trainer._updaters[0].states
-
-
-class Inverse(mx.optimizer.Optimizer):
-    """A custom optimizer that divides by a number of its own."""
-
-    def __init__(self, tiny, **options):
-        super().__init__(**options)
-        self.tiny = tiny
-
-    def update(self, index, weight, grad, state):
-        weight[:] -= 1e-9 * grad / (grad * grad + self.tiny)
-
-
-class Named(mx.optimizer.Optimizer):
-    """A custom optimizer that looks its parameters up."""
-
-    def update(self, index, weight, grad, state):
-        weight[:] -= self.param_dict[index].lr_mult * grad / 0
-
-
-@pytest.mark.filterwarnings("ignore:Optimizer created manually")
-def test_custom_optimizers():
-    trainer = cast_to_float16(Inverse(1e-8))
-    with pytest.raises(amp.ArgumentError, match="Inverse .*: updates become NaN") as raised:
-        check_float16_update(trainer)
-    assert str(raised.value).endswith("multi_precision=True")
-    check_float16_update(cast_to_float16(Inverse(1e-3)))
-    check_float16_update(cast_to_float16(Named()))  # a probe can't run it
+@pytest.mark.parametrize("optimizer", LOSE_EPSILON)
+def test_the_epsilon_that_the_error_names_is_sound(optimizer):
+    weights = trained(*made(optimizer, epsilon=1e-3), "O3")
+    amp.shutdown()
+    # FTML subtracts nearly equal numbers.
+    atol = 0.1 if optimizer == "ftml" else 0.02
+    np.testing.assert_allclose(weights, trained(*made(optimizer, epsilon=1e-3)), atol=atol)

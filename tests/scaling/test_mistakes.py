@@ -41,7 +41,6 @@ def test_a_run_that_only_skips_is_warned_of(way, caplog):
         one_step(net, trainer, nd.array(poisoned(batches(1)[0])), way, scaler)
         assert caplog.text.count("steps in a row") == (skips >= 10)
     assert net[0].weight.name in caplog.text
-    assert "and the loss are not finite" in caplog.text
 
 
 MIXED = [

@@ -28,9 +28,9 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
                 trainer.step(batch_size)
         print(reports[-1].stepped, reports[-1].loss_scale)
 
-    The report is that of `trainer.amp_last_step`: `stepped`, `loss_scale`, `next_loss_scale`,
-    `nonfinite` and `loss_finite`. The call comes after the gradients are checked and before the
-    weights change. A trainer without loss scaling reports steps at scale 1, and none as skipped.
+    The report is that of `trainer.amp_last_step`: `stepped`, `loss_scale`, `next_loss_scale` and
+    `nonfinite`. The call comes after the gradients are checked and before the weights change. A
+    trainer without loss scaling reports steps at scale 1, and none as skipped.
 
     Returns the hook, which calls `function` until the end of a `with` statement, or until
     `remove()`. Raises `StateError` for a trainer whose loss scaler is not mxamp's.
