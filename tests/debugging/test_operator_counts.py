@@ -147,8 +147,6 @@ def test_what_it_shows():
         "relu      float32      2",
     ]
     assert "float32 to float16" in text
-    assert [row.operator for row in stats.filter(operator="exp").operators] == ["exp"]
-    assert len(stats.filter(dtype="float16")) == 0
     assert repr(stats).startswith("<OperatorStats: ")
     with pytest.raises(amp.UnknownNameError, match="relu"):
         stats["relo"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Iterable, Iterator, Mapping, Sequence
 
 from mxnet.gluon import HybridBlock
@@ -15,9 +15,8 @@ from mxnet.symbol import Symbol
 from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...convert.symbols import widened_for
-from ...errors import ArgumentError, UnknownNameError, prefix_errors, unknown
+from ...errors import ArgumentError, prefix_errors, unknown
 from ...framework.keywords import checked_call
-from ...framework.machine import default_device
 from ...framework.operators import resolve
 from ...framework.tables import PRECISION_COLORS
 from ...framework.wording import counted, one_of, shown
@@ -25,8 +24,8 @@ from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import Rewrite, rewrite
 from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
 from ...graph.casts.widen import has_halves
-from ...graph.inspect import Tensor, precision_of_node
-from ...graph.ir import Graph, Output, Usage, body_usage, infer_outputs, rewrites_bodies
+from ...graph.inspect import precision_of_node, tensors_of
+from ...graph.ir import Graph, Usage, body_usage, rewrites_bodies
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
 from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
@@ -64,7 +63,6 @@ class NodePlan:
 class Cast:
     """One inserted cast: after which node, to which dtype."""
 
-    name: str
     source: str
     dtype: str
 
@@ -86,8 +84,6 @@ class Plan(Result):
     ----------
     target_dtype : str
         The target dtype of the policy.
-    device : str
-        The kind of device, "cpu" or "gpu".
     nodes : tuple of NodePlan
         The operators, each with its `name`, `operator`, `precision` and `reason`.
     casts : tuple of Cast
@@ -100,7 +96,6 @@ class Plan(Result):
     """
 
     target_dtype: str
-    device: str
     nodes: tuple[NodePlan, ...]
     casts: tuple[Cast, ...]
     inputs: tuple[str, ...] = ()
@@ -123,14 +118,10 @@ class Plan(Result):
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise self.unknown(name)
-
-    def unknown(self, name: object) -> UnknownNameError:
-        """Return the error for a name or pattern that matches no operator of the plan."""
         hint = f"The plan has {counted(len(self), 'operator')}"
         if f"{name}{_GLUON}" in self:
             hint += f". Gluon adds {_GLUON} to the name of a layer"
-        return unknown("operator name", name, [node.name for node in self.nodes], hint)
+        raise unknown("operator name", name, [node.name for node in self.nodes], hint)
 
     @checked_call
     def filter(
@@ -173,17 +164,9 @@ class Plan(Result):
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values.
-
-        ::
-
-            nodes = amp.explain(net, "bfloat16").to_dict()["nodes"]
-        """
-        return asdict(self)
-
     def _tables(self) -> Iterable[Table]:
-        yield ("", *self.rows())
+        rows = [(node.name, node.operator, node.precision, node.reason) for node in self.nodes]
+        yield "", ("name", "operator", "precision", "reason"), rows
 
     def to_dot(self) -> str:
         """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
@@ -209,11 +192,6 @@ class Plan(Result):
                 if source in drawn:
                     lines.append(f"  {_quoted(source)} -> {_quoted(node.name)}{label}")
         return "\n".join([*lines, "}", ""])
-
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        """Return headings and rows of the table."""
-        rows = [(node.name, node.operator, node.precision, node.reason) for node in self.nodes]
-        return ("name", "operator", "precision", "reason"), rows
 
     def summary(self) -> str:
         """Return one line: operators by precision, and casts.
@@ -357,7 +335,7 @@ def explain(
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
     target = policy.target_dtype if policy.lowers else "float32"
     data = [name for name in graph.input_names if name not in known_params]
-    plan = _make_plan(result, target, policy.device, data)
+    plan = _make_plan(result, target, data)
     nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
     return replace(plan, mode=mode, nodes=nodes)
 
@@ -367,22 +345,17 @@ def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str]) -> Plan:
     unchanged = _unchanged(graph, dtypes)
     counts = Counter(decision.precision for _, _, decision in unchanged.decided())
     target = max(TARGETS, key=lambda dtype: counts[dtype])
-    plan = _make_plan(unchanged, target, default_device(), graph.input_names)
-    return replace(plan, mode=AS_IT_IS)
+    return replace(_make_plan(unchanged, target, graph.input_names), mode=AS_IT_IS)
 
 
 def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
     """Return a graph as the rewrite that changes nothing: decisions by the inputs' dtypes."""
-    values: dict[Output, Tensor] = {}
+    values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
     result = Rewrite(graph)
     for i, node in enumerate(graph.nodes):
-        reads = [values[output].dtype for output in node.inputs]
-        outputs = (
-            [dtypes.get(node.name, "float32")] if node.is_variable else infer_outputs(node, reads)
-        )
-        values.update({(i, k): Tensor(dtype, None) for k, dtype in enumerate(outputs)})
         if node.is_variable or is_inserted_cast(node) or is_inserted_copy(node):
             continue
+        reads = [values[output].dtype for output in node.inputs]
         precision = precision_of_node(graph, i, values)
         read = " and ".join(dict.fromkeys(reads))
         reason = f"its inputs are {read}" if reads else "it has no input"
@@ -402,7 +375,7 @@ def _last_graph(model: Any, policy: Policy | None) -> LastGraph | None:
     return op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
 
 
-def _make_plan(result: Rewrite, target_dtype: str, device: str, inputs: Iterable[str]) -> Plan:
+def _make_plan(result: Rewrite, target_dtype: str, inputs: Iterable[str]) -> Plan:
     """Return the plan of a rewritten graph with these inputs."""
     nodes = tuple(
         NodePlan(
@@ -414,7 +387,7 @@ def _make_plan(result: Rewrite, target_dtype: str, device: str, inputs: Iterable
         )
         for graph, node, decision in result.decided()
     )
-    return Plan(target_dtype, device, nodes, tuple(_inserted_casts(result.graph)), tuple(inputs))
+    return Plan(target_dtype, nodes, tuple(_inserted_casts(result.graph)), tuple(inputs))
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
@@ -430,6 +403,6 @@ def _inserted_casts(graph: Graph) -> Iterable[Cast]:
     """Yield the casts that mxamp has inserted in a graph and in the bodies of its loops."""
     for node in graph.nodes:
         if is_inserted_cast(node):
-            yield Cast(node.name, graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
+            yield Cast(graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
         for body in node.subgraphs:
             yield from _inserted_casts(body)

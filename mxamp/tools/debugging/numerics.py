@@ -17,7 +17,6 @@ from ...convert.options import name_list
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
-from ...framework.tables import text_table
 from ...framework.wording import one_of, shown
 from ...patches.cached_op import PolicyCachedOp, _Op
 from .findings import Finding, NumericsError, Statistics, kind_of
@@ -29,7 +28,6 @@ _ON = ("raise", "log", "collect")
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
-_COLUMNS = ("step", "phase", "kind", "block", "node", "operator", "tensor", "statistics")
 
 
 class _Reader(NamedTuple):
@@ -43,7 +41,7 @@ class _Reader(NamedTuple):
 class NumericsCheck(TensorObserver):
     """The findings of a check: `findings`, the first of each pass through the program.
 
-    `str(check)` is a table. Falsy without findings.
+    `str(check)` has a line for each. Falsy without findings.
     """
 
     def __init__(self, on: str, skip: Sequence[str], backward: bool) -> None:
@@ -80,9 +78,7 @@ class NumericsCheck(TensorObserver):
         return len(self.findings)
 
     def __str__(self) -> str:
-        if not self:
-            return "no findings"
-        return text_table(_COLUMNS, [[getattr(f, n) for n in _COLUMNS] for f in self.findings])
+        return "\n".join(map(str, self.findings)) or "no findings"
 
     # ------------------------------------------------------------------ forward
 
@@ -310,7 +306,7 @@ def check_numerics(
         Check gradients too.
 
     The context yields the check: `findings`, the first of each pass through the program; `first`,
-    the first of them or None. Printing it gives a table, and it is false without findings. A
+    the first of them or None. It prints a line for each, and is false without findings. A
     finding has `kind`, `phase` ("forward" or "backward"), `step`, `block`, `node`, `operator`,
     `tensor`, `statistics` of that tensor (`dtype`, `shape`, the numbers of `nan` and `inf`,
     `minimum`, `maximum` and `mean` of the finite values), and `inputs`: names and statistics of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
 from mxnet.executor import Executor
@@ -93,9 +92,9 @@ class OperatorStats(Result, Observer):
     read while the context is open, and are final after it.
     """
 
-    def __init__(self, census: Census | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._census = census or Census.empty()
+        self._census = Census.empty()
         #: The censuses of graphs by the symbol's id, and the inputs' dtypes and shapes.
         self._graphs: dict[Any, tuple[Symbol, Census]] = {}
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
@@ -124,15 +123,6 @@ class OperatorStats(Result, Observer):
 
     def __len__(self) -> int:
         return len(self.operators)
-
-    def filter(self, operator: str | None = None, dtype: str | None = None) -> OperatorStats:
-        """Return the statistics of an operator, a dtype, or both."""
-        kept = {
-            (name, kind): calls
-            for (name, kind), calls in self._census.operators.items()
-            if operator in (None, name) and dtype in (None, kind)
-        }
-        return OperatorStats(self._census._replace(operators=Counter(kept)))
 
     def summary(self) -> str:
         """Return one line: calls and casts."""
@@ -223,8 +213,8 @@ def operator_stats() -> ContextManager[OperatorStats]:
     ...     )
     >>> stats["FullyConnected"]
     {'bfloat16': 1}
-    >>> stats.casts[0].source, stats.casts[0].target, stats.casts[0].casts
-    ('float32', 'bfloat16', 2)
+    >>> stats.casts[0].source, stats.casts[0].target
+    ('float32', 'bfloat16')
 
     The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
     symbols (modules), with the calls of MXNet's optimizers. SGD steps that mxamp computes in NumPy

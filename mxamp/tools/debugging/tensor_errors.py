@@ -36,7 +36,8 @@ NOT_FLOAT32 = (
     "not one that was converted or cast"
 )
 
-_HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
+_ERRORS = ("relative", "maximum", "lost")
+_HEADINGS = ("name", "block", "operator", "precision", *_ERRORS)
 _SHOWN = 10  #: rows of each table
 
 
@@ -51,7 +52,7 @@ class _Layer(NamedTuple):
     operator: str
     precision: str
     values: Any  #: a float32 NumPy array
-    inputs: Sequence[Any] = ()  #: float32 NumPy arrays; None where an input is not known
+    inputs: Sequence[Any]  #: float32 NumPy arrays; None where an input is not known
 
 
 class TensorError(Distance):
@@ -59,18 +60,25 @@ class TensorError(Distance):
 
     `relative` is the L2 norm of the difference over that of float32's values, the largest of all
     batches; `maximum` the largest absolute difference; `lost` the number of elements that are
-    finite in float32 only. For a gradient, `operator` is that of the layer that reads the
-    parameter. `precision` is the dtype that the operator computes in.
+    finite in float32 only. `precision` is the dtype that the operator computes in. `block`,
+    `operator` and `precision` are empty for a gradient.
     """
 
-    def __init__(self, name: str, plain: _Layer, mixed: _Layer) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        block: str = "",
+        operator: str = "",
+        precision: str = "",
+    ) -> None:
         super().__init__()
-        self.name, self.block, self.operator = name, plain.block, plain.operator
-        self.precision, self.shape = mixed.precision, plain.values.shape
+        self.name, self.shape = name, shape
+        self.block, self.operator, self.precision = block, operator, precision
         self._inputs = Distance()
 
     def include(self, plain: _Layer, mixed: _Layer) -> None:
-        """Include a batch."""
+        """Include a batch of a layer's output."""
         self.add(self.name, plain.values, mixed.values)
         for one, other in zip(plain.inputs, mixed.inputs):
             if one is not None and other is not None and one.shape == other.shape:
@@ -123,12 +131,15 @@ class Comparison(Result):
         return f"{self.dtype} against float32{scale}: {jump}; {counted(lost, 'element')} not finite"
 
     def _tables(self) -> Iterable[Table]:
-        kinds = {"outputs of layers": self.outputs, "gradients of parameters": self.gradients}
-        for kind, errors in kinds.items():
+        kinds = (
+            ("outputs of layers", self.outputs, _HEADINGS),
+            ("gradients of parameters", self.gradients, ("name", *_ERRORS)),
+        )
+        for kind, errors, headings in kinds:
             worst = sorted(errors, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
-            rows = [tuple(getattr(error, heading) for heading in _HEADINGS) for error in worst]
+            rows = [tuple(getattr(error, heading) for heading in headings) for error in worst]
             if rows:
-                yield f"{kind}, the worst {len(rows)} of {len(errors)}", _HEADINGS, rows
+                yield f"{kind}, the worst {len(rows)} of {len(errors)}", headings, rows
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -194,23 +205,20 @@ def compare(
 class _Layers(TensorObserver):
     """The outputs of a net's layers in one run, in the order of execution."""
 
-    def __init__(self, net: Block) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._params = frozenset(net.collect_params())
         self._calls: Counter[str] = Counter()
         self.layers: dict[Key, _Layer] = {}
         self._keys: dict[Tensor, Key] = {}
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
         self._before_cast: dict[Tensor, Tensor] = {}
-        #: The first layer that reads a parameter, by the parameter's name.
-        self.readers: dict[str, Key] = {}
 
     def on_operator(self, call: Call) -> None:
         """Record an output of a layer."""
         site, inputs, output, number = call
         if not output.is_checkable:
             return
-        values = output.values.astype(np.float32)
+        values = _in_float32(output)
         if site.operator in CASTS and inputs[0] is not None:
             key = self._keys.get(inputs[0])
             if key is not None and self.layers[key].precision == output.dtype:
@@ -223,11 +231,13 @@ class _Layers(TensorObserver):
         self._calls[name] += number == 0
         key = self._keys[output] = name, self._calls[name], number
         precision = site.attributes.get(PRECISION) or output.dtype
-        read = [self._before_cast.get(one, one) for one in inputs if one is not None]
-        floats = [one.values.astype(np.float32) if one.is_checkable else None for one in read]
-        self.layers[key] = _Layer(site.block, site.operator, precision, values, floats)
-        for param in self._params.intersection(site.names):
-            self.readers.setdefault(param, key)
+        read = [one and _in_float32(self._before_cast.get(one, one)) for one in inputs]
+        self.layers[key] = _Layer(site.block, site.operator, precision, values, read)
+
+
+def _in_float32(tensor: Tensor) -> Any:
+    """Return a tensor's values in float32; None if it holds no floating-point numbers."""
+    return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
 
 
 class _Comparer:
@@ -267,16 +277,11 @@ class _Comparer:
             # A policy may replace nodes by faster equivalents.
             if other is not None and other.values.shape == layer.values.shape:
                 name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
-                error = self.outputs.setdefault(key, TensorError(name, layer, other))
-                error.include(layer, other)
+                place = layer.values.shape, layer.block, layer.operator, other.precision
+                self.outputs.setdefault(key, TensorError(name, *place)).include(layer, other)
         for name, values in gradients.items():
-            unread = _Layer("", "", "float32", values)
-            readers = [
-                run.layers.get(plain.readers.get(name, ("", 0, 0)), unread)
-                for run in (plain, mixed)
-            ]
-            error = TensorError(name, *(layer._replace(values=values) for layer in readers))
-            self.gradients.setdefault(name, error).add(name, values, scaled[name])
+            error = self.gradients.setdefault(name, TensorError(name, values.shape))
+            error.add(name, values, scaled[name])
 
     def _run_batch(
         self, net: Block, batch: measured.Batch, restart: Callable[[], None], policy: Policy | None
@@ -285,7 +290,7 @@ class _Comparer:
         training = self.loss is not None
         scale = 1.0 if policy is None else self.scale
         while True:
-            layers = _Layers(net)
+            layers = _Layers()
             restart()
             with autocast(enabled=policy is not None, policy=policy):
                 with autograd.record() if training else autograd.pause(train_mode=False):
