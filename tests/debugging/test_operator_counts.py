@@ -4,12 +4,11 @@ from collections import Counter
 
 import mxnet as mx
 import pytest
-from mxnet import autograd, nd
+from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn, with_avx512
-from mxamp.patches import optimizers
 from mxamp.tools.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
@@ -150,21 +149,3 @@ def test_what_it_shows():
     assert repr(stats).startswith("<OperatorStats: ")
     with pytest.raises(amp.UnknownNameError, match="relu"):
         stats["relo"]
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_in_numpy_count_as_the_operator(momentum, monkeypatch):
-    monkeypatch.setattr(optimizers.machine, "threads", lambda: 1)
-    monkeypatch.setattr(optimizers, "_LEAST", 1)
-    optimizers._parse_by_mxnet.cache_clear()  # parsing calls MXNet's operator
-    net = nn.Dense(4, in_units=4, use_bias=False)
-    net.initialize()
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"momentum": momentum})
-    with amp.autocast("bfloat16"), operator_stats() as stats:
-        with autograd.record():
-            loss = net(randn(32, 4)).sum()
-        loss.backward()
-        trainer.step(32)
-    update = "sgd_mom_update" if momentum else "sgd_update"
-    updates = [row for row in stats.operators if "update" in row.operator]
-    assert [tuple(row) for row in updates] == [(update, "float32", 1)]

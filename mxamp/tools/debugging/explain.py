@@ -28,7 +28,7 @@ from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import Graph, Usage, body_usage, rewrites_bodies
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
-from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
+from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.decision import Decision
 from ...policy.overrides import Layers
@@ -38,7 +38,7 @@ from .results import Result, Table
 
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
-MODES = ("converted", "inference", "training")
+MODES = CONVERTED, INFERENCE, TRAINING = ("converted", "inference", "training")
 #: The mode of a plan of a model that has half precision already, without another conversion.
 AS_IT_IS = "as it is"
 
@@ -99,7 +99,7 @@ class Plan(Result):
     nodes: tuple[NodePlan, ...]
     casts: tuple[Cast, ...]
     inputs: tuple[str, ...] = ()
-    mode: str = MODES[0]
+    mode: str = CONVERTED
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -202,7 +202,7 @@ class Plan(Result):
         """
         counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
-        shown_as = {MODES[0]: "", AS_IT_IS: "the model as it is: "}
+        shown_as = {CONVERTED: "", AS_IT_IS: "the model as it is: "}
         begins = shown_as.get(self.mode, f"{self.mode} in {self.target_dtype}: ")
         return f"{begins}{operators}; {counted(len(self.casts), 'cast')}"
 
@@ -285,56 +285,54 @@ def explain(
     """
     if mode is not None and mode not in MODES:
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    input_shapes = checked_shapes("input_shapes", input_shapes)
-    example_shapes: Mapping[str, Sequence[int]] = {}
+    given_shapes = checked_shapes("input_shapes", input_shapes)
+    shapes: dict[str, tuple[int, ...]] = {}
     if isinstance(model, HybridBlock) and params is None:
         traced = trace(model, example_inputs)
         symbol, params = traced.symbol, traced.param_values()
-        input_dtypes, example_shapes = traced.input_dtypes(input_dtypes), traced.example_shapes
+        input_dtypes, shapes = traced.input_dtypes(input_dtypes), {**traced.example_shapes}
     elif isinstance(model, Symbol):
         symbol, read = model, set(model.list_inputs())
-        params = params and {n: array for n, array in params.items() if n in read}
+        params = {n: array for n, array in (params or {}).items() if n in read}
     else:
         raise ArgumentError(NO_MODEL.format(given=shown(model)))
-    known_params = params or {}
     is_chosen = policy is not None or target_dtype is not None
     source: Source | None = None if is_chosen else getattr(model, "_source", None)
-    run = None
     if not is_chosen:
         policy = current_policy() if source is None else source.policy
-        run = None if mode == MODES[0] else _last_graph(model, policy)
+        op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
+        run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
         if run is not None:
-            policy, mode = run.policy, mode or (MODES[2] if run.training else MODES[1])
-            input_dtypes = {**run.dtypes, **(input_dtypes or {})}
+            policy, mode = run.policy, mode or (TRAINING if run.training else INFERENCE)
+            input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
         elif policy is not None and source is None:
-            mode = mode or MODES[1]
+            mode = mode or INFERENCE
     graph = Graph.from_symbol(symbol) if source is None else source.graph
-    dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in known_params.items()}, input_dtypes)
+    dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in params.items()}, input_dtypes)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
         return _plan_as_it_is(graph, dtypes)
-    mode = mode or MODES[0]
+    mode = mode or CONVERTED
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     with prefix_errors("`input_shapes`"):
-        check_names(list(input_shapes), graph.input_names, "input")
-    shapes = {name: array.shape for name, array in known_params.items()}
-    if mode != "converted":
-        shapes.update({**(run.shapes if run is not None else {}), **example_shapes, **input_shapes})
+        check_names(list(given_shapes), graph.input_names, "input")
+    of_params = {name: array.shape for name, array in params.items()}
+    shapes = {**of_params, **({} if mode == CONVERTED else {**shapes, **given_shapes})}
     stored: frozenset[str] = frozenset() if source is None else source.stored
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
     roundings: tuple[str, ...] = ()
-    if mode == "converted" and source is None:
+    if mode == CONVERTED and source is None:
         graph, variables, roundings = widened_for(
             without_copies_before_casts(graph), policy, dtypes, params, True
         )
         dtypes.update(dict.fromkeys(variables, "float32"))
     usage = Usage(
-        dtypes, shapes, stored=stored, training=mode == MODES[2], converting=mode == MODES[0]
+        dtypes, shapes, stored=stored, training=mode == TRAINING, converting=mode == CONVERTED
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
     target = policy.target_dtype if policy.lowers else "float32"
-    data = [name for name in graph.input_names if name not in known_params]
+    data = [name for name in graph.input_names if name not in params]
     plan = _make_plan(result, target, data)
     nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
     return replace(plan, mode=mode, nodes=nodes)
@@ -367,12 +365,6 @@ def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
                 _unchanged(body, usage.dtypes) for body, usage in zip(node.subgraphs, usages)
             ]
     return result
-
-
-def _last_graph(model: Any, policy: Policy | None) -> LastGraph | None:
-    """Return what a block's last graph under a policy, or any, was made for; None if none ran."""
-    op = getattr(model, "_cached_op", None)
-    return op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
 
 
 def _make_plan(result: Rewrite, target_dtype: str, inputs: Iterable[str]) -> Plan:

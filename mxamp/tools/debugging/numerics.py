@@ -30,6 +30,9 @@ _ON = ("raise", "log", "collect")
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
 
 
+_Read = Mapping[str, Tensor]
+
+
 class _Reader(NamedTuple):
     """An array with a gradient, the call that has read it last, and its name there."""
 
@@ -44,10 +47,12 @@ class NumericsCheck(TensorObserver):
     `str(check)` has a line for each. Falsy without findings.
     """
 
-    def __init__(self, on: str, skip: Sequence[str], backward: bool) -> None:
+    def __init__(self, on: str, skip: Sequence[str]) -> None:
         super().__init__()
-        self._on, self._skip, self._backward, self._step = on, skip, backward, 1
+        self._on, self._skip, self._step = on, skip, 1
         self._findings: list[Finding] = []
+        #: The finding of the call that runs, or of its graph.
+        self._found: Finding | None = None
         #: The last overflow of a gradient, which a lower loss scale may cure.
         self._overflow: Finding | None = None
         #: Whether the running pass through the program has no finding yet.
@@ -82,26 +87,36 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ forward
 
-    def on_operator(self, call: Call) -> Finding | None:
-        """Judge an output of an operator; return a finding if it is at fault."""
+    def on_operator(self, call: Call) -> None:
+        """Judge an output of an operator."""
         site, inputs, output, _ = call
         if not output.bad or not self._is_sound:
-            return None
+            return
         if self._is_skipped(site):
             self._purpose |= output.bad
-            return None
+            return
         read = {name: one for name, one in zip(site.names, inputs) if one is not None}
         held: set[str] = set().union(*(one.bad for one in read.values()))
         for name, one in read.items():
             # The pass was finite so far, and infinities below 0 are masks.
             if one.bad - self._purpose - {"-inf"} and site.operator not in _COPIES:
-                return self._finding("input", "forward", site, name, one, read)
+                self._fail("input", site, name, one, read)
+                return
         constants = set(map(str, site.attributes.values()))
         self._purpose |= output.bad & constants
-        if output.bad <= held | constants:
-            return None
-        kind = kind_of(site.operator, output)
-        return self._finding(kind, "forward", site, "output", output, read)
+        if not output.bad <= held | constants:
+            self._fail(kind_of(site.operator, output), site, "output", output, read)
+
+    def _fail(self, kind: str, site: Site, name: str, tensor: Tensor, read: _Read) -> None:
+        """End the pass with a finding, which is reported when the call or its graph ends."""
+        self._found = self._finding(kind, "forward", site, name, tensor, read)
+        self._is_sound = False
+
+    def on_end(self) -> None:
+        """Report the finding of a call or a graph that ends."""
+        found, self._found = self._found, None
+        if found is not None:
+            self.report(found)
 
     def on_call(
         self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
@@ -144,7 +159,7 @@ class NumericsCheck(TensorObserver):
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
         """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
-        if self._backward and self._in_graphs.get(graph) is None:
+        if self._in_graphs.get(graph) is None:
             self._in_graphs[graph] = self._judge_gradient(site, name, array)
 
     def _judge_gradient(self, site: Site, name: str, array: NDArray) -> Finding | None:
@@ -172,7 +187,7 @@ class NumericsCheck(TensorObserver):
         """Run a backward pass, of autograd or an executor, then report its first fault."""
         self._in_graphs.clear()
         results = original(*args, **options)
-        is_judged = self._backward and self._is_sound and "nan" not in self._purpose
+        is_judged = self._is_sound and "nan" not in self._purpose
         found = self._first_fault() if is_judged else None
         self._is_sound = True
         if found is not None and found.kind == "overflow":
@@ -196,16 +211,9 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ reports
 
     def _finding(
-        self,
-        kind: str,
-        phase: str,
-        site: Site,
-        name: str,
-        tensor: Tensor,
-        read: Mapping[str, Tensor],
+        self, kind: str, phase: str, site: Site, name: str, tensor: Tensor, read: _Read
     ) -> Finding:
         """Return the finding of a tensor, with statistics of it and of what the operator read."""
-        self._is_sound = self._is_sound and phase == "backward"
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
         place = (site.block, site.node, site.operator, name)
         return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs)
@@ -280,8 +288,6 @@ def _can_lower_scale(owner: Any) -> bool:
 def check_numerics(
     on: str = "raise",
     skip: str | Iterable[str] | None = None,
-    *,
-    backward: bool = True,
 ) -> ContextManager[NumericsCheck]:
     """Find the first operator of a region whose values become Inf or NaN.
 
@@ -302,8 +308,6 @@ def check_numerics(
     skip : str or list of str, optional
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
-    backward : bool, default True
-        Check gradients too.
 
     The context yields the check: `findings`, the first of each pass through the program; `first`,
     the first of them or None. It prints a line for each, and is false without findings. A
@@ -330,10 +334,10 @@ def check_numerics(
     which is a little slower afterwards. A loop's body is one node. Steps count from 1; a skipped
     update ends a step too. In training, results may differ in the last bits.
 
-    Cost: each value is read back and examined; training steps take a few times as long
-    (`scripts/bench/overhead tools`). No cost outside the context.
+    Cost: each value is read back and examined; training steps take a few times as long. No cost
+    outside the context.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
     skipped = [skip] if isinstance(skip, str) else name_list("skip", skip)
-    return NumericsCheck(on, skipped, backward).checking()
+    return NumericsCheck(on, skipped).checking()

@@ -127,7 +127,7 @@ class Tensor:
     @cached_property
     def bad(self) -> frozenset[str]:
         """The values that are not finite: "nan", "inf" and "-inf"."""
-        if not self.is_checkable:
+        if not self.is_checkable or np.isfinite(self.values).all():
             return frozenset()
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
 
@@ -164,12 +164,12 @@ class TensorObserver(Observer):
             graph.release()
         self._graphs.clear()
 
-    def on_operator(self, call: Call) -> Any:
-        """Observe an output of an operator; a result other than None goes to `report`."""
+    def on_operator(self, call: Call) -> None:
+        """Observe an output of an operator."""
         raise NotImplementedError
 
-    def report(self, found: Any) -> None:
-        """Take the first result of `on_operator` in an eager call or a graph that ends."""
+    def on_end(self) -> None:
+        """Take the end of an eager call, or of a graph's forward pass."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
         """Observe a gradient inside of a graph, which the operator at `site` makes."""
@@ -211,10 +211,9 @@ class TensorObserver(Observer):
                 tensor.bad  # noqa: B018
         outputs = original(handle, inputs, *rest)
         site = self._site_of_call(handle, inputs, rest)
-        made = enumerate(map(Tensor, as_list(outputs)))
-        found = [self.on_operator(Call(site, read, one, number)) for number, one in made]
-        for one in [one for one in found if one is not None][:1]:
-            self.report(one)
+        for number, array in enumerate(as_list(outputs)):
+            self.on_operator(Call(site, read, Tensor(array), number))
+        self.on_end()
         return outputs
 
     def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
@@ -279,13 +278,11 @@ class MonitoredGraph:
         self._variables = dict(zip(self.input_names, map(Tensor, inputs)))
         self._seen: dict[Output, Tensor] = {}
         self._calls: Counter[str] = Counter()
-        self._found: Any = None
 
     def end(self) -> None:
-        """End a forward pass: report its first finding."""
+        """End a forward pass."""
         self._seen, self._variables = {}, {}
-        if self._found is not None:
-            self._observer.report(self._found)
+        self._observer.on_end()
 
     def on_output(self, name: Any, *operator_and_handle: Any) -> None:
         """Take an output: its name, in cached ops its operator's name, and the array's handle."""
@@ -307,8 +304,7 @@ class MonitoredGraph:
         output = self._seen[i, number] = Tensor(array)
         output.bad  # noqa: B018  # read at once, as another operator may write over it
         inputs = [self._input(entry) for entry in self._graph.nodes[i].inputs]
-        made = self._observer.on_operator(Call(self._site(i), inputs, output, number))
-        self._found = made if self._found is None else self._found
+        self._observer.on_operator(Call(self._site(i), inputs, output, number))
 
     def _input(self, entry: Output) -> Tensor | None:
         """Return an input of a node; None if the monitor did not name it."""

@@ -19,7 +19,6 @@ from ...framework.patching import Original, Patch
 from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
-from ...patches import optimizers
 from ...patches.cached_op import PolicyCachedOp
 from .observing import Observer, bound_inputs, patch_over
 from .results import Result, Table
@@ -139,13 +138,12 @@ class OperatorStats(Result, Observer):
     # ------------------------------------------------------------------ while it counts
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls, graphs, and SGD steps in NumPy."""
+        """Return the patches of eager calls and graphs."""
         return [
             *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
             patch_over(Executor, "forward", self._forward),
-            patch_over(optimizers, "_sgd", self._step_in_numpy),
         ]
 
     def on_call(
@@ -165,13 +163,6 @@ class OperatorStats(Result, Observer):
                 dtype = source if source in FLOATS and target not in FLOATS else target
                 self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
-
-    def _step_in_numpy(self, original: Original, *step: Any) -> None:
-        """Count an SGD step in NumPy, whose last argument is the momentum, as its operator."""
-        original(*step)
-        with self._census_lock:
-            name = "sgd_update" if step[-1] is None else "sgd_mom_update"
-            self._census.operators[name, "float32"] += 1
 
     def _call_graph(
         self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
@@ -218,8 +209,8 @@ def operator_stats() -> ContextManager[OperatorStats]:
 
     The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
     symbols (modules), with the calls of MXNet's optimizers. SGD steps that mxamp computes in NumPy
-    count as `sgd_update` or `sgd_mom_update`. Backward passes are not counted; their casts mirror
-    those of the forward pass. A fused operator of oneDNN counts as one.
+    are no calls. Backward passes are not counted; their casts mirror those of the forward pass. A
+    fused operator of oneDNN counts as one.
     The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
     graphs do not count. Casts in graphs of arrays whose shape depends on values, as after
     `boolean_mask`, count without their bytes.

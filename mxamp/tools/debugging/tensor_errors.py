@@ -64,17 +64,9 @@ class TensorError(Distance):
     `operator` and `precision` are empty for a gradient.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        block: str = "",
-        operator: str = "",
-        precision: str = "",
-    ) -> None:
+    def __init__(self, name: str, block: str = "", operator: str = "", precision: str = "") -> None:
         super().__init__()
-        self.name, self.shape = name, shape
-        self.block, self.operator, self.precision = block, operator, precision
+        self.name, self.block, self.operator, self.precision = name, block, operator, precision
         self._inputs = Distance()
 
     def include(self, plain: _Layer, mixed: _Layer) -> None:
@@ -189,9 +181,9 @@ def compare(
         The net is not in float32, the data has no labels or no batch.
 
     The result has `outputs`, the errors of layers in the order of execution, and `gradients`, those
-    of parameters, with `name`, `block`, `operator`, `precision`, `shape`, `relative`, `maximum` and
-    `lost`; `first_jump`, or None; `loss_scale`, that of the backward pass: for float16 the first of
-    2**16, 2**15, ... at which all gradients are finite. Printing it gives a table, worst first.
+    of parameters, with `name`, `block`, `operator`, `precision`, `relative`, `maximum` and `lost`;
+    `first_jump`, or None; `loss_scale`, that of the backward pass: for float16 the first of 2**16,
+    2**15, ... at which all gradients are finite. Printing it gives a table, worst first.
 
     Runs the net twice for each batch, and holds all layer outputs in memory.
     """
@@ -277,10 +269,10 @@ class _Comparer:
             # A policy may replace nodes by faster equivalents.
             if other is not None and other.values.shape == layer.values.shape:
                 name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
-                place = layer.values.shape, layer.block, layer.operator, other.precision
+                place = layer.block, layer.operator, other.precision
                 self.outputs.setdefault(key, TensorError(name, *place)).include(layer, other)
         for name, values in gradients.items():
-            error = self.gradients.setdefault(name, TensorError(name, values.shape))
+            error = self.gradients.setdefault(name, TensorError(name))
             error.add(name, values, scaled[name])
 
     def _run_batch(
