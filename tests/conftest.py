@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from mxamp.framework import machine
+from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
-from mxamp.framework.patching import _installed
 from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
@@ -95,8 +94,8 @@ ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().item
 
 
 def assert_unpatched():
-    assert not _installed.front_ends
-    assert not _installed.stacks
+    assert not patching._open_sets
+    assert not patching._stacks
     for key, (owner, name) in _attributes().items():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 

@@ -20,11 +20,11 @@ PROGRAM = """
 import gc, json, sys, warnings
 warnings.simplefilter("ignore")
 import mxamp
-from mxamp.framework.patching import patched
+from mxamp.framework.patching import _stacks
 loaded = sorted(sys.modules)
 from mxamp.framework.operators import registry
 collected = gc.isenabled() and gc.get_freeze_count() == 0
-print(json.dumps([loaded, registry.cache_info().currsize, patched(), collected]))
+print(json.dumps([loaded, registry.cache_info().currsize, [*map(str, _stacks)], collected]))
 """
 
 

@@ -2,14 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence
 
 import click
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
 from ..policy.targets import TARGETS
-from .inputs import input_values
+from .inputs import Named, input_values
 from .options import (
     chosen_policy,
     force_option,
@@ -36,12 +36,7 @@ _EXAMPLES = examples(
 )
 @click.option("--out", required=True, help="Prefix of the files to write.")
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
-@click.option(
-    "--cast-params",
-    "cast_optional_params",
-    is_flag=True,
-    help="Store parameters in the target dtype where possible.",
-)
+@click.option("--cast-params", is_flag=True, help="Store parameters in 16 bits where possible.")
 @click.option("--cast-io", is_flag=True, help="Take and return the target dtype where possible.")
 @input_option
 @input_dtype_option
@@ -58,16 +53,12 @@ _EXAMPLES = examples(
 def convert(
     prefix: str,
     epoch: int,
-    device: Optional[str],
-    keep_fp32: Sequence[str],
-    policy: Optional[str],
     dtype: Optional[str],
-    fp32_op: Sequence[str],
-    cast_io: bool,
-    inputs: Sequence[Tuple[str, Any]],
-    dtypes: Sequence[Tuple[str, str]],
+    policy: Optional[str],
+    inputs: Named,
+    dtypes: Named,
     check: bool,
-    **options: Any,
+    **given: Any,
 ) -> None:
     """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
 
@@ -78,27 +69,31 @@ def convert(
         raise click.UsageError("Missing option '--dtype' (or '--policy').")
     if inputs and not check:
         raise click.UsageError("--input is for --check; give that too")
-    if dtype == "float32" and not policy:
-        target: Dict[str, Any] = {"target_dtype": dtype}
-    else:
-        target = {"policy": chosen_policy(dtype, policy, device).override(fp32=fp32_op)}
+    fuse, cast_params = given["fuse"], given["cast_params"]
     if policy:  # tuned in a form: this is the one with the speed that was measured
         forms = re.findall("^# Form: (converted|fused)$", Path(policy).read_text(), re.M)
-        options["fuse"] |= "fused" in forms
-        options["cast_optional_params"] |= bool(forms)
+        fuse, cast_params = fuse or "fused" in forms, cast_params or bool(forms)
+    target: Dict[str, Any] = {"target_dtype": dtype}
+    if dtype != "float32" or policy:
+        chosen = chosen_policy(dtype, policy, given["device"])
+        target = {"policy": chosen.override(fp32=given["fp32_op"])}
     check_inputs = None
     if check:
         with saved_semantics(prefix, epoch):
             check_inputs, _ = input_values(load_model(prefix, epoch), inputs, dtypes)
     done = convert_files(
         prefix,
-        epoch=epoch,
-        excluded_sym_names=keep_fp32,
-        keep_io_types=False if cast_io else None,
+        given["out"],
+        epoch,
+        excluded_sym_names=given["keep_fp32"],
+        cast_optional_params=cast_params,
+        keep_io_types=False if given["cast_io"] else None,
         input_dtypes=dict(dtypes),
         check_inputs=check_inputs,
+        tolerance=given["tolerance"],
+        force=given["force"],
+        fuse=fuse,
         **target,
-        **options,
     )
     if check:
         print_errors(done.errors)

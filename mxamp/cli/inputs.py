@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import click
 import numpy as np
@@ -13,7 +13,7 @@ from ..convert.outputs import Model, declared_dtypes, finite_input, random_input
 from ..errors import ArgumentError, prefix_errors
 from ..framework.arrays import cast
 
-WRONG_FILE = "--input takes an .npy file of one array, and --data .npz files, not {path!r}"
+Named = Sequence[Tuple[str, Any]]
 
 
 class NamedInput(click.ParamType):
@@ -49,10 +49,7 @@ def _data_names(model: Model) -> List[str]:
 
 
 def input_values(
-    model: Model,
-    inputs: Iterable[Tuple[str, Any]],
-    dtypes: Iterable[Tuple[str, str]],
-    seed: int = 0,
+    model: Model, inputs: Named, dtypes: Named, seed: int = 0
 ) -> Tuple[Dict[str, Any], List[str]]:
     """Return values for all inputs of a model by name, and the names of those that are random."""
     values = {name: one for name, one in inputs if isinstance(one, np.ndarray)}
@@ -98,5 +95,5 @@ def _load_numpy(path: str, kind: type) -> Any:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ArgumentError(f"{path!r} can't be read: {error}") from None
     if not isinstance(found, kind):
-        raise ArgumentError(WRONG_FILE.format(path=path))
+        raise ArgumentError(f"--input takes .npy files, and --data .npz files, not {path!r}")
     return found

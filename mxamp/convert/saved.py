@@ -209,9 +209,8 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
             raise OSError(NOT_THE_SAME)
 
     with replaced_files(files, check_content) as (symbol_file, params_file):
-        # Not before: what a killed conversion has set aside is back now.
         for path in files:
-            if path.exists() and not force:
+            if not force and (path.exists() or left_beside(path)):
                 raise ArgumentError(IS_THERE.format(path=str(path)))
         try:
             model[0].save(str(symbol_file), remove_amp_cast=False)

@@ -113,7 +113,8 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
             return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
         operator = _CAST
     bfloat16 = _BFLOAT16 in (code, DTYPE_CODES[dtype])
-    leaf, memory = (array if bfloat16 and _is_leaf(array) else None), None
+    is_leaf = bfloat16 and autograd.is_recording() and has_gradient(array)
+    leaf, memory = (array if is_leaf else None), None
     if leaf is not None:
         # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
         array, memory = _recorded_view(leaf), leaf_casts.memory(leaf, dtype)
@@ -202,11 +203,6 @@ def has_gradient(array: NDArray) -> bool:
     if gradient:
         check_call(_LIB.MXNDArrayFree(gradient))
     return bool(gradient)
-
-
-def _is_leaf(array: NDArray) -> bool:
-    """Return whether autograd is recording and `array` has a gradient buffer."""
-    return autograd.is_recording() and has_gradient(array)
 
 
 def _recorded_view(array: NDArray) -> NDArray:

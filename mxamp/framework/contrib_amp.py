@@ -9,14 +9,12 @@ from ..errors import StateError
 from .patching import Patch
 
 CONTRIB_IS_ON = (
-    "mxnet.contrib.amp is on in this process: its init has changed MXNet's operators and can't be "
-    "undone. Start a new process without that init, or call mxamp.patch_contrib() before it, which "
-    "makes its functions mxamp's"
+    "mxnet.contrib.amp is on in this process, and can't be undone. Start a new process without its "
+    "init, or call mxamp.patch_contrib() before it, which makes its functions mxamp's"
 )
 MXAMP_IS_ON = (
-    "mxamp's mixed precision is on in this process, and mxnet.contrib.amp's {name} would add a "
-    "second one: call mxamp.{name}, or mxamp.patch_contrib() before mxnet.contrib.amp is used, "
-    "which makes its functions mxamp's"
+    "mxamp's mixed precision is on, and mxnet.contrib.amp's {name} would add a second one: call "
+    "mxamp.{name}, or before it mxamp.patch_contrib(), which makes contrib's functions mxamp's"
 )
 SCALED_BY_MXAMP = (
     "mxamp scales this trainer's losses, and mxnet.contrib.amp's scale_loss, imported by name, "

@@ -8,14 +8,6 @@ from typing import List
 
 from ..errors import InstallError
 
-__all__ = [
-    "CUDA_LIBRARIES",
-    "DRIVER",
-    "MAJORS",
-    "WHEEL",
-    "preload",
-]
-
 WHEEL = "mxnet-cu112"
 #: The oldest driver on Linux that runs the wheel, from CUDA's release notes.
 DRIVER = "450.80.02"
@@ -37,6 +29,7 @@ CUDA_LIBRARIES = (
     "libcudnn.so.8",
     "libnccl.so.2",
 )
+
 NO_DRIVER = (
     f"{WHEEL} is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install the "
     f"driver ({DRIVER} or later), or on a machine without an NVIDIA GPU install the CPU build: "
@@ -49,17 +42,12 @@ def preload() -> None:
 
     Raises `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
     """
-    try:
-        metadata.distribution(WHEEL)
-    except metadata.PackageNotFoundError:
+    if not _has_wheel():
         return
-    try:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise InstallError(NO_DRIVER) from error
-    folders = _wheel_folders()
+    if not _is_loaded("libcuda.so.1"):
+        raise InstallError(NO_DRIVER)
     for name in CUDA_LIBRARIES:
-        for folder in folders:
+        for folder in _wheel_folders():
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
@@ -67,9 +55,6 @@ def preload() -> None:
 
 def _wheel_folders() -> List[Path]:
     """Return the folders of the nvidia-* wheels' libraries: site-packages/nvidia/*/lib."""
-    try:
-        spec = importlib.util.find_spec("nvidia")
-    except ValueError:
-        return []
+    spec = importlib.util.find_spec("nvidia")
     places = spec.submodule_search_locations if spec is not None else None
     return sorted(lib for place in places or () for lib in Path(place).glob("*/lib"))

@@ -15,18 +15,6 @@ from ..errors import ArgumentError, StateError
 from .machine import dtype_name
 from .wording import counted, one_of
 
-__all__ = [
-    "HOROVOD",
-    "HorovodStore",
-    "PARAMETER_SERVER",
-    "Transport",
-    "check_horovod_gradients",
-    "is_distributed",
-    "is_horovod_optimizer",
-    "is_horovod_trainer",
-    "horovod_store",
-]
-
 UNSUPPORTED = (
     "{transport} sends arrays of {allowed}, but {name} is {dtype}: leave parameters in float32 "
     "(mixed precision casts them for computation), or cast the array to float32 before sending it"

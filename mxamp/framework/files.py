@@ -1,37 +1,26 @@
 """Atomic file replacement: a crash or a full disk leaves the old files, none, or the new ones."""
 
-import logging
 import os
 import shutil
 import threading
+import time
 import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Sequence, Union
+from typing import Callable, Iterator, List, Sequence, Tuple, Union
 
 from ..errors import ArgumentError, WriteError
-from .wording import shown
 
-logger = logging.getLogger("mxamp")
-
-#: Beside a file, the name of a new one ends in this and in the ids of its thread and process.
-_NEW = ".mxamp-new-"
-_OLD = ".mxamp-old"
+#: Beside a file, the names of a new and an old one end in these and in ids of thread and process.
+_NEW, _OLD = ".mxamp-new-", ".mxamp-old-"
 _BLOCK = 2**20
+#: Seconds: a temporary file that has not changed for so long is a killed process's.
+_ORPHANED = 3600
 
-NO_PATH = "path must be the path of a file to write, not {given}"
-NO_NAME = "the name of the file to write is empty: give one"
 A_FOLDER = "{path!r} is a folder: give the name of a file"
-NO_SUCH_NAME = "{path!r} can't be written ({why}): give another name"
 NO_FOLDER = "there is no folder {path!r}: create it, or choose another path"
-ONE_FILE = "{paths} lead to one file: remove the link, or give another name"
 NOT_WRITTEN = "{path!r} can't be written ({why}); an existing file is unchanged"
-NOT_CONFIRMED = (
-    "{path!r} is replaced, but the disk has not confirmed it ({why}): after a crash the old file "
-    "may be there again"
-)
 NOT_THE_SAME = "the content read back differs from the content written"
-PUT_BACK = "%s: a process was killed while it replaced the file; the old file is back"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
@@ -68,18 +57,15 @@ def replaced_files(
     The targets of symbolic links are replaced, and the modes of the old files kept. Several old
     files are set aside first, `paths[0]` before the others, and the new `paths[0]` comes last: who
     opens that first finds the old files, none, or the new ones.
-    What a killed process has set aside is put back, and its temporary files are removed.
+    What killed processes have left is removed once the new files are complete.
     Raises `WriteError` on failure, and leaves `paths` as they were; raises `ArgumentError` if one
     can't be the name of a file.
     """
     for path in paths:
         check_file_path(path)
     places = [Path(os.path.realpath(path)) for path in paths]
-    written = [_temporary_beside(place) for place in places]
-    if len(set(places)) < len(places):
-        raise ArgumentError(ONE_FILE.format(paths=shown([os.fspath(path) for path in paths])))
+    written = [_beside(place, _NEW) for place in places]
     with wrap_write_errors(paths[0]):
-        _recover(places)
         try:
             yield written
             for temporary, place in zip(written, places):
@@ -87,66 +73,30 @@ def replaced_files(
                     shutil.copymode(place, temporary)
                 sync_to_disk(temporary)
             check(written)
-            if len(places) == 1:
-                os.replace(written[0], places[0])
-            else:
-                _replace_all(written, places)
+            _replace_all(written, places)
         finally:
             for temporary in written:
                 temporary.unlink(missing_ok=True)
-    with wrap_write_errors(paths[0], NOT_CONFIRMED):
-        for folder in {place.parent for place in places}:
-            sync_to_disk(folder)
+    with suppress(OSError):  # the files are in place, and whole after a crash too
+        for place in places:
+            sync_to_disk(place.parent)
+            for left in (*left_beside(place), *_orphans(place)):
+                left.unlink()
 
 
 def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
-    """Move the `written` files to their places, or put the old ones back."""
+    """Move the `written` files to their places, several old ones aside first; undo an error."""
+    old = [place for place in places if place.exists()] if len(places) > 1 else []
+    moves = [*((place, _beside(place, _OLD)) for place in old), *reversed([*zip(written, places)])]
+    done: List[Tuple[Path, Path]] = []
     try:
-        for place in places:
-            if place.exists():
-                os.replace(place, _aside(place, places))
-        for temporary, place in reversed([*zip(written, places)]):
-            os.replace(temporary, place)
+        for source, target in moves:
+            os.replace(source, target)
+            done.append((source, target))
     except BaseException:
-        for temporary, place in zip(written, places):
-            if not temporary.exists():
-                place.unlink()
-        _put_back(places)
+        for source, target in reversed(done):
+            os.replace(target, source)
         raise
-    with suppress(OSError):  # the next write removes them
-        _remove_old(places)
-
-
-def _put_back(places: Sequence[Path]) -> None:
-    """Move the files that were set aside to their places, the first one last."""
-    for place in reversed(places):
-        if _aside(place, places).exists():
-            os.replace(_aside(place, places), place)
-
-
-def _remove_old(places: Sequence[Path]) -> None:
-    for place in places:
-        _aside(place, places).unlink(missing_ok=True)
-
-
-def _recover(places: Sequence[Path]) -> None:
-    """Put back or remove what killed processes have left beside `places`."""
-    for place in places:
-        for orphan in place.parent.iterdir():
-            start, _, owner = orphan.name.rpartition("-")
-            is_new = start.startswith(f".{place.name}{_NEW}")
-            if is_new and owner.isdigit() and not _is_alive(int(owner)):
-                orphan.unlink(missing_ok=True)
-    if places[0].exists():  # it came last: the new files are complete
-        _remove_old(places)
-    elif any(_aside(place, places).exists() for place in places):
-        _put_back(places)
-        logger.warning(PUT_BACK, places[0])
-
-
-def _aside(path: Path, places: Sequence[Path]) -> Path:
-    """Return the name of the old file at `path` while it and the rest of `places` are replaced."""
-    return path.with_name(f".{path.name}{_OLD}-{places[-1].name}")
 
 
 def left_beside(path: Path) -> List[Path]:
@@ -156,8 +106,15 @@ def left_beside(path: Path) -> List[Path]:
     return sorted(one for one in left if _NEW not in one.name)
 
 
+def _orphans(path: Path) -> List[Path]:
+    """Return the temporary files that killed writes of `path` have left."""
+    start, latest = f".{path.name}{_NEW}", time.time() - _ORPHANED
+    new = (one for one in path.parent.iterdir() if one.name.startswith(start))
+    return [one for one in new if one.stat().st_mtime < latest]
+
+
 @contextmanager
-def wrap_write_errors(path: Union[str, Path], message: str = NOT_WRITTEN) -> Iterator[None]:
+def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
     """Context that turns an `OSError` into a `WriteError` about `path`."""
     try:
         yield
@@ -165,33 +122,17 @@ def wrap_write_errors(path: Union[str, Path], message: str = NOT_WRITTEN) -> Ite
         raise
     except OSError as error:
         why = error.strerror or str(error)
-        raise WriteError(message.format(path=os.fspath(path), why=why)) from error
-
-
-def checked_path(path: Any) -> Path:
-    """Return `path` as a `Path`; raise `ArgumentError` unless it is a string or path."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(NO_PATH.format(given=shown(path)))
-    return Path(path)
+        raise WriteError(NOT_WRITTEN.format(path=os.fspath(path), why=why)) from error
 
 
 def check_file_path(path: Union[str, Path]) -> None:
-    """Raise `ArgumentError` if `path` can't be the name of a file in an existing folder."""
-    checked_path(path)
-    if not os.fspath(path):
-        raise ArgumentError(NO_NAME)
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # a new file, or one in a missing folder
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ArgumentError(NO_SUCH_NAME.format(path=os.fspath(path), why=why)) from None
-    if os.path.isdir(path):
-        raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
-    folder = Path(os.path.realpath(path)).parent
-    if not folder.is_dir():
-        raise ArgumentError(NO_FOLDER.format(path=str(folder)))
+    """Raise if `path` can't be the name of a file in an existing folder."""
+    place = Path(os.path.realpath(path))
+    with wrap_write_errors(path):
+        if place.is_dir():
+            raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
+        if not place.parent.is_dir():
+            raise ArgumentError(NO_FOLDER.format(path=str(place.parent)))
 
 
 def check_writable(path: Union[str, Path]) -> None:
@@ -200,7 +141,7 @@ def check_writable(path: Union[str, Path]) -> None:
     Call it before a long computation, which would otherwise fail at its end.
     """
     check_file_path(path)
-    temporary = _temporary_beside(Path(os.path.realpath(path)))
+    temporary = _beside(Path(os.path.realpath(path)), _NEW)
     with wrap_write_errors(path):
         temporary.touch()
         temporary.unlink()
@@ -226,16 +167,5 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _temporary_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_NEW}{threading.get_ident()}-{os.getpid()}")
-
-
-def _is_alive(process: int) -> bool:
-    """Return whether a process with this id runs."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}{kind}{threading.get_ident()}-{os.getpid()}")

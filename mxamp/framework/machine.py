@@ -3,33 +3,11 @@
 import logging
 import os
 import platform
-import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Mapping, Optional
 
 import numpy as np
-
-__all__ = [
-    "bfloat16",
-    "BFLOAT16",
-    "DTYPE_CODES",
-    "DTYPE_NAMES",
-    "computes_bfloat16",
-    "cpu_features",
-    "cpu_flags",
-    "cpu_name",
-    "default_device",
-    "default_dtype",
-    "device_kind",
-    "dtype_name",
-    "fast_dtype",
-    "onednn_features",
-    "processors",
-    "threads",
-    "threads_per_core",
-    "why_float32",
-]
 
 logger = logging.getLogger("mxamp")
 
@@ -173,16 +151,7 @@ def threads_per_core() -> int:
 
 @lru_cache(maxsize=None)
 def _cpu_info() -> Dict[str, str]:
-    """Return the first processor's entries of /proc/cpuinfo, or their counterparts on macOS."""
-    if platform.system() == "Darwin":
-        keys = {"model name": "machdep.cpu.brand_string", "flags": "machdep.cpu.leaf7_features"}
-        info = {}
-        for name, key in keys.items():
-            done = subprocess.run(
-                ["sysctl", "-n", key], capture_output=True, text=True, check=False
-            )
-            info[name] = done.stdout.strip().lower() if name == "flags" else done.stdout.strip()
-        return info
+    """Return the first processor's entries of /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -35,28 +35,16 @@ LOSS_OUTPUTS = (
 #: the head gradient, and multiplies by the operator's output instead.
 BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
 
-#: The attribute that is false if an operator of the legacy Python API ignores the head gradient.
-NEEDS_HEAD_GRADIENT: Mapping[str, str] = MappingProxyType({"_Native": "need_top_grad"})
-
 #: Operators that call Python: any of their inputs may need a gradient.
 WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
 
-OTHER_NAME = "unknown operator {name!r}; MXNet calls it {operator!r}"
-
-#: Operators by the names that layers and functions have in Gluon and other libraries, in the form
-#: of `_plain_name`.
+#: Operators by the names of Gluon's layers, in the form of `_plain_name`.
 _OTHER_NAMES: Mapping[str, str] = {
-    "dense": "FullyConnected", "linear": "FullyConnected",
-    "conv": "Convolution", "convtranspose": "Deconvolution",
-    "maxpool": "Pooling", "avgpool": "Pooling",
-    "globalmaxpool": "Pooling", "globalavgpool": "Pooling",
-    "lstm": "RNN", "gru": "RNN",
+    "dense": "FullyConnected", "conv": "Convolution", "convtranspose": "Deconvolution",
+    "maxpool": "Pooling", "avgpool": "Pooling", "globalmaxpool": "Pooling",
+    "globalavgpool": "Pooling", "lstm": "RNN", "gru": "RNN",
     "elu": "LeakyReLU", "gelu": "LeakyReLU", "prelu": "LeakyReLU", "selu": "LeakyReLU",
-    "syncbatchnorm": "_contrib_SyncBatchNorm",
-    "bmm": "batch_dot", "mm": "dot", "matmul": "_npi_matmul", "einsum": "_npi_einsum",
 }  # fmt: skip
-
-_TRUE = frozenset({"1", "true"})  # as MXNet reads booleans, in any case
 
 # The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
 _STATISTICS = (3, 4)
@@ -131,7 +119,7 @@ class Operator:
 def registry() -> Mapping[str, Operator]:
     """Return every operator of the loaded MXNet by canonical name (30 ms, once)."""
     aliases: Dict[int, List[str]] = {}
-    for name in _all_names():
+    for name in sorted(mx.operator.get_all_registered_operators()):
         aliases.setdefault(handle_of(name), []).append(name)
     operators = (_read_operator(handle, tuple(names)) for handle, names in aliases.items())
     return MappingProxyType({operator.name: operator for operator in operators})
@@ -158,12 +146,6 @@ def _plain_name(name: str) -> str:
     return re.sub("[123]d|_", "", name.rpartition(".")[2].lower())
 
 
-@lru_cache(maxsize=None)
-def _by_plain_name() -> Mapping[str, str]:
-    """Return the canonical name of each operator by its plain name; of layers too."""
-    return {**{_plain_name(name): name for name in registry()}, **_OTHER_NAMES}
-
-
 def resolve(name: str) -> Operator:
     """Return the operator called `name`, canonical or alias.
 
@@ -175,21 +157,12 @@ def resolve(name: str) -> Operator:
     try:
         return _by_name()[name]
     except (KeyError, TypeError):
-        raise _unknown_error(name) from None
-
-
-def _unknown_error(given: Any) -> UnknownNameError:
-    """Return the error for a name that is no operator's, or for an object that is no name."""
-    name = given if isinstance(given, str) else str(getattr(given, "__name__", ""))
-    operator = _by_plain_name().get(_plain_name(name))
-    if not isinstance(given, str):
-        hint = f": write {operator!r}" if operator is not None else ""
-        said = f"an operator must be named by a string, not by {shown(given)}"
-        return UnknownNameError(said + hint)
+        given = name if isinstance(name, str) else getattr(name, "__name__", shown(name))
+    plain = {**{_plain_name(one): one for one in registry()}, **_OTHER_NAMES}
+    operator = plain.get(_plain_name(given))
     if operator is not None:
-        return UnknownNameError(OTHER_NAME.format(name=name, operator=operator))
-    forward = [one for one in _by_name() if not one.startswith("_backward_")]
-    return unknown("operator", name, forward)
+        raise UnknownNameError(f"unknown operator {given!r}; MXNet calls it {operator!r}")
+    raise unknown("operator", given, [one for one in _by_name() if one[:10] != "_backward_"])
 
 
 def handle_of(name: str) -> int:
@@ -208,18 +181,10 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
     A `Custom` operator does if its class was made with `need_top_grad=False`.
     """
     if operator_name == "Custom":
-        return not needs_head_gradient(str(attributes.get("op_type", "")), attributes)
-    if operator_name in NEEDS_HEAD_GRADIENT:
-        needed = attributes.get(NEEDS_HEAD_GRADIENT[operator_name], True)
-        return str(needed).lower() not in _TRUE
+        return not _custom_properties(attributes)[0]
+    if operator_name == "_Native":  # the legacy Python API
+        return str(attributes.get("need_top_grad", True)).lower() not in ("1", "true")
     return operator_name in BACKWARD_STARTERS
-
-
-def _all_names() -> List[str]:
-    """Return all names of operators in MXNet's registry, sorted; aliases too."""
-    size, names = mx_uint(), ctypes.POINTER(ctypes.c_char_p)()
-    check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(names)))
-    return sorted(py_str(names[i]) for i in range(size.value))
 
 
 def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
@@ -266,76 +231,41 @@ def _parse_default(description: str) -> Optional[str]:
 # ---------------------------------------------------------------------- custom operators
 
 
-class _PropClasses:
-    """The `CustomOpProp` classes registered with `mx.operator.register`, read on demand.
-
-    MXNet keeps a class only in the closure of a function behind a ctypes callback (in
-    `mx.operator._registry`), which `gc.get_referents` reaches. Each call of a custom operator adds
-    a numbered entry to that registry too, so `get` reads each entry once.
-    """
-
-    def __init__(self) -> None:
-        self._classes: Dict[str, type] = {}
-        self._seen = 0
-
-    def get(self, op_type: str) -> Optional[type]:
-        """Return the class registered as `op_type`, or None."""
-        registry = getattr(mx.operator, "_registry", None)
-        count = getattr(registry, "counter", 0)
-        held = getattr(registry, "ref_holder", {})
-        for number in range(self._seen, count):
-            found = _registered_class(held.get(number))
-            if found is not None:
-                self._classes[found[0]] = found[1]
-        self._seen = count
-        return self._classes.get(op_type)
-
-
-#: A global, as is MXNet's registry, whose growing list it reads once.
-_prop_classes = _PropClasses()
+#: The `CustomOpProp` classes in MXNet's registry by op_type, and how many entries were read: each
+#: call of a custom operator adds an entry.
+_classes: Dict[str, type] = {}
+_seen = 0
 
 
 def prop_class(op_type: str) -> Optional[type]:
-    """Return the `CustomOpProp` registered as `op_type`, or None."""
-    return _prop_classes.get(op_type)
+    """Return the `CustomOpProp` registered as `op_type`, or None.
 
-
-def _registered_class(callback: Any) -> Optional[Tuple[str, type]]:
-    """Return the op_type and `CustomOpProp` behind one of MXNet's registered callbacks, or None."""
-    objects = getattr(callback, "_objects", None)
-    if not callable(callback) or objects is None:
-        return None
-    # Python 3.8 to 3.13 hold the function in the callback's thunk, some in the callback as well.
-    near = [*gc.get_referents(callback), *objects.values()]
-    for holder in near:
-        for function in (holder, *gc.get_referents(holder)):
-            if not inspect.isfunction(function) or function.__name__ != "creator":
-                continue
-            names = function.__code__.co_freevars
-            cells = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ())))
-            name, cls = cells.get("reg_name"), cells.get("prop_cls")
-            if isinstance(name, str) and isinstance(cls, type):
-                return name, cls
-    return None
-
-
-def needs_head_gradient(op_type: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether the custom operator registered as `op_type` uses the head gradient.
-
-    False if its `CustomOpProp` has `need_top_grad=False`: the operator starts the backward pass.
-    True for an unknown op_type and for a constructor that fails.
+    MXNet keeps the class only in the closure of the function behind a ctypes callback.
     """
-    return _custom_properties(op_type, attributes)[0]
+    global _seen  # noqa: PLW0603
+    registered = mx.operator._registry
+    count = registered.counter
+    for number in range(_seen, count):
+        thunks = getattr(registered.ref_holder.get(number), "_objects", None) or {}
+        for function in gc.get_referents(*thunks.values()):
+            if inspect.isfunction(function) and function.__name__ == "creator":
+                held = inspect.getclosurevars(function).nonlocals
+                _classes[held["reg_name"]] = held["prop_cls"]
+    _seen = count  # last: another thread must not miss a class
+    return _classes.get(op_type)
 
 
 def auxiliary_states(attributes: Mapping[str, Any]) -> int:
     """Return how many of the last inputs of a `Custom` operator are auxiliary states."""
-    return _custom_properties(str(attributes.get("op_type", "")), attributes)[1]
+    return _custom_properties(attributes)[1]
 
 
-def _custom_properties(op_type: str, attributes: Mapping[str, Any]) -> Tuple[bool, int]:
-    """Return whether `Custom` needs the head gradient, and its number of auxiliary states."""
-    cls = prop_class(op_type)
+def _custom_properties(attributes: Mapping[str, Any]) -> Tuple[bool, int]:
+    """Return whether `Custom` needs the head gradient, and its number of auxiliary states.
+
+    An unknown op_type needs it, and so does one whose constructor fails.
+    """
+    cls = prop_class(str(attributes.get("op_type", "")))
     # The constructor does not get op_type, nor the attributes that begin with `__`.
     arguments = ((k, str(v)) for k, v in attributes.items() if k != "op_type" and k[:2] != "__")
     return (True, 0) if cls is None else _read_properties(cls, tuple(sorted(arguments)))

@@ -29,21 +29,13 @@ def hold_during_forks(lock: Any) -> None:
         os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
 
 
-class _Installed:
-    """The installed patches of the process."""
-
-    def __init__(self) -> None:
-        #: The patches of each attribute by owner's id and name, bottom first.
-        self.stacks: Dict[Tuple[int, str], List["Patch"]] = {}
-        #: The open front ends in opening order, for `shutdown`.
-        self.front_ends: List["FrontEnd"] = []
-        #: Held during each change: two threads may patch the same attribute.
-        self.lock = threading.RLock()
-
-
-#: A global, as are the attributes of MXNet that patches replace; empty while nothing is patched.
-_installed = _Installed()
-hold_during_forks(_installed.lock)
+#: Globals, as are the attributes of MXNet that patches replace. The patches of each attribute by
+#: owner's id and name, bottom first; the open patch sets in opening order; and a lock, held during
+#: each change, since two threads may patch the same attribute.
+_stacks: Dict[Tuple[int, str], List["Patch"]] = {}
+_open_sets: List["PatchSet"] = []
+_lock = threading.RLock()
+hold_during_forks(_lock)
 
 
 class Patch:
@@ -64,27 +56,24 @@ class Patch:
         """Replace the attribute, below patches that are `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
-        current = vars(self.owner)[self.name]
-        stack = _installed.stacks.setdefault(self._key, [])
+        current, stack = vars(self.owner)[self.name], _stacks.get(self._key, [])
         above = [patch for patch in stack if patch.on_top and not self.on_top]
-        if not above or current is not stack[-1].ours:
-            self._put_over(current)
-            stack.append(self)
-            return
-        position = stack.index(above[0])
-        self._put_over(above[0].original)
-        stack.insert(position, self)
+        if above and current is not stack[-1].ours:
+            above = []
+        self._put_over(above[0].original if above else current)
+        stack.insert(len(stack) - len(above), self)
+        _stacks[self._key] = stack
         _restack(above, self.ours)
 
     def undo(self) -> None:
         """Restore the original, unless other code has replaced the attribute since."""
-        stack = _installed.stacks[self._key]
+        stack = _stacks[self._key]
         position = stack.index(self)
         ours_on_top = vars(self.owner).get(self.name) is stack[-1].ours
         above = stack[position + 1 :]
         stack.remove(self)
         if not stack:
-            del _installed.stacks[self._key]
+            del _stacks[self._key]
         if not ours_on_top:
             logger.warning("%s was patched by other code too; mxamp leaves it as it is", self)
             return
@@ -127,7 +116,7 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 def original(owner: Any, name: str) -> Any:
     """Return the value of an owner's attribute below all patches, for calls that bypass them."""
-    stack = _installed.stacks.get((id(owner), name))
+    stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
 
@@ -143,18 +132,13 @@ def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> Lis
     return [Patch(module, name, build) for module in (owner, *holding)]
 
 
-def patched() -> List[str]:
-    """Return the names of the attributes that are patched now, sorted."""
-    return sorted(repr(stack[0]) for stack in _installed.stacks.values())
-
-
 class PatchSet:
     """Patches that are installed together, and their state.
 
     A subclass keeps its state in attributes and drops it in `close`.
     """
 
-    _lock: ClassVar[Any] = _installed.lock
+    _lock: ClassVar[Any] = _lock
 
     def __init__(self, patches: Sequence[Patch] = ()) -> None:
         self._patches = tuple(patches)
@@ -167,11 +151,11 @@ class PatchSet:
     @property
     def is_open(self) -> bool:
         """Whether the patches are installed."""
-        return bool(self._applied)
+        return self in _open_sets
 
     def open(self) -> None:
         """Install all patches, or none after an error; do nothing if they are installed."""
-        with self._lock:
+        with _lock:
             if self.is_open:
                 return
             try:
@@ -181,11 +165,14 @@ class PatchSet:
             except BaseException:
                 self._undo()
                 raise
+            _open_sets.append(self)
 
     def close(self) -> None:
         """Undo the patches; do nothing if they are not installed."""
-        with self._lock:
+        with _lock:
             self._undo()
+            if self.is_open:
+                _open_sets.remove(self)
 
     def _undo(self) -> None:
         """Undo the applied patches, last applied first."""
@@ -196,23 +183,10 @@ class PatchSet:
 class FrontEnd(PatchSet):
     """A patch set that `mxamp.shutdown()` closes."""
 
-    def open(self) -> None:
-        """Install all patches, or none after an error, until `close` or `close_all`."""
-        with self._lock:
-            super().open()
-            if self not in _installed.front_ends:
-                _installed.front_ends.append(self)
-
-    def close(self) -> None:
-        """Undo the patches; do nothing if they are not installed."""
-        with self._lock:
-            super().close()
-            if self in _installed.front_ends:
-                _installed.front_ends.remove(self)
-
     @staticmethod
     def close_all() -> None:
         """Close every open front end, last opened first."""
-        with _installed.lock:
-            for front_end in reversed(list(_installed.front_ends)):
-                front_end.close()
+        with _lock:
+            for one in reversed([*_open_sets]):
+                if isinstance(one, FrontEnd):
+                    one.close()

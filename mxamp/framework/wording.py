@@ -1,14 +1,11 @@
 """Words for messages: counts, values, and lists of names."""
 
 import inspect
-import reprlib
 from typing import Any, Iterable, Sequence
 
 import numpy as np
 
 from .machine import dtype_name
-
-__all__ = ["counted", "one_of", "shortened", "shown"]
 
 #: The longest value that a message shows.
 _LONGEST = 80
@@ -17,13 +14,13 @@ _LONGEST = 80
 _NAMES = 3
 
 
-def counted(count: int, noun: str, plural: str = "") -> str:
+def counted(count: int, noun: str) -> str:
     """Return a count with its noun, in the plural unless the count is 1.
 
-    >>> counted(1, "operator"), counted(2, "operator"), counted(1, "loss", "losses")
-    ('1 operator', '2 operators', '1 loss')
+    >>> counted(1, "operator"), counted(2000, "operator")
+    ('1 operator', '2,000 operators')
     """
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def one_of(allowed: Iterable[Any]) -> str:
@@ -47,54 +44,23 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as short text on one line, for messages; dtypes and classes by name.
+    """Return a value as short text on one line, for messages; an array as its shape and dtype.
 
-    >>> import numpy as np
-    >>> shown("int8"), shown(np.float16), shown(np.dtype([("bfloat16", np.uint16)])), shown(dict)
-    ("'int8'", 'float16', 'bfloat16', 'the class dict')
+    >>> import mxnet as mx
+    >>> shown("int8"), shown(np.float16), shown(dict), shown([mx.nd.ones(2)])
+    ("'int8'", 'float16', 'the class dict', 'a list')
     """
-    return _ShortRepr().repr(value)
-
-
-class _ShortRepr(reprlib.Repr):
-    """The formatter of `shown`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = _LONGEST
-
-    def repr_instance(self, value: Any, _level: int) -> str:
-        """Return the short form of an object without a literal."""
-        if isinstance(value, np.dtype) or (isinstance(value, type) and _is_numpy_type(value)):
-            return dtype_name(value)
-        if isinstance(value, type):
-            return f"the class {value.__name__}"
-        if inspect.isroutine(value):
-            return f"the function {value.__name__}"
-        if inspect.ismodule(value):
-            return f"the module {value.__name__}"
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
-            return _array_text(value)
-        text = " ".join(repr(value).split())
-        return text if len(text) <= _LONGEST and not text.startswith("<") else _instance_text(value)
-
-    repr_type = repr_function = repr_module = repr_instance
-
-
-def _is_numpy_type(kind: type) -> bool:
-    return issubclass(kind, np.generic)
-
-
-def _array_text(value: Any) -> str:
-    """Return an array as its class, shape and dtype; a NumPy number with its value."""
-    if isinstance(value, np.generic):
-        return f"{type(value).__name__}({value})"
-    size = "x".join(map(str, value.shape))
-    axes = f"of {size}" if size else "without axes"
-    return f"{_instance_text(value)} {axes} in {dtype_name(value.dtype)}"
-
-
-def _instance_text(value: Any) -> str:
-    """Return "a" or "an" with the name of the value's class."""
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' or name.lower() == 'ndarray' else 'a'} {name}"
+    if isinstance(value, np.dtype) or (inspect.isclass(value) and issubclass(value, np.generic)):
+        return dtype_name(value)
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value) or inspect.ismodule(value):
+        return f"the {'module' if inspect.ismodule(value) else 'function'} {value.__name__}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOUaeiou" or kind == "NDArray" else "a"
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        return f"{article} {kind} of shape {value.shape} in {dtype_name(value.dtype)}"
+    text = " ".join(repr(value).split())
+    if isinstance(value, str) or (len(text) <= _LONGEST and "<" not in text):
+        return text[:_LONGEST]
+    return f"{article} {kind}"

@@ -96,10 +96,12 @@ def test_a_killed_write_leaves_whole_files(kind, tmp_path):
         child.kill()
         child.wait()
         if kind == "model" and not (tmp_path / "model-symbol.json").exists():
-            continue  # no reader finds a mixture; the next write puts the old one back first
+            continue  # no reader finds a mixture
         found = versions(kind, tmp_path)
         assert found in ({old}, {version})
         old = found.pop()
+    for orphan in tmp_path.glob(".*.mxamp-new-*"):
+        os.utime(orphan, (0, 0))
     assert started(kind, KILLS + 2, tmp_path).wait() == 0
     assert versions(kind, tmp_path) == {KILLS + 2}
     assert set(os.listdir(tmp_path)) == expected, "temporary files stay"

@@ -49,7 +49,7 @@ def test_an_import_that_failed_before_is_explained():
         """
     )
     assert done.returncode != 0
-    assert "put `import mxamp` above" in done.stderr
+    assert "Start a new process, with `import mxamp` above" in done.stderr
 
 
 @pytest.fixture
@@ -58,10 +58,8 @@ def modules():
 
     MXNet put back behind the tests' modules would be cleared while they still hold arrays.
     """
-    _compat._first_import_failure.cache_clear()
     with mock.patch.dict(sys.modules):
         yield sys.modules
-    _compat._first_import_failure.cache_clear()
 
 
 def test_an_import_that_failed_is_recognized(modules):
@@ -78,18 +76,16 @@ def forgotten(modules):
 
 
 @pytest.mark.parametrize(
-    "version, words",
+    "code, words",
     [
-        *((version, f"MXNet {version} is installed, but mxamp needs MXNet 1.9.1: "
-                    "pip install mxnet==1.9.1, or for NVIDIA GPUs pip install mxnet-cu112==1.9.1$")
-          for version in ("0.12.1", "1.5.1.post0", "1.8.0", "1.9.0", "1.9.10", "1.10.0", "2.0.0b1")),
-        ("1.9.1", "can't be imported: imported"),
+        ("__version__ = '2.0.0'", "MXNet 2.0.0 is installed, but mxamp needs MXNet 1.9.1: pip"),
+        ("__version__ = '1.9.10'", "MXNet 1.9.10 is installed"),
+        ("raise RuntimeError('bad\\nwhy')", "can't be imported: why. mxamp needs MXNet 1.9.1"),
     ],
-)  # fmt: skip
-def test_mxnet_1_9_1_alone_is_imported(version, words, tmp_path, monkeypatch, forgotten):
+)
+def test_mxnet_1_9_1_alone_is_imported(code, words, tmp_path, monkeypatch, forgotten):
     (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (tmp_path / "mxnet" / "libinfo.py").write_text(f'# current\n__version__ = "{version}"\n')
+    (tmp_path / "mxnet" / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(InstallError, match=words):
         _compat.import_mxnet()
@@ -101,46 +97,9 @@ def test_another_version_that_was_imported_before(monkeypatch):
         _compat.import_mxnet()
 
 
-def test_another_version_without_libinfo(tmp_path, monkeypatch, forgotten):
-    (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").write_text('__version__ = "2.0.0"\n')
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(InstallError, match="MXNet 2.0.0 is installed, but mxamp needs MXNet 1.9.1"):
-        _compat.import_mxnet()
-
-
-def test_a_stand_in_without_a_version(modules, forgotten):
-    modules["mxnet"] = types.ModuleType("mxnet")
-    assert _compat.import_mxnet() is modules["mxnet"]
-
-
 def test_an_import_that_is_blocked(modules, forgotten):
     modules["mxnet"] = None
-    with pytest.raises(InstallError, match="MXNet is not installed"):
-        _compat.import_mxnet()
-
-
-def test_mxnet_that_is_not_installed(monkeypatch, forgotten):
-    monkeypatch.setattr(_compat, "prepare_import", lambda: None)
-    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InstallError, match=r"mxamp\[cpu\]"):
-        _compat.import_mxnet()
-
-
-@pytest.mark.parametrize(
-    "role, error, words",
-    [
-        ("scheduler", mx.base.MXNetError("bind failed"), "the scheduler of this run has failed: "),
-        ("server", mx.base.MXNetError("bind failed"), "the server of this run has failed: bind"),
-        ("server", ImportError("no library"), "MXNet is installed, but can't be imported: no lib"),
-        ("worker", mx.base.MXNetError("it"), "MXNet is installed, but can't be imported: it. "),
-    ],
-)
-def test_a_server_that_fails_is_no_broken_installation(monkeypatch, forgotten, role, error, words):
-    monkeypatch.setenv("DMLC_ROLE", role)
-    monkeypatch.setattr(_compat, "prepare_import", lambda: None)
-    monkeypatch.setattr(_compat.importlib, "import_module", mock.Mock(side_effect=error))
-    with pytest.raises(InstallError, match=words):
+    with pytest.raises(InstallError, match=r"MXNet is not installed.*mxamp\[cpu\]"):
         _compat.import_mxnet()
 
 
@@ -188,14 +147,6 @@ def test_packing_records_without_tostring(monkeypatch):
             function.__code__ = code
 
 
-def test_packing_records_with_tostring_is_left_as_it_is():
-    codes = mx.recordio.pack.__code__, mx.recordio.pack_img.__code__
-    with_tostring = types.SimpleNamespace(ndarray=types.SimpleNamespace(tostring=None))
-    _compat._restore_packing(with_tostring, mx.recordio)
-    _compat._restore_packing(types.SimpleNamespace(ndarray=object), None)
-    assert (mx.recordio.pack.__code__, mx.recordio.pack_img.__code__) == codes
-
-
 def test_numpy_s_range_is_that_of_the_metadata():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")  # which setuptools rewrites for source distributions
@@ -211,27 +162,20 @@ def test_numpy_s_range_is_that_of_the_metadata():
         assert release < _compat.release(_compat.NUMPY_BELOW)
 
 
-@pytest.mark.parametrize("version", ["1.16.6", "0.9", "2.6.0", "2.6.0rc1", "2.10.0", "3.0.0.dev0"])
-def test_a_numpy_that_is_too_old_or_too_new(version, monkeypatch):
-    monkeypatch.setattr(np, "__version__", version)
-    monkeypatch.setattr(_compat, "_restore_numpy", lambda numpy: pytest.fail("restored"))
-    with pytest.raises(InstallError, match=f'NumPy {version} .*pip install "numpy>=1.17,<2.6"'):
-        _compat.prepare_import()
-
-
-@pytest.mark.parametrize("version", ["1.17.3", "1.26.4", "2.1.3", "2.5.5", "2.5.0.dev0"])
-def test_a_numpy_in_the_range(version, monkeypatch):
+@pytest.mark.parametrize(
+    "version, fits",
+    [("1.16.6", False), ("2.6.0rc1", False), ("2.10.0", False), ("1.17.3", True), ("2.5.5", True)],
+)
+def test_a_numpy_that_is_too_old_or_too_new(version, fits, monkeypatch):
     restored = []
     monkeypatch.setattr(np, "__version__", version)
     monkeypatch.setattr(_compat, "_restore_numpy", restored.append)
-    _compat.prepare_import()
-    assert restored == [np]
-
-
-def test_no_numpy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(InstallError, match='NumPy is not installed: pip install "numpy'):
+    if fits:
         _compat.prepare_import()
+    else:
+        with pytest.raises(InstallError, match=f'NumPy {version} .*pip install "numpy>=1.17,<2.6"'):
+            _compat.prepare_import()
+    assert restored == [np] * fits
 
 
 def test_numbers_of_numpy_in_operators_of_other_threads():
@@ -244,16 +188,12 @@ def test_numbers_of_numpy_in_operators_of_other_threads():
     assert made == [(2, 3)]
 
 
-def test_standing_in_for_distutils(monkeypatch):
+def test_standing_in_for_distutils(monkeypatch, modules):
     monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
     for name in ("distutils", "distutils.version"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        modules.pop(name, None)
     _compat._restore_distutils()
     _compat._restore_distutils()  # a second time it is there
     version = sys.modules["distutils.version"].LooseVersion
     assert version("1.9.1") < version("1.10") <= version("1.10")
-    assert version("2.0") > "1.26.4"
-    assert version("1.2") >= "1.2"
-    assert version("1.2") == "1.2"
-    for name in ("distutils", "distutils.version"):
-        del sys.modules[name]
+    assert version("2.0") > version("1.26.4")

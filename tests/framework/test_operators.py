@@ -8,9 +8,7 @@ from helpers import ROOT, run_python
 from mxamp.errors import UnknownNameError
 from mxamp.framework.operators import (
     BACKWARD_STARTERS,
-    NEEDS_HEAD_GRADIENT,
     by_handle,
-    needs_head_gradient,
     prop_class,
     registry,
     resolve,
@@ -40,7 +38,7 @@ def test_resolve(alias, name):
 
 
 @pytest.mark.parametrize(
-    "name, close", [("Convolutoin", "Convolution"), ("fullyconnected", ""), (7, "")]
+    "name, close", [("Convolutoin", "Convolution"), ("Dense", "Full"), (7, "")]
 )
 def test_unknown_names(name, close):
     with pytest.raises(UnknownNameError, match=close):
@@ -111,11 +109,6 @@ def test_attributes_that_were_probed_beside(name):
         assert starts_backward(name, variant["attributes"]) == (variant["verdict"] == "ignores")
 
 
-def test_attributes_that_decide_exist():
-    for name, attribute in NEEDS_HEAD_GRADIENT.items():
-        assert attribute in registry()[name].defaults
-
-
 @pytest.mark.parametrize(
     "name, attributes, starts",
     [
@@ -140,36 +133,33 @@ def register(name, **defaults):
     return Prop
 
 
-@pytest.mark.parametrize("need", [True, False])
-def test_a_custom_operator_says_whether_it_reads_the_head_gradient(need):
-    cls = register(f"custom_{need}", need=need)
-    assert prop_class(f"custom_{need}") is cls
-    assert needs_head_gradient(f"custom_{need}", {}) == need
-    attributes = {"op_type": f"custom_{need}", "__ctx_group__": "a"}
-    assert starts_backward("Custom", attributes) != need
+def starts(name, **attributes):
+    return starts_backward("Custom", {"op_type": name, "__ctx_group__": "a", **attributes})
 
 
-def test_attributes_go_to_the_constructor_as_strings():
+def test_a_custom_operator_says_whether_it_reads_the_head_gradient():
+    for need in (True, False):
+        cls = register(f"custom_{need}", need=need)
+        assert prop_class(f"custom_{need}") is cls
+        assert starts(f"custom_{need}") != need
     register("custom_by_attribute")
-    assert needs_head_gradient("custom_by_attribute", {"need": 1})
-    assert not needs_head_gradient("custom_by_attribute", {"op_type": "x", "need": 0})
+    assert not starts("custom_by_attribute", need=1)
+    assert starts("custom_by_attribute", need=0)
 
 
 def test_the_last_of_two_classes_of_one_name_counts():
     register("custom_twice", need=True)
-    assert needs_head_gradient("custom_twice", {})
-    second = register("custom_twice", need=False)
-    assert prop_class("custom_twice") is second
-    assert not needs_head_gradient("custom_twice", {})
+    assert not starts("custom_twice")
+    register("custom_twice", need=False)
+    assert starts("custom_twice")
 
 
 def test_unknown_custom_operators_need_the_head_gradient_until_they_are_registered():
     register("custom_fails", need=False)
-    assert needs_head_gradient("custom_fails", {"unknown": 1})
-    assert needs_head_gradient("no_such_operator", {})
-    assert not starts_backward("Custom", {})
+    assert not starts("custom_fails", unknown=1)
+    assert not starts("no_such_operator_yet")
     register("no_such_operator_yet", need=False)
-    assert not needs_head_gradient("no_such_operator_yet", {})
+    assert starts("no_such_operator_yet")
 
 
 @pytest.mark.slow

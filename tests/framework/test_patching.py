@@ -91,17 +91,15 @@ def test_close_all_closes_front_ends_the_last_one_first(owner):
     assert owner.name() == "original"
 
 
-def test_the_original_is_below_all_patches():
-    def first():
-        return "MXNet"
-
-    owner = SimpleNamespace(call=first)
-    assert original(owner, "call") is first
-    sets = [PatchSet([Patch(owner, "call", lambda below: lambda: below())]) for _ in range(2)]
-    for one in sets:
-        one.open()
-    assert owner.call is not first
-    assert original(owner, "call") is first
-    for one in sets:
-        one.close()
-    assert original(owner, "call") is first
+def test_a_patch_on_top_stays_above_later_ones(owner):
+    first = owner.name
+    top = PatchSet([Patch(owner, "name", adding("+top"), on_top=True)])
+    top.open()
+    later = patch(owner, "+later")
+    later.open()
+    assert owner.name() == "original+later+top"
+    assert original(owner, "name") is first
+    later.close()
+    assert owner.name() == "original+top"
+    top.close()
+    assert owner.name is first

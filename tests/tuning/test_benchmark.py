@@ -7,7 +7,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from mxamp.framework.patching import patched
+from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
 from mxamp.tools.tuning.benchmark import Benchmark, Timing
@@ -81,7 +81,7 @@ def test_the_net_is_left_as_it_was(hybridized):
     after = state_of(net)
     assert all(map(np.array_equal, before[0], after[0])) and before[1] == after[1]
     assert np.array_equal(numpy, np.random.get_state()[1])
-    assert current_policy() is None and not patched()
+    assert current_policy() is None and not _stacks
     trainer.step(1)
 
 
@@ -188,4 +188,4 @@ def test_a_converted_model_that_is_no_faster_is_not_recommended():
 def test_wrong_calls(call, said):
     with pytest.raises(amp.ArgumentError, match=said):
         call(*small_net())
-    assert not patched()
+    assert not _stacks
