@@ -102,8 +102,8 @@ WRONG = [
     (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
-    (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense: write 'FullyConnected'"),
-    (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax: write 'softmax'"),
+    (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense; MXNet calls it 'FullyConnected'"),
+    (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax; MXNet calls it 'softmax'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
     (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
     (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional
 
 import click
 
@@ -21,7 +21,6 @@ from .output import examples, print_errors
 
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
-    "mxamp convert model --dtype float16 --device gpu --out model-fp16",
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
     "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )

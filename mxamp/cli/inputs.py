@@ -53,7 +53,7 @@ def input_values(
 ) -> Tuple[Dict[str, Any], List[str]]:
     """Return values for all inputs of a model by name, and the names of those that are random."""
     values = {name: one for name, one in inputs if isinstance(one, np.ndarray)}
-    shapes = {name: getattr(one, "shape", one) for name, one in inputs}
+    shapes: Dict[str, Any] = {name: getattr(one, "shape", one) for name, one in inputs}
     data = _data_names(model)
     with prefix_errors("--input"):
         check_names(shapes, data, "input")

@@ -25,7 +25,6 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
 _WITHOUT_MXNET = ("doctor", "run")
 
 _EXAMPLES = examples(
-    "mxamp doctor",
     "mxamp run train.py",
     "mxamp explain model",
     "mxamp convert model --dtype bfloat16 --out model-bf16",

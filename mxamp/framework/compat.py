@@ -28,10 +28,7 @@ FAILED_BEFORE = (
     "the import of MXNet has failed in this process before, and MXNet can't be imported twice. "
     "Start a new process, with `import mxamp` above the first `import mxnet`."
 )
-BROKEN = (
-    "MXNet is installed, but can't be imported: {error}. mxamp needs MXNet 1.9.1; `mxamp doctor` "
-    "says what to do."
-)
+BROKEN = "MXNet can't be imported: {error}. mxamp needs 1.9.1; `mxamp doctor` says what to do."
 WRONG_NUMPY = (
     f"NumPy {{}} is installed, but MXNet needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
     f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'

@@ -14,7 +14,7 @@ CONTRIB_IS_ON = (
 )
 MXAMP_IS_ON = (
     "mxamp's mixed precision is on, and mxnet.contrib.amp's {name} would add a second one: call "
-    "mxamp.{name}, or before it mxamp.patch_contrib(), which makes contrib's functions mxamp's"
+    "mxamp.{name}, or mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
 )
 SCALED_BY_MXAMP = (
     "mxamp scales this trainer's losses, and mxnet.contrib.amp's scale_loss, imported by name, "

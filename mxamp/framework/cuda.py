@@ -53,6 +53,19 @@ def preload() -> None:
                 break
 
 
+def _has_wheel() -> bool:
+    return any(metadata.distributions(name=WHEEL))
+
+
+def _is_loaded(name: str) -> bool:
+    """Load a library of the system for all later ones; return whether that succeeded."""
+    try:
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        return True
+    except OSError:
+        return False
+
+
 def _wheel_folders() -> List[Path]:
     """Return the folders of the nvidia-* wheels' libraries: site-packages/nvidia/*/lib."""
     spec = importlib.util.find_spec("nvidia")

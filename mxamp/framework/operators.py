@@ -161,7 +161,7 @@ def resolve(name: str) -> Operator:
     plain = {**{_plain_name(one): one for one in registry()}, **_OTHER_NAMES}
     operator = plain.get(_plain_name(given))
     if operator is not None:
-        raise UnknownNameError(f"unknown operator {given!r}; MXNet calls it {operator!r}")
+        raise UnknownNameError(f"unknown operator {shown(name)}; MXNet calls it {operator!r}")
     raise unknown("operator", given, [one for one in _by_name() if one[:10] != "_backward_"])
 
 

@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
     if inspect.isroutine(value) or inspect.ismodule(value):
         return f"the {'module' if inspect.ismodule(value) else 'function'} {value.__name__}"
     kind = type(value).__name__
-    article = "an" if kind[0] in "AEIOUaeiou" or kind == "NDArray" else "a"
+    article = "an" if kind[0] in "AEIOUaeiou" or kind.lower() == "ndarray" else "a"
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
         return f"{article} {kind} of shape {value.shape} in {dtype_name(value.dtype)}"
     text = " ".join(repr(value).split())

@@ -80,7 +80,7 @@ def forgotten(modules):
     [
         ("__version__ = '2.0.0'", "MXNet 2.0.0 is installed, but mxamp needs MXNet 1.9.1: pip"),
         ("__version__ = '1.9.10'", "MXNet 1.9.10 is installed"),
-        ("raise RuntimeError('bad\\nwhy')", "can't be imported: why. mxamp needs MXNet 1.9.1"),
+        ("raise RuntimeError('bad\\nwhy')", "can't be imported: why. mxamp needs 1.9.1"),
     ],
 )
 def test_mxnet_1_9_1_alone_is_imported(code, words, tmp_path, monkeypatch, forgotten):

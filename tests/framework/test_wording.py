@@ -38,9 +38,9 @@ def trainer():
 @pytest.mark.parametrize("make, words", [
     (lambda: amp.LossScaler(init_scale="a"), "init_scale must be a positive finite number, not 'a'"),
     (lambda: amp.LossScaler().load_state_dict(BF16), "the state must be what state_dict of a LossScaler gives, with .*, not bfloat16"),
-    (lambda: amp.init_trainer(dict), "init_trainer takes a gluon.Trainer, not the class dict"),
+    (lambda: amp.init_trainer(dict), "the trainer must be a gluon.Trainer, not the class dict"),
     (lambda: amp.unscale(mx.nd.zeros(2)), "the trainer must be a gluon.Trainer, not an NDArray of shape .2,. in float32"),
-    (lambda: amp.GradScaler().step(3, 1), "a GradScaler takes a gluon.Trainer, not 3"),
+    (lambda: amp.GradScaler().step(3, 1), "the trainer must be a gluon.Trainer, not 3"),
     (lambda: amp.GradScaler().scale(BF16), "a loss must be an NDArray, .*, not bfloat16"),
     (lambda: amp.convert_model(mx.sym.var('x') * 2, {}, {}, fuse="no"), "fuse must be True or False, not 'no'"),
     (lambda: amp.half_function(3), "the decorator takes a function, not 3"),
@@ -51,7 +51,7 @@ def trainer():
     (lambda: amp.GradScaler("cuda:0"), "init_scale must be .*, not 'cuda:0'"),
     (lambda: amp.init("float32"), "not 'float32'; for float32 call no init"),
     (lambda: amp.autocast(enabled="no"), "enabled must be True or False, not 'no'"),
-    (lambda: amp.init_trainer(trainer(), "dynamic"), "such as LossScaler\\(\\) or StaticLossScaler\\(128\\), not 'dynamic'"),
+    (lambda: amp.init_trainer(trainer(), "dynamic"), "loss_scaler must be .*, not 'dynamic'"),
     (lambda: amp.init(mx.nd.zeros(2)), "'float16', 'bfloat16' or 'auto', not an NDArray of shape .2,. in float32"),
 ])  # fmt: skip
 def test_bad_input_is_shown_as_readers_know_it(make, words):
