@@ -147,7 +147,7 @@ SHAPE, P = "--input data:4,8", "--out p.toml"
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (P, "give them with `shapes`"),
+        (P, "can't be inferred: give them (--input"),
         (f"{SHAPE} --out none/p.toml", "there is no folder"),
         (f"{SHAPE} --out start.toml", "overwrite it with --force"),
         (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),

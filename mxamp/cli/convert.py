@@ -68,14 +68,14 @@ def convert(
         raise click.UsageError("Missing option '--dtype' (or '--policy').")
     if inputs and not check:
         raise click.UsageError("--input is for --check; give that too")
-    fuse, cast_params = given["fuse"], given["cast_params"]
-    if policy:  # tuned in a form: this is the one with the speed that was measured
-        forms = re.findall("^# Form: (converted|fused)$", Path(policy).read_text(), re.M)
-        fuse, cast_params = fuse or "fused" in forms, cast_params or bool(forms)
     target: Dict[str, Any] = {"target_dtype": dtype}
     if dtype != "float32" or policy:
         chosen = chosen_policy(dtype, policy, given["device"])
         target = {"policy": chosen.override(fp32=given["fp32_op"])}
+    fuse, cast_params = given["fuse"], given["cast_params"]
+    if policy:  # tuned in a form: this is the one with the speed that was measured
+        forms = re.findall("^# Form: (converted|fused)$", Path(policy).read_text(), re.M)
+        fuse, cast_params = fuse or "fused" in forms, cast_params or bool(forms)
     check_inputs = None
     if check:
         with saved_semantics(prefix, epoch):

@@ -79,7 +79,6 @@ def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
     monkeypatch.setattr(cuda.metadata, "distributions", lambda name: iter(()))
     monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
     cuda.preload()
-    assert cuda.missing_libraries() == []
 
 
 def test_the_extra_installs_the_wheel_and_its_libraries():
