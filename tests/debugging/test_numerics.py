@@ -133,8 +133,7 @@ def test_planted_faults_are_found(way, make, x, train, expected, tensor, values)
     assert [found.kind, found.phase, found.operator] == expected.split()
     assert tensor in found.tensor and values in str(found.statistics)
     if found.operator == "exp":
-        assert way == "symbol" or found.block == net.name
-        assert way == "eager" or found.node.endswith("explode")
+        assert found.block == net.name if way == "eager" else found.node.endswith("explode")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -161,14 +160,6 @@ def test_infinities_are_overflows_in_casts_and_low_precision():
         assert (first.kind, first.operator) == (kind, operator)
 
 
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
-def test_a_loss_that_is_nan_already(way):
-    loss = lambda out: nd.log(out - 5).mean()  # noqa: E731
-    check = checked(prepared(deep(), way, randn(4, 8), train=True, loss=loss))
-    assert (check.first.phase, check.first.operator) == ("forward", "log")
-    assert check.first.statistics.nan == 32
-
-
 def test_masks_are_no_fault_until_they_make_nan():
     def attention(allowed):
         scores = nd.dot(nd.ones((2, 4)), w)
@@ -181,14 +172,6 @@ def test_masks_are_no_fault_until_they_make_nan():
         assert not checked(lambda: attention([[1, 1, 0, 0], [0, 0, 0, 1]]))
         check = checked(lambda: attention([[1, 1, 0, 0], [0, 0, 0, 0]]))
     assert check.first.operator == "softmax"
-
-
-def test_what_is_computed_from_bad_values_is_one_finding():
-    with check_numerics(on="collect") as check:
-        x = nd.array([np.nan])
-        for _ in range(10):
-            x = x + 1
-    assert [one.kind for one in check.findings] == ["input"]
 
 
 def test_an_operator_that_overflows_in_place():
@@ -229,24 +212,6 @@ def sparse(hybridize):
     return [net.weight.grad()]
 
 
-def view(_):
-    w = nd.ones((4, 4))
-    w.attach_grad()
-    with amp.autocast("bfloat16"), autograd.record():
-        out = nd.FullyConnected(nd.ones((8, 4)), w, num_hidden=4, no_bias=True)[0] * 2
-    out.backward()
-    return [w.grad]
-
-
-def twice(_):
-    x = nd.array([1.0, 2.0])
-    x.attach_grad()
-    with autograd.record():
-        (gradient,) = autograd.grad(nd.log(x), [x], create_graph=True)
-    gradient.backward()
-    return [x.grad]
-
-
 def looping(function):
     def program(hybridize):
         net, x = nn.HybridLambda(function), nd.ones((3, 4))
@@ -274,7 +239,7 @@ def convolving(hybridize):
     return [param.grad() for param in params]
 
 
-@pytest.mark.parametrize("program", [sparse, view, twice, convolving, *map(looping, CONTROL)])
+@pytest.mark.parametrize("program", [sparse, convolving, *map(looping, CONTROL)])
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_checked_programs_compute_the_same(program, hybridize):
     plain = [array.asnumpy() for array in program(hybridize)]
@@ -314,28 +279,25 @@ def test_graphs_that_wait_for_their_backward_pass():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stats_first", [False, True])
-def test_statistics_count_a_checked_graph_as_without_the_check(way, stats_first):
+def test_statistics_count_a_checked_graph_as_without_the_check(way):
     run = prepared(deep(), way, nd.ones((2, 8)))
     with amp.debugging.operator_stats() as plain:
         run()
-    stats, check = amp.debugging.operator_stats(), check_numerics()
-    first, second = (stats, check) if stats_first else (check, stats)
-    with first as one, second as other:
+    with check_numerics(), amp.debugging.operator_stats() as inner:
         run()
-    assert str(one if stats_first else other) == str(plain)
+    with amp.debugging.operator_stats() as outer, check_numerics():
+        run()
+    assert str(inner) == str(outer) == str(plain)
 
 
 def test_findings_are_raised_logged_and_shown(caplog):
     net, x = deep(explode), randn(4, 8, scale=3)
-    net.hybridize()
     with pytest.raises(NumericsError, match=r"exp.*Inf") as error, check_numerics():
         net(x)
     assert error.value.finding.operator == "exp"
     with caplog.at_level(logging.WARNING), check_numerics(on="log") as check:
         net(x)
     assert caplog.messages[0] == str(check.first)
-    assert "exp" in str(check)
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
@@ -373,10 +335,8 @@ def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
     assert (check.first.kind, check.first.step) == ("overflow", 2)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"static_alloc": True}, {"static_alloc": True, "static_shape": True}]
-)
-def test_static_graphs_and_a_hybridized_loss(flags):
+def test_static_graphs_and_a_hybridized_loss():
+    flags = {"static_alloc": True, "static_shape": True}
     net, loss = deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x), gluon.loss.L2Loss()
     net.hybridize(**flags)
     loss.hybridize(**flags)
@@ -390,7 +350,6 @@ def test_static_graphs_and_a_hybridized_loss(flags):
     step()
     (found,) = checked(step).findings
     assert (found.phase, found.operator) == ("backward", "sqrt")
-    assert not checked(lambda: net(x))
 
 
 def test_a_finding_holds_the_inputs():

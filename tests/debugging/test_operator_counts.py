@@ -38,14 +38,10 @@ def test_a_dense_net_in_float32(hybridize):
 
 
 @with_avx512
-@pytest.mark.parametrize("order", ["init first", "stats first"])
-def test_eager_calls_in_low_precision(order):
+def test_eager_calls_in_low_precision():
     net, x = dense(), randn(5, 3)
-    if order == "init first":
-        amp.init("bfloat16")
     with operator_stats() as stats:
-        if order == "stats first":
-            amp.init("bfloat16")
+        amp.init("bfloat16")
         net(x)
     assert calls(stats) == {("FullyConnected", "bfloat16"): 2, ("Activation", "bfloat16"): 1}
     # x, two weights and two biases; the activations between them are bfloat16 already.
@@ -67,24 +63,6 @@ def test_a_hybridized_net_counts_what_explain_says():
         key: 2 * n for key, n in Counter((n.operator, n.precision) for n in plan.nodes).items()
     }
     assert sum(cast.casts for cast in stats.casts) == 2 * len(plan.casts)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_eager_and_hybridized_count_the_same_operators(dtype):
-    net, data = made(convolutional)
-    net(*data)
-    counts = []
-    policy = amp.Policy.default(dtype).untuned()
-    for hybridize in (False, True):
-        net.hybridize(hybridize)
-        with amp.autocast(policy=policy), operator_stats() as stats:
-            net(*data)
-        merged = Counter()
-        for (operator, precision), n in calls(stats).items():
-            if operator != "_copy":
-                merged[operator.replace("broadcast_add", "elemwise_add"), precision] += n
-        counts.append(merged)
-    assert counts[0] == counts[1]
 
 
 def test_a_loop_counts_each_step():

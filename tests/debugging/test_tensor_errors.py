@@ -129,18 +129,12 @@ def test_a_net_is_left_bitwise_as_it_was(make):
 def test_both_runs_drop_the_same_elements():
     net = Plain(dropout=0.5)
     net.initialize()
-    result = compare(net, (randn(64, 4), None), square, dtype="float16")
-    assert max(error.relative for error in result.outputs) < 0.01
-
-
-def test_other_random_numbers_are_the_same_and_go_on_reproducibly():
-    net = nn.HybridLambda(lambda F, x: x + F.random.uniform(shape=(3, 4)))
     drawn = []
     for _ in range(2):
         mx.random.seed(5)
-        result = compare(net, nd.ones((3, 4)), dtype="float16")
+        result = compare(net, (randn(64, 4), None), square, dtype="float16")
         drawn.append(values(nd.random.uniform(shape=(3,))).tolist())
-    assert max(error.relative for error in result.outputs) < 1e-3
+    assert max(error.relative for error in result.outputs) < 0.01
     assert drawn[0] == drawn[1]
 
 
@@ -161,14 +155,6 @@ def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones():
     result = compare(net, batches, square, dtype="float16")
     assert result.outputs[0].relative == result.gradients[0].relative == 1
     assert result.outputs[0].maximum == pytest.approx(2e-4, rel=1e-2)
-
-
-def test_a_loader_and_a_hybridized_loss():
-    net, _ = made(perceptron)
-    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(randn(8, 8), nd.zeros(8)), batch_size=4)
-    loss = gluon.loss.SoftmaxCrossEntropyLoss()
-    loss.hybridize()
-    assert len(compare(net, loader, loss, dtype="bfloat16").gradients) == 6
 
 
 @pytest.mark.parametrize("make", [nn.HybridSequential, nn.Sequential])

@@ -258,6 +258,8 @@ class NumericsCheck(TensorObserver):
         for executor in self._executors:
             executor.set_monitor_callback(lambda *_: None)  # MXNet can't remove a monitor
         self._executors.clear()
+        self._readers.clear()
+        self._in_graphs.clear()
 
     def _forward(
         self, original: Original, executor: Executor, is_train: bool = False, **inputs: Any
