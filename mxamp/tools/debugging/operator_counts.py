@@ -102,15 +102,14 @@ class OperatorStats(Result, Observer):
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
         """The operators, most calls first."""
-        rows = [OperatorCount(*key, calls) for key, calls in self._census.operators.items()]
-        return tuple(sorted(rows, key=lambda row: (-row.calls, row.operator, row.dtype)))
+        counts = self._census.operators.most_common()
+        return tuple(OperatorCount(*key, calls) for key, calls in counts)
 
     @property
     def casts(self) -> tuple[CastCount, ...]:
         """The casts, most bytes first."""
-        counts = self._census.casts.items()
-        rows = [CastCount(*key, casts, self._census.bytes[key]) for key, casts in counts]
-        return tuple(sorted(rows, key=lambda row: (-row.bytes, row.source, row.target)))
+        counts = self._census.bytes.most_common()
+        return tuple(CastCount(*key, self._census.casts[key], size) for key, size in counts)
 
     def __getitem__(self, operator: str) -> dict[str, int]:
         """Return the calls of an operator by dtype."""

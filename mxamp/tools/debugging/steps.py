@@ -11,7 +11,10 @@ from ...errors import ArgumentError, StateError
 from ...framework.wording import shown
 from ...scaling.trainer import State, StepReport
 
-FOREIGN_SCALER = "this trainer's loss scaler is not mxamp's: use mxamp.init_trainer(trainer)"
+NO_REPORTS = (
+    "this trainer makes no reports of its steps: call mxamp.init_trainer(trainer) before on_step, "
+    "with mxamp.NoScaler() for no loss scaling"
+)
 
 
 def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook:
@@ -29,21 +32,17 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
         print(reports[-1].stepped, reports[-1].loss_scale)
 
     The report is that of `trainer.amp_last_step`: `stepped`, `loss_scale`, `next_loss_scale` and
-    `nonfinite`. The call comes after the gradients are checked and before the weights change. A
-    trainer without loss scaling reports steps at scale 1, and none as skipped.
+    `nonfinite`. The call comes after the gradients are checked and before the weights change.
 
     Returns the hook, which calls `function` until the end of a `with` statement, or until
-    `remove()`. Raises `StateError` for a trainer whose loss scaler is not mxamp's.
+    `remove()`. Raises `StateError` for a trainer without mxamp's loss scaler;
+    `init_trainer` gives it one.
     """
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"on_step takes a gluon.Trainer, not {shown(trainer)}")
-    scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, (State, _StepReporter)):
-        raise StateError(FOREIGN_SCALER)
-    functions = vars(trainer).setdefault("_amp_observers", [])
-    functions.append(function)
-    if scaler is None:
-        trainer._amp_loss_scaler = _StepReporter(functions)
+    if not isinstance(getattr(trainer, "_amp_loss_scaler", None), State):
+        raise StateError(NO_REPORTS)
+    vars(trainer).setdefault("_amp_observers", []).append(function)
     hook = StepHook()
     hook.callback(_stop, trainer, function)
     return hook
@@ -62,21 +61,3 @@ def _stop(trainer: Trainer, function: Callable[[StepReport], Any]) -> None:
     trainer._amp_observers.remove(function)
     if not trainer._amp_observers:
         del trainer._amp_observers
-        if isinstance(trainer._amp_loss_scaler, _StepReporter):
-            del trainer._amp_loss_scaler
-
-
-class _StepReporter:
-    """Stands in for the loss scaler of a trainer that has none, and reports its steps."""
-
-    loss_scale = 1.0
-
-    def __init__(self, functions: list[Callable[[StepReport], Any]]) -> None:
-        self._functions = functions
-
-    def has_overflow(self, params: Any) -> bool:
-        """Report a step; return False, so that the trainer updates."""
-        del params
-        for function in tuple(self._functions):
-            function(StepReport(True, 1.0, 1.0))
-        return False
