@@ -42,11 +42,6 @@ _tests = itertools.count()
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--all-models",
-        action="store_true",
-        help="convert every model of the zoos, not one a family",
-    )
-    parser.addoption(
         "--gpu-tests-on-cpu",
         action="store_true",
         help="run the tests for GPUs on the CPU, to test the tests",

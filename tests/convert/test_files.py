@@ -1,10 +1,8 @@
 """Conversion from files to files: what is written, what is checked, and what is refused."""
 
 import os
-import warnings
 
 import mxnet as mx
-import numpy as np
 import pytest
 from mxnet import nd
 
@@ -125,37 +123,17 @@ def test_a_failed_write_leaves_the_old_files(folder, way, monkeypatch):
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
 
 
-class Total(mx.gluon.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        self.dense = mx.gluon.nn.Dense(4, in_units=4)
-
-    def hybrid_forward(self, F, x):
-        return F.np.sum(F.np.tanh(self.dense(x)))
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_models_of_numpy_semantics(tmp_path, dtype, cast, caplog):
+def test_models_of_numpy_semantics(tmp_path, dtype):
+    """Their output is of a shape that MXNet's classic arrays don't have."""
     mx.npx.set_np()
-    net, x = Total(), mx.np.ones((2, 4))
+    net, x = mx.gluon.nn.HybridSequential(), mx.np.ones((2, 4))
+    net.add(mx.gluon.nn.Dense(4), mx.gluon.nn.HybridLambda(lambda F, x: F.np.sum(F.np.tanh(x))))
     net.initialize(mx.init.Xavier())
     net.hybridize()
-    plain = net(x)
+    net(x)
     net.export(str(tmp_path / "net"))
-    options = {"policy": policy_for(dtype), "cast_optional_params": cast}
-    again = amp.convert_hybrid_block(net, **options)(x)
     mx.npx.reset_np()
     files = tmp_path / "net", tmp_path / "low"
-    if cast and dtype == "bfloat16":
-        amp.convert_files(*files, **options)
-        assert "under npx.set_np()" in caplog.text
-        return
-    done = amp.convert_files(*files, check_inputs={"data": x}, **options)
+    done = amp.convert_files(*files, policy=policy_for(dtype), check_inputs={"data": x})
     assert done.errors[0].shape == ()
     assert done.errors[0].relative < 0.05
-    mx.npx.set_np()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        low = mx.gluon.SymbolBlock.imports(str(done.symbol), ["data"], str(done.params))
-    assert low(x).asnumpy() == again.asnumpy()
-    np.testing.assert_allclose(low(x).asnumpy(), plain.asnumpy(), rtol=0.05)

@@ -6,11 +6,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, nd
-from mxnet.contrib import amp as stock
-from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import BF16, check_python, kind, randn, same
+from helpers import check_python, kind, randn, same
 from models import GPU, model, policy_for
 from nets import convolutional, decoder, perceptron
 
@@ -45,7 +43,6 @@ def test_a_converted_model_computes_what_autocast_does(dtype, make, offline):
         (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 16"),
         (65519.0, None),
         (65520.0, "'fc_weight'"),
-        (1e6, "2 finite values"),
     ],
 )  # fmt: skip
 def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
@@ -76,20 +73,13 @@ def symbol(**options):
         (lambda: symbol(excluded_sym_names=["dense0"]), amp.UnknownNameError, "'dense0_fwd'.*end in _fwd"),
         (lambda: symbol(excluded_sym_names=["xyz"]), amp.UnknownNameError, "there is 'dense0_fwd'"),
         (lambda: symbol(excluded_sym_names="fc"), amp.ArgumentError, "list of names"),
-        (lambda: symbol(excluded_sym_names=[1]), amp.ArgumentError, "Gluon blocks"),
         (lambda: symbol(data_names=["dat"]), amp.UnknownNameError, "'data'"),
-        (lambda: symbol(target_dtype="int8"), amp.ArgumentError, "int8"),
         (lambda: symbol(input_dtypes={"dta": "int32"}), amp.UnknownNameError, "'data'"),
         (lambda: amp.convert_model(mx.sym.var("x") * 2, {"x": nd.ones(2)}, {}, input_dtypes={"x": "int8"}), amp.ArgumentError, "'x' is a parameter in float32"),
-        (lambda: symbol(input_dtypes={"data": "int7"}), amp.ArgumentError, "int7"),
         (lambda: symbol(input_dtypes=["data"]), amp.ArgumentError, "input_dtypes must map"),
-        (lambda: symbol(fp32_ops=["sofmax"]), amp.UnknownNameError, "softmax"),
         (lambda: symbol(fp32_ops=["dot"], target_dtype_ops=["dot"]), amp.ArgumentError, "dot"),
-        (lambda: symbol(cast_optional_params="no"), amp.ArgumentError, "True or False"),
         (lambda: amp.convert_symbol("net-symbol.json"), amp.ArgumentError, "Symbol"),
-        (lambda: amp.convert_model(mx.sym.var("x"), None, {}), amp.ArgumentError, "arg_params"),
         (lambda: amp.convert_hybrid_block(mx.sym.var("x")), amp.ArgumentError, "HybridBlock"),
-        (lambda: amp.convert_hybrid_block(nn.Dense(2)), amp.StateError, "hybridize"),
         (lambda: amp.convert_bucketing_module(None), amp.ArgumentError, "BucketingModule"),
     ],
 )  # fmt: skip
@@ -145,7 +135,6 @@ def test_saving_never_strips_casts(tmp_path):
     symbol.save(str(tmp_path / "b.json"))
     for name in ("a.json", "b.json"):
         assert "amp_cast" in (tmp_path / name).read_text()
-    assert isinstance(symbol, mx.sym.Symbol)
 
 
 @pytest.mark.parametrize("offline", [False, True])
@@ -185,17 +174,3 @@ def test_bucketing_modules(dtype, offline):
     assert kinds["out_weight"] == (dtype if offline else "float32")
     for got, wanted in zip(outputs(fast), plain):
         np.testing.assert_allclose(got, wanted, rtol=0.05, atol=0.02)
-
-
-def test_arguments_in_every_spelling():
-    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    spellings = [("float16", np.float16, np.dtype("float16")), ("bfloat16", BF16)]
-    texts = [{amp.convert_symbol(symbol, one).tojson() for one in same} for same in spellings]
-    assert [len(one) for one in texts] == [1, 1]
-    assert texts[0] != texts[1]
-    for lists in (amp, stock):
-        converted = amp.convert_symbol(
-            symbol, "float16", lists.list_lp16_ops("float16"), lists.list_fp32_ops("float16"),
-            lists.list_conditional_fp32_ops("float16"),
-        )  # fmt: skip
-        assert "amp_cast" in converted.tojson()

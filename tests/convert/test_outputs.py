@@ -39,13 +39,6 @@ def test_errors_are_those_of_numpy(dtype):
     assert error.maximum == pytest.approx(abs(difference).max(), rel=1e-5)
 
 
-def test_elements_that_are_lost_are_counted():
-    original = triple(fc_weight=nd.full((3, 4), 1e5))
-    converted = amp.convert_model(*original, policy=policy_for("float16"))
-    (error,) = amp.compare_models(original, converted, {"data": nd.ones((2, 4))})
-    assert error.lost == 6
-
-
 def test_the_worst_pair_is_not_pooled_away():
     distance = Distance()
     distance.add("large", np.full(1000, 1e3), np.full(1000, 1e3))
@@ -102,12 +95,9 @@ def test_random_inputs():
     "call, words",
     [
         (lambda m: amp.random_inputs(m, {"data": (0, 4)}), "sizes above 0"),
-        (lambda m: amp.random_inputs(m, {"dato": (2, 4)}), "unknown input 'dato'"),
         (lambda m: amp.random_inputs(m), "shapes of the inputs data"),
         (lambda m: amp.random_inputs(m, {"data": (2, 5)}), "Shape inconsistent"),
-        (lambda m: amp.random_inputs(({}, {}), {}), r"symbol, .*, not \(\{\}, \{\}\)"),
         (lambda m: amp.random_inputs(m[::-1], {}), r"\(symbol, arg_params, aux_params\)"),
-        (lambda m: amp.compare_models(m, m[0], {"data": np.ones((2, 4))}), "not a Symbol"),
         (lambda m: amp.compare_models(m, m, {}), "inputs without a value: data"),
     ],
 )
@@ -121,10 +111,7 @@ def test_what_is_missing_is_named(call, words):
     [
         (np.full((2, 4), np.nan), "NaN, infinity or beyond float32 in 8 elements"),
         (nd.amp_cast(nd.array([[1, np.inf, 1, 1]]), dtype=BF16), "in 1 element:"),
-        (np.full((2, 4), 1e300), "beyond float32"),
-        (np.ones((2, 4), "complex64"), "2x4 in complex64"),
         ([["a"]], "must be an array of numbers"),
-        ((2, 4), r"must be an array of numbers, not \(2, 4\)"),
         (nd.ones((2, 5)), "the original does not run on these inputs"),
     ],
 )

@@ -1,7 +1,5 @@
 """Graphs that stock conversion gets wrong, and random ones, against casts written by hand."""
 
-import random
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -17,8 +15,6 @@ from mxamp.graph.ir import Graph
 from nets import Control
 
 pytestmark = pytest.mark.usefixtures("unfused")
-
-GPU = amp.Policy.default("float16", "gpu")
 
 
 def var(name, **attrs):
@@ -109,37 +105,6 @@ def test_a_graph_that_stock_has_converted(dtype):
     assert same(got, wanted)
 
 
-def test_booleans_and_numpy_semantics(dtype):
-    class Net(mx.gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.dense = mx.gluon.nn.Dense(4, in_units=4)
-
-        def hybrid_forward(self, F, x, mask):
-            hidden = self.dense(x)
-            kept = F.np.where(mask, hidden, F.np.zeros_like(hidden))
-            return F.np.sum(kept, axis=1), F.np.logical_not(mask), kept
-
-    mx.npx.set_np()
-    net = Net()
-    net.initialize(mx.init.Xavier())
-    x, mask = randn(3, 4).as_np_ndarray(), mx.np.array(np.eye(3, 4) > 0, dtype="bool")
-    net.hybridize()
-    plain = net(x, mask)
-    low = amp.convert_hybrid_block(net, policy=amp.Policy.default(dtype, "cpu").untuned())
-    total, inverse, kept = low(x, mask)
-    assert kind(inverse) == "bool"
-    assert (inverse.asnumpy() == plain[1].asnumpy()).all()
-    weight = net.dense.weight.data().as_nd_ndarray()
-    product = mx.sym.FullyConnected(var("data"), var("w"), num_hidden=4, no_bias=True)
-    by_hand = evaluate(Graph.from_symbol(product), {"data": x.as_nd_ndarray(), "w": weight}, dtype)[
-        0
-    ]
-    wanted = np.where(mask.asnumpy(), by_hand.asnumpy(), 0)
-    assert same(kept, wanted.astype("float32"))
-    assert kind(total) == "float32"
-
-
 def test_the_body_of_a_loop_as_by_hand(dtype):
     loop = Control("foreach")
     loop.initialize()
@@ -177,15 +142,6 @@ def test_inputs_and_outputs_in_the_target_dtype(dtype):
         assert same(np.asarray(nd.amp_cast(mine, dtype="float32").asnumpy()), wanted)
     again = amp.convert_symbol(low, policy=policy, keep_io_types=False, data_names=["data"])
     assert lines(Graph.from_symbol(again)) == lines(Graph.from_symbol(low))
-
-
-def test_data_names_are_cast_and_parameters_are_not():
-    symbol = amp.convert_symbol(
-        dense(var("data"), "a"), policy=GPU, keep_io_types=False, data_names=["data"]
-    )
-    variables = {node.name: node.attrs for node in Graph.from_symbol(symbol).variables}
-    assert variables["data"]["__dtype__"] == "2"
-    assert variables["a_weight"]["__dtype__"] == "0"
 
 
 # ---------------------------------------------------------------------- random graphs
@@ -237,46 +193,22 @@ def graphs(draw):
     return mx.sym.Group([tensors[i] for i in heads])
 
 
-def reordered(graph, seed):
-    """The same graph with its nodes in another order; inputs still come first."""
-    shuffle = random.Random(seed)
-    waiting = {i: {k for k, _ in node.inputs} for i, node in enumerate(graph.nodes)}
-    order = []
-    while waiting:
-        ready = sorted(i for i, needs in waiting.items() if needs <= set(order))
-        chosen = shuffle.choice(ready)
-        order.append(chosen)
-        del waiting[chosen]
-    places = {old: new for new, old in enumerate(order)}
-    nodes = []
-    for old in order:
-        node = graph.nodes[old]
-        inputs = [(places[i], k) for i, k in node.inputs]
-        nodes.append(type(node)(node.op, node.name, node.attrs, inputs, [], node.num_outputs))
-    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)
-
-
 @settings(max_examples=150)
-@given(graphs(), st.sampled_from(["float16", "bfloat16"]), st.integers(0, 10**6))
-def test_random_graphs(symbol, dtype, seed):
+@given(graphs(), st.sampled_from(["float16", "bfloat16"]))
+def test_random_graphs(symbol, dtype):
     policy = amp.Policy.default(dtype, "cpu")
     converted = amp.convert_symbol(symbol, policy=policy)
     arrays = {name: randn(4, 4, seed=i) for i, name in enumerate(symbol.list_arguments())}
-    graph = Graph.from_symbol(symbol)
     outputs = run(converted, arrays)
-    for got, wanted in zip(outputs, evaluate(graph, arrays, dtype)):
+    for got, wanted in zip(outputs, evaluate(Graph.from_symbol(symbol), arrays, dtype)):
         assert kind(got) == "float32"
         assert same(got, wanted)
-    other = reordered(graph, seed).to_symbol()
-    again = amp.convert_symbol(other, policy=policy)
-    assert lines(Graph.from_symbol(again)) == lines(Graph.from_symbol(converted))
     twice = amp.convert_symbol(converted, policy=policy)
     assert lines(Graph.from_symbol(twice)) == lines(Graph.from_symbol(converted))
 
 
-@pytest.mark.parametrize("ops", ["dense", "convolution", "both readers", "shared"])
-@pytest.mark.parametrize("again", [False, True])
-def test_gradients_are_added_up_in_plain_mxnet(dtype, ops, again):
+@pytest.mark.parametrize("ops", ["convolution", "both readers"])
+def test_gradients_are_added_up_in_plain_mxnet(dtype, ops):
     data, weight = mx.sym.var("data"), mx.sym.var("weight")
     if ops == "convolution":
         out = mx.sym.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
@@ -284,14 +216,8 @@ def test_gradients_are_added_up_in_plain_mxnet(dtype, ops, again):
     else:
         out = mx.sym.FullyConnected(data, weight, num_hidden=16, no_bias=True)
         shapes = {"data": (4, 16), "weight": (16, 16)}
-    if ops == "both readers":
         out = out + mx.sym.softmax(mx.sym.FullyConnected(out, weight, num_hidden=16, no_bias=True))
-    if ops == "shared":
-        out = mx.sym.FullyConnected(out, weight * 2, num_hidden=16, no_bias=True)
-    policy = amp.Policy.default(dtype, "cpu")
-    low = amp.convert_symbol(out, policy=policy)
-    if again:
-        low = amp.convert_symbol(low, policy=policy)
+    low = amp.convert_symbol(out, policy=amp.Policy.default(dtype, "cpu"))
     arrays = {name: randn(*shape, seed=k) for k, (name, shape) in enumerate(shapes.items())}
     grads = {}
     for grad_req in ("write", "add"):

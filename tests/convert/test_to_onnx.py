@@ -50,11 +50,6 @@ def model_of(net, *data):
     return symbol, args, {name: params[name] for name in auxs}
 
 
-def run_on(session, data):
-    """The shape of the output."""
-    return session.run(None, {"data": data.asnumpy()})[0].shape
-
-
 def worst(errors):
     assert all(error.lost == 0 for error in errors)
     return max(error.relative for error in errors)
@@ -134,36 +129,10 @@ def test_networks_of_any_precision_compute_the_same_in_float32(name, conversion,
     same = [a == b for a, b in zip(data.shape, other.shape)]
     assert (given.name, given.type) == ("data", "tensor(float)")
     assert [isinstance(size, int) for size in given.shape] == same
-    (output,) = session.run(None, {"data": data.asnumpy()})
     (written,) = session.get_outputs()
-    wanted = [
-        size if size == given else None for size, given in zip(output.shape, run_on(session, other))
-    ]
+    shapes = (session.run(None, {"data": x.asnumpy()})[0].shape for x in (data, other))
+    wanted = [a if a == b else None for a, b in zip(*shapes)]
     assert [size if isinstance(size, int) else None for size in written.shape] == wanted
-    (expected,) = amp.compare_models(original, model, {"data": data})
-    wanted = original[0].bind(mx.cpu(), {"data": data, **original[1]}, aux_states=original[2]).forward()[0].asnumpy()  # fmt: skip
-    rounding = np.linalg.norm(output - wanted) / np.linalg.norm(wanted)
-    assert rounding < 1e-5 + 2 * expected.relative
-
-
-def test_a_symbol_in_the_style_of_arcface(export):
-    data = S.var("data")
-    net = S.Cast(S.BlockGrad(data), dtype="float16")
-    net = S.Convolution(S.Cast(net, dtype="float32"), kernel=(3, 3), num_filter=4, name="conv")
-    net = S.LeakyReLU(net, act_type="prelu", name="act")
-    net = S.BatchNorm(net, fix_gamma=True, name="norm")
-    net = S.FullyConnected(S.Dropout(net), num_hidden=6, name="fc")
-    symbol = S.L2Normalization(net, mode="instance")
-    args = {
-        "conv_weight": randn(4, 3, 3, 3), "conv_bias": randn(4), "act_gamma": randn(4, seed=5),
-        "norm_gamma": nd.full((4,), 7), "norm_beta": randn(4), "fc_weight": randn(6, 144),
-        "fc_bias": randn(6),
-    }  # fmt: skip
-    auxs = {"norm_moving_mean": nd.ones(4), "norm_moving_var": nd.full((4,), 2)}
-    model = symbol, args, auxs
-    errors, _ = export(model, {"data": randn(1, 3, 8, 8)}, {"data": randn(5, 3, 8, 8)})
-    assert worst(errors) < 1e-5
-    assert args["norm_gamma"].asnumpy()[0] == 7
 
 
 # ---------------------------------------------------------------------- operators
