@@ -1,9 +1,6 @@
 """What the workers of the tests of distributed runs do: train a small net, in one of several ways.
 
-distributed.py WAY OUT [first=0 last=6 load=... save=... accumulate=1 float32=yes]
-
-With `float32` it trains where "auto" has chosen that, and writes the weights of all steps. The way
-"plain" is MXNet's own.
+distributed.py WAY OUT [first=0 load=... save=... accumulate=1]
 """
 
 import os
@@ -27,23 +24,17 @@ def batch(step, rank=RANK, workers=WORKERS):
     return data
 
 
-def gluon_net(ctx=None):
-    from training import setup
-
-    return setup(ctx=ctx)[0]
-
-
 def values(net):
     return [param.data().asnumpy() for param in net.collect_params().values()]
 
 
-def train_gluon(way, first=0, last=STEPS, load=None, save=None, accumulate=1, float32=False):
+def train_gluon(way, first=0, load=None, save=None, accumulate=1):
     from mxnet import gluon, nd
 
     import mxamp as amp
-    from training import one_step
+    from training import one_step, setup
 
-    net, accumulate = gluon_net(), int(accumulate)
+    net, accumulate = setup()[0], int(accumulate)
     net.collect_params().setattr("grad_req", "add" if accumulate > 1 else "write")
     optimizer = mx.optimizer.Adam(learning_rate=0.05)
     if way == "decorate":
@@ -54,30 +45,27 @@ def train_gluon(way, first=0, last=STEPS, load=None, save=None, accumulate=1, fl
     trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
     if way == "scale_loss":
         amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=3))
-    scaler, history = amp.GradScaler(init_scale=1024), []
+    scaler = amp.GradScaler(init_scale=1024)
     if load:
         trainer.load_states(load + ".states")
 
     def clip():
-        for param in net.collect_params().values() if way == "decorate" and not float32 else ():
+        for param in net.collect_params().values() if way == "decorate" else ():
             nd.clip(param.grad(), -1e3, 1e3, out=param.grad())  # hides what overflowed
 
-    for step in range(int(first), int(last)):
+    for step in range(int(first), STEPS):
         net.collect_params().zero_grad()
         one_step(net, trainer, batch(step), way, scaler, accumulate, clip, ROWS)
-        if float32:
-            history += values(net)
-        else:
-            assert trainer.amp_last_step.stepped == (step not in OVERFLOWS or WORKERS == 1)
+        assert trainer.amp_last_step.stepped == (step not in OVERFLOWS or WORKERS == 1)
         if save and step == 2:
             if RANK == 0:
                 net.save_parameters(save + ".params")
                 trainer.save_states(save + ".states")
             trainer._kvstore._barrier()
-    return history or values(net), getattr(trainer, "amp_loss_scale", 1)
+    return values(net), trainer.amp_loss_scale
 
 
-def train_module(way, float32=False):
+def train_module(way):
     import mxamp as amp
 
     out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -86,35 +74,20 @@ def train_module(way, float32=False):
     module.bind([("data", (ROWS // WORKERS, 4))], [("label", (ROWS // WORKERS, 2))])
     mx.random.seed(3 + RANK)  # worker 0's weights are to reach the others
     module.init_params(mx.init.Uniform(0.5))
-    optimizer = "adam" if way == "plain Module" else amp.decorate("adam", 1024.0)
+    optimizer = amp.decorate("adam", 1024.0)
     kvstore = "dist_sync" if WORKERS > 1 else "local"
     module.init_optimizer(kvstore, optimizer, {"learning_rate": 0.05, "rescale_grad": 1 / ROWS})
-    history = []
     for step in range(STEPS):
         data = mx.nd.array(batch(step))
         module.forward_backward(mx.io.DataBatch([data], [data[:, :2]]))
         module.update()
-        if float32 or step == STEPS - 1:
-            arguments, _ = module.get_params()
-            history += [arguments[name].asnumpy() for name in sorted(arguments)]
-    return history, 1 if way == "plain Module" else optimizer.scaling.loss_scale
-
-
-def choose_float32():
-    """Let "auto" choose float32, whatever the machine, and overflow late."""
-    import mxamp as amp
-    from mxamp.framework import machine
-
-    machine.fast_dtype = lambda device=None: "float32"
-    amp.init("auto")
+    arguments, _ = module.get_params()
+    found = [arguments[name].asnumpy() for name in sorted(arguments)]
+    return found, optimizer.scaling.loss_scale
 
 
 def main(way, out, *options):
     settings = dict(option.split("=") for option in options)
-    if "float32" in settings:
-        OVERFLOWS.pop(1)  # what comes after an overflow is NaN
-        if "plain" not in way:
-            choose_float32()
     train = train_module if "Module" in way else train_gluon
     found, scale = train(way, **settings)
     np.savez(f"{out}{RANK}", *found, scale=scale)

@@ -13,9 +13,9 @@ from helpers import ROOT
 PROGRAM = str(ROOT / "tests" / "distributed.py")
 LAUNCHER = str(ROOT / "examples" / "launch_workers.py")
 AUTOMATIC = """
-import distributed, mxnet as mx, numpy as np, sys
+import distributed, training, mxnet as mx, numpy as np, sys
 from mxnet import autograd, gluon, nd
-net = distributed.gluon_net()
+net = training.setup()[0]
 trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.05}, kvstore="dist_sync")
 for step in range(distributed.STEPS):
     with autograd.record():
@@ -102,20 +102,6 @@ def test_scale_loss_and_a_run_that_goes_on_from_its_states(tmp_path):
     assert scale == resumed < 1024
     for mine, other in zip(found, expected):
         np.testing.assert_array_equal(mine, other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way, plain", [("scale_loss", "plain"), ("Module", "plain Module")])
-def test_where_auto_is_float32_workers_train_as_in_plain_mxnet(tmp_path, way, plain):
-    """Bit for bit, step by step, the one that overflows and the NaN after it included."""
-    expected, _ = trained(plain, tmp_path, "float32=yes")
-    assert np.isfinite(expected[0]).all()
-    assert not np.isfinite(expected[-1]).all()
-    found, scale = trained(way, tmp_path, "float32=yes")
-    assert scale == 1
-    assert len(found) == len(expected) > STEPS
-    for mine, control in zip(found, expected):
-        np.testing.assert_array_equal(mine, control)
 
 
 BROKEN = """

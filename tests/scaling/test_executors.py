@@ -1,7 +1,5 @@
 """What executors and modules train is scaled, or stays in float32."""
 
-import os
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -111,18 +109,3 @@ def test_a_module_that_is_not_decorated(caplog):
     amp.decorate("sgd")
     trained("softmax", mx.cpu(), groups=False, optimizer="sgd")
     assert "decorate its optimizer" in caplog.text
-
-
-@pytest.mark.parametrize("before", [None, "1"])
-def test_the_switch_for_kvstores_stays_as_it_was(before, monkeypatch):
-    name = "MXNET_UPDATE_ON_KVSTORE"
-    monkeypatch.delenv(name, raising=False)
-    if before:
-        monkeypatch.setenv(name, before)
-    amp.init("float16", ctx=mx.cpu())
-    two = [mx.cpu(0), mx.cpu(1)]
-    trained("softmax", two, groups=False, optimizer=amp.decorate("sgd"))
-    assert os.environ.get(name) == before
-    with pytest.raises(ValueError, match="[Oo]ptimizer"):
-        trained("softmax", two, groups=False, optimizer=amp.decorate("none"))
-    assert os.environ.get(name) == before

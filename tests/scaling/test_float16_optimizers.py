@@ -10,7 +10,6 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import randn
-from mxamp.scaling.float16_optimizers import check_float16_update
 
 REGISTERED = sorted(
     name
@@ -90,26 +89,6 @@ def test_a_refused_optimizer_changes_nothing():
     assert {param.data().dtype for param in net.collect_params().values()} == {np.float32}
     assert not hasattr(trainer, "_amp_loss_scaler")
     amp.initialize(net, trainer, "O2", ctx=mx.cpu())
-
-
-def test_weights_that_are_updated_soundly_pass():
-    for optimizer, options in (
-        ("adam", {"multi_precision": True}),
-        ("lamb", {"epsilon": 1e-3}),
-        ("adam", {"epsilon": 1e-3}),
-    ):
-        net, _ = made(optimizer)
-        net.cast("float16")
-        check_float16_update(gluon.Trainer(net.collect_params(), optimizer, options))
-    check_float16_update(made("adam")[1])
-    net, _ = made("adam")
-    net.cast("float16")
-    trainer = gluon.Trainer(net.collect_params(), "adam")
-    with pytest.raises(amp.ArgumentError, match="Adam can't update float16 weights"):
-        check_float16_update(trainer)
-    for param in trainer._params:
-        param.grad_req = "null"
-    check_float16_update(trainer)
 
 
 @pytest.mark.parametrize("optimizer", LOSE_EPSILON)

@@ -124,31 +124,6 @@ def test_parameters_may_be_loaded_after_the_states(first, then, uninterrupted, t
     assert np.linalg.norm(weights - expected) < 0.01 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("first, then", itertools.product(("O0", "O2"), repeat=2))
-def test_states_of_numpy_arrays_move_between_levels(first, then, tmp_path):
-    mx.npx.set_np()
-    weights = []
-    for level in (first, then):
-        net = gluon.nn.HybridSequential()
-        net.add(gluon.nn.Dense(3, in_units=12))
-        net.initialize(mx.init.One())
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
-        amp.initialize(net, trainer, level, loss_scale=64, ctx=mx.cpu())
-        if weights:
-            net.load_parameters(str(tmp_path / "net.params"))
-            trainer.load_states(str(tmp_path / "net.states"))
-        with autograd.record():
-            output = net(DATA.as_np_ndarray().astype(net[0].weight.dtype)).astype("float32")
-            with amp.scale_loss((output**2).mean(), trainer) as scaled:
-                scaled.backward()
-        trainer.step(1)
-        net.save_parameters(str(tmp_path / "net.params"))
-        trainer.save_states(str(tmp_path / "net.states"))
-        weights.append(net[0].weight.data().asnumpy().astype("float32"))
-        amp.shutdown()
-    assert 0.001 < np.abs(weights[1] - weights[0]).max() < 0.1
-
-
 class Counting(mx.optimizer.Optimizer):
     """A custom optimizer that counts the states it makes, with a number in each."""
 

@@ -323,16 +323,3 @@ def test_a_backward_function_that_was_stored_before_the_patches(way):
                 stored([product])
             trainer.step(1)
     assert_weights(net, -1, -3)
-
-
-def test_a_step_of_the_trainer_is_one_of_its_grad_scaler():
-    net, trainer = make(None)
-    scaler = amp.GradScaler(init_scale=1024)
-    for step in (scaler.step, lambda one, size: one.step(size)):
-        with autograd.record():
-            loss = scaler.scale(net(X))
-        loss.backward()
-        step(trainer, 1)
-        scaler.update()
-    assert trainer.amp_steps == 2
-    assert_weights(net, -1, -3)
