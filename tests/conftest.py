@@ -34,7 +34,6 @@ settings.load_profile("mxamp")
 collect_ignore = ["horovod_worker.py", "programs"]
 
 DTYPES = ("float16", "bfloat16")
-BF16 = np.dtype([("bfloat16", np.uint16)])
 
 
 _tests = itertools.count()

@@ -186,19 +186,6 @@ def test_inputs_that_are_not_read_are_taken_all_the_same(read, fuse):
     np.testing.assert_allclose(low(*data).asnumpy(), plain, atol=0.02)
 
 
-def test_sparse_gradients_stay_sparse(dtype):
-    block = nn.HybridSequential()
-    block.add(nn.Embedding(10, 3, sparse_grad=True), nn.Dense(2, in_units=6))
-    block.initialize()
-    data = nd.array([[1, 2], [2, 4]])
-    low = amp.convert_hybrid_block(block, dtype, example_inputs=data)
-    with autograd.record():
-        loss = low(data).sum()
-    loss.backward()
-    weight = low.collect_params()[block[0].weight.name]
-    assert weight.list_data()[0].grad.stype == "row_sparse"
-
-
 @pytest.mark.filterwarnings("ignore:Parameter .* is not used")
 @pytest.mark.parametrize("example", [False, True])
 def test_float64_stays_float64(dtype, example):

@@ -1,15 +1,14 @@
 """Gradients leave the backward pass without the scale: scripts that know nothing see float32's."""
 
-import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
+from mxnet import autograd, nd
 
 import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
+from training import setup
 
 
 @pytest.fixture
@@ -17,16 +16,6 @@ def run():
     """An automatic run in float16: the scale of its passes."""
     automatic.start(policy=amp.Policy.default("float16", "cpu"))
     return backward_patches.default_scale
-
-
-def net_and_trainer(hybrid=True):
-    mx.random.seed(1)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
-    net.initialize(mx.init.Xavier())
-    if hybrid:
-        net.hybridize()
-    return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
 
 
 def gradients(net):
@@ -46,21 +35,21 @@ def assert_close(one, other):
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_gradients_are_those_of_the_loss(run, hybrid):
-    net, trainer = net_and_trainer(hybrid=hybrid)
+    net, trainer = setup(hybrid=hybrid)
     backward(net, randn(16, 4))
     found = gradients(net)
     trainer.step(1)
     assert trainer.amp_last_step.stepped
     assert trainer.amp_last_step.loss_scale == 2.0**16
     amp.shutdown()
-    net, _ = net_and_trainer(hybrid)
+    net, _ = setup(hybrid=hybrid)
     backward(net, randn(16, 4))
     assert_close(found, gradients(net))
 
 
 def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
     """The pass is not run again, no step is skipped for it, and the scale stays."""
-    net, trainer = net_and_trainer()
+    net, trainer = setup()
     w, passes = nd.ones((4, 3)), []
     w.attach_grad()
 
@@ -86,7 +75,7 @@ def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
 
 
 def test_grad_and_higher_orders(run):
-    _, trainer = net_and_trainer()
+    _, trainer = setup()
     x = nd.array([[1.0, 2.0]])
     x.attach_grad()
     with autograd.record():
@@ -98,39 +87,6 @@ def test_grad_and_higher_orders(run):
     penalty.backward()
     np.testing.assert_allclose(x.grad.asnumpy(), -np.sin(2 * values), rtol=1e-3)
     assert trainer is not None
-
-
-def test_a_backward_pass_inside_a_function_is_part_of_the_one_around_it(run):
-    net, trainer = net_and_trainer()
-
-    class Checkpointed(autograd.Function):
-        """Computes the net again in backward: memory against time."""
-
-        def forward(self, x):
-            self.save_for_backward(x)
-            return net(x)
-
-        def backward(self, dy):
-            (x,) = self.saved_tensors
-            x = x.copy()
-            x.attach_grad()
-            with autograd.record():
-                y = net(x)
-            y.backward(dy)
-            return x.grad
-
-    x = randn(16, 4)
-    x.attach_grad()
-    with autograd.record():
-        loss = (Checkpointed()(x) ** 2).mean()
-    loss.backward()
-    found, of_input = gradients(net), x.grad.asnumpy()
-    trainer.step(1)
-    assert trainer.amp_last_step.stepped
-    amp.shutdown()
-    net, _ = net_and_trainer()
-    backward(net, x)
-    assert_close([*found, of_input], [*gradients(net), x.grad.asnumpy()])
 
 
 class Written(autograd.Function):
@@ -147,7 +103,7 @@ class Written(autograd.Function):
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
     def passed():
-        net, trainer = net_and_trainer(hybrid=hybrid)
+        net, trainer = setup(hybrid=hybrid)
         with autograd.record():
             loss = (Written()(net(randn(16, 4))) ** 2).mean()
         loss.backward()
@@ -164,7 +120,7 @@ def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
 
 
 def test_variables_that_nobody_holds_are_forgotten(run):
-    net, trainer = net_and_trainer()
+    net, trainer = setup()
     backward(net, randn(2, 4))
     count = len(backward_patches.variables.all())
     for _ in range(20):

@@ -220,14 +220,4 @@ def test_lists(dtype):
     assert "SoftmaxOutput" in amp.list_loss_output_functions(dtype)
 
 
-def test_lists_go_into_init_and_back():
-    amp.init(
-        "float16", amp.list_lp16_ops("float16"), amp.list_conditional_fp32_ops("float16"),
-        amp.list_fp32_ops("float16"), ctx=mx.cpu(),
-    )  # fmt: skip
-    policy, default = amp.current_policy(), amp.Policy.default("float16", "cpu")
-    assert policy.operators("low") == default.operators("low")
-    assert policy.operators("fp32") == default.operators("fp32")
-
-
 # ------------------------------------------------- differences that coming-from-contrib-amp.md names

@@ -166,17 +166,3 @@ def test_where_each_layer_runs_alone():
     assert count_rnns(projected, {"data": DATA}) == 1
     symbol, shapes = stacked("rnn_tanh", 2, 1, 15, 15)
     assert count_rnns(symbol, {**shapes, "data": (2, ROWS, 15)}) == 1, "rows too narrow"
-
-
-def test_parameters_of_odd_lengths_and_others_are_joined_as_ever():
-    policy = amp.Policy.default("bfloat16")
-    vectors = [mx.sym.var(f"v{k}") for k in range(3)]
-    joined = mx.sym._internal._rnn_param_concat(*vectors, dim=0, num_args=3)
-    for lengths, by_rows in (
-        ((320, 64, 16), True), ((320, 64, 15), False), ((15, 30, 45), False), ((17, 34, 51), True),
-    ):  # fmt: skip
-        shapes = {f"v{k}": (length,) for k, length in enumerate(lengths)}
-        plan = amp.explain(joined, policy=policy, input_shapes=shapes, mode="training")
-        used = {node.operator for node in plan.nodes}
-        assert ("Concat" in used) == by_rows, lengths
-        assert ("_rnn_param_concat" in used) != by_rows

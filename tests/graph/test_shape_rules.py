@@ -6,7 +6,6 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, same
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import RULES, choose
 from mxamp.policy.rules import SHAPE_RULES
@@ -199,20 +198,3 @@ def test_the_weight_of_a_transposed_convolution_in_a_loop_is_never_known_to_be_s
     for usage in ({}, {"training": True, "stored": WEIGHT}):
         inner = dict(chosen(out, **usage).bodies)
         assert bool(inner) == bool(usage)
-
-
-# ---------------------------------------------------------------------- where they hold
-
-
-def test_converted_models_choose_by_their_parameters():
-    net = sequential(
-        nn.Conv2D(24, 1, in_channels=16), nn.BatchNorm(), nn.Conv2D(32, 1, in_channels=24)
-    )
-    x = randn(2, 16, 4, 4)
-    low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x)
-    out = low(x)
-    net.hybridize()
-    with amp.autocast("bfloat16"):
-        assert same(out, net(x))
-    with amp.autocast(policy=B.untuned()):
-        assert not same(out, net(x))

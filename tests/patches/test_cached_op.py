@@ -1,7 +1,5 @@
 """Hybridized blocks follow the policy, bit for bit like eager calls."""
 
-import warnings
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from nets import (
     NETS,
     Control,
     made,
-    perceptron,
     separable,
 )
 
@@ -158,26 +155,6 @@ def test_blocks_cast_by_the_user_keep_their_dtype():
     net.hybridize()
     with amp.autocast("float16"):
         assert kind(net(randn(2, 4).astype("float16"))) == "float16"
-
-
-def test_op_hooks_still_fire(on):
-    net, data = made(perceptron)
-    net.hybridize()
-    seen = []
-    net.register_op_hook(lambda name, op, array: seen.append(name))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MXNet always calls it experimental
-        net(*data).wait_to_read()
-    assert seen
-
-
-def test_shape_changes_and_re_hybridizing(on):
-    net, _ = made(perceptron)
-    net.hybridize(static_alloc=True)
-    for rows in (4, 2, 7):
-        assert net(randn(rows, 8)).shape == (rows, 3)
-    net.hybridize()
-    assert net(randn(3, 8)).shape == (3, 3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

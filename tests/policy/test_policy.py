@@ -39,12 +39,6 @@ def test_overriding_removes_conditions_and_adds_them():
     assert changed.rule("softmax").op_class == "neutral"
 
 
-def test_policies_show_themselves_in_one_line():
-    changed = Policy.default("float16", "gpu").override(fp32=["dot"], fp32_layers=["a", "b*"])
-    text = "<Policy float16 on gpu: fp32=('dot',), fp32_layers=('a', 'b*')>"
-    assert repr(changed) == str(changed) == text
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -54,7 +48,6 @@ def test_policies_show_themselves_in_one_line():
         ),
         ({"fp32_ops": ["dot"]}, "a policy contains operator lists"),
         ({"ctx": mx.gpu()}, "the policy is for cpu, but gpu is given"),
-        ({"ctx": [mx.cpu(), mx.gpu()]}, "cpu and gpu"),
     ],
 )
 def test_a_policy_beside_what_differs_from_it(arguments, words):
@@ -66,11 +59,6 @@ def test_a_policy_beside_what_differs_from_it(arguments, words):
     "change, words",
     [
         ({"low": "dot"}, "the low operators must be a list of names, not 'dot'"),
-        (
-            {"fp32_layers": "head_*"},
-            "fp32_layers must be a list of names or of Gluon blocks, not 'head_.'",
-        ),
-        ({"conditional": ("Activation", "act_type", ["relu"])}, "not 'Activation'"),
         ({"conditional": [("Activation", "act_type", "relu")]}, "must be a list, not 'relu'"),
         ({"conditional": [("Activation", "act_typ", ["relu"])]}, "the closest is 'act_type'"),
     ],

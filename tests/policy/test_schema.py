@@ -43,19 +43,15 @@ def error_of(tmp_path, text):
     [
         (ALL, "", "the key 'format' is missing; it must be 1 or 2"),
         ('"float16"', '"float8"', "dtype must be 'float16' or 'bfloat16', not 'float8'"),
-        ("[[conditional]]", "[[conditionals]]", "the closest is 'conditional'"),
         ('reason = "fast"\n', "", "[[group]] table 1: the key 'reason' is missing"),
         ('class = "low"', 'klass = "low"', "[[group]] table 1: unknown key 'klass'; the closest is 'class'"),
         ('"few_rows"', '"long_sums"\nlimit = -1', "limit must be a whole number from 0, not -1"),
         ('["softrelu"]', '["softrelu"]\nbeyond_range = true', "give either values or beyond_range"),
-        ('"softrelu"', '"softRelu"', "the closest is 'softrelu'"),
         (SHAPE, "[keep_outputs]\nBatchNorm = ['x']", "BatchNorm must be a list of whole numbers"),
         ('"float16"', '"bfloat16"\ndevice = "gpu"', "MXNet has no bfloat16 kernels on GPUs"),
         (CONDITION, CONDITION + CONDITION + "override = true\n", "[[conditional]] table 2: operator 'Activation' has other"),
-        ('"dot"', '"dott"', "[[group]] table 1: unknown operator 'dott'; the closest"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
         (GROUP, GROUP + GROUP, "[[group]] table 2: operator 'dot' is in [[group]] table 1 already"),
-        (SHAPE, "[keep_inputs]\nBatchNorm = ['gama']", "unknown input of BatchNorm 'gama'; the closest"),
         (SHAPE, "[[change]]\nfp33 = ['dot']", "unknown argument of Policy.override 'fp33'"),
         ("[[group]]", "[[group", "is not valid TOML: Expected ']]' at the end"),
     ],
@@ -69,7 +65,6 @@ def test_what_is_no_file(tmp_path):
     for path, words in (
         (tmp_path / "none.toml", "there is no policy file"),
         (tmp_path, "can't be read: Is a directory"),
-        (3, "must be given by its path, not by 3"),
         (None, "not by None"),
         ("a\0b", "null"),
     ):
