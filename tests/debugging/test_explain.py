@@ -136,15 +136,6 @@ def test_a_block_that_has_not_run_needs_an_example():
         plan[layer[: -len("_fwd")]]
 
 
-def test_two_plans_compared():
-    one = amp.explain(dense_net(), policy=GPU)
-    two = amp.explain(dense_net(), policy=GPU.override(fp32=["FullyConnected"], low=["softmax"]))
-    assert one.compare(two) == [
-        ("fc", "float16", "float32"), ("soft", "float32", "float16"),
-    ]  # fmt: skip
-    assert one.compare(one.filter(name="fc"))[0] == ("act", "float32", None)
-
-
 def test_bodies_of_loops_are_explained():
     plan = amp.explain(Control("foreach")(mx.sym.var("data")), policy=GPU)
     assert any(n.operator == "FullyConnected" and n.precision == "float16" for n in plan.nodes)

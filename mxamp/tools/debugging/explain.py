@@ -145,21 +145,6 @@ class Plan(Result):
         )
         return replace(self, nodes=kept)
 
-    def compare(self, other: Plan) -> list[tuple[str, str | None, str | None]]:
-        """Return (name, precision here, precision there) of operators that differ.
-
-        ::
-
-            plan = amp.explain(net, "bfloat16")
-            plan.compare(amp.explain(net, "bfloat16", excluded_sym_names=["dense1_fwd"]))
-
-        None stands for an operator that the `other` plan's graph does not have.
-        """
-        here = {node.name: node.precision for node in self.nodes}
-        there = {node.name: node.precision for node in other.nodes}
-        names = dict.fromkeys((*here, *there))
-        return [(n, here.get(n), there.get(n)) for n in names if here.get(n) != there.get(n)]
-
     def counts(self) -> dict[str, int]:
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
@@ -272,7 +257,7 @@ def explain(
     Returns
     -------
     Plan
-        All decisions, to print, filter and compare.
+        All decisions, to print and filter.
 
     Raises
     ------

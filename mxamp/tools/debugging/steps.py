@@ -22,6 +22,7 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
 
     ::
 
+        amp.init_trainer(trainer, amp.NoScaler())
         reports = []
         with amp.debugging.on_step(trainer, reports.append):
             for data, label in batches:
