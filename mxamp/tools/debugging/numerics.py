@@ -28,8 +28,7 @@ _ON = ("raise", "log", "collect")
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
-
-
+#: The inputs of an operator, by name.
 _Read = Mapping[str, Tensor]
 
 
