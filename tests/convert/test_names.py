@@ -114,15 +114,4 @@ def test_attributes_come_back_as_they_were():
     assert converted.attr_dict()["w"]["__note__"] == 'größe\x01\b\f\n\\u0041\\b"日本'
 
 
-def test_files_in_german(tmp_path):
-    symbol = MODELS["German"]()
-    args, _ = parameters(symbol)
-    prefix = str(tmp_path / "größe")
-    mx.model.save_checkpoint(prefix, 0, symbol, args, {})
-    amp.convert_files(prefix, prefix + "-16", target_dtype="float16")
-    loaded, args, _ = mx.model.load_checkpoint(prefix + "-16", 0)
-    assert "größe_weight" in loaded.list_arguments()
-    assert set(args) == {"größe_weight", "größe_bias"}
-
-
 # ---------------------------------------------------------------------- spellings of attributes

@@ -117,18 +117,3 @@ def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
     assert (run.steps, run.skips) == (2, 0)
     amp.shutdown()
     assert_close(found, 2 * passed())
-
-
-def test_variables_that_nobody_holds_are_forgotten(run):
-    net, trainer = setup()
-    backward(net, randn(2, 4))
-    count = len(backward_patches.variables.all())
-    for _ in range(20):
-        x = randn(2, 4)
-        x.attach_grad()
-        backward(net, x)
-        assert len(backward_patches.variables.all()) <= count + 2
-    del x
-    backward(net, randn(2, 4))
-    assert len(backward_patches.variables.all()) == count
-    assert trainer is not None

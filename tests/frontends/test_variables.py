@@ -96,9 +96,7 @@ def added(run, hybrid):
     return [x.grad, other.weight.grad(), net.weight.grad()]
 
 
-PROGRAMS = (
-    marked_again, shared_gradient, added,
-)  # fmt: skip
+PROGRAMS = (marked_again, shared_gradient, added)
 
 
 @pytest.mark.matrix

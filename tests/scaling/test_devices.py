@@ -19,11 +19,6 @@ from training import (
 SCALE = 1024
 
 
-def trainer_of(net, **settings):
-    options = {"learning_rate": 0.1, "momentum": 0.9}
-    return gluon.Trainer(net.collect_params(), "sgd", options, **settings)
-
-
 def trained(contexts, data, way, **settings):
     net, _ = setup(contexts)
     optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
@@ -65,7 +60,8 @@ def test_two_devices_equal_one_on_the_joined_batch(kvstore, on_kvstore, way):
 
 def test_compression_that_would_hide_an_overflow_is_refused():
     settings = {"type": "2bit", "threshold": 0.25}
-    trainer = trainer_of(setup(CONTEXTS["two"])[0], compression_params=settings)
+    params = setup(CONTEXTS["two"])[0].collect_params()
+    trainer = gluon.Trainer(params, "sgd", compression_params=settings)
     with pytest.raises(amp.StateError, match="leave out compression_params"):
         amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
 

@@ -1,7 +1,6 @@
 import math
 import pickle
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,12 +50,6 @@ def test_against_the_reference(steps, scale, growth, backoff, interval, low, hig
 def test_invalid_arguments_are_named(argument, value):
     with pytest.raises(ArgumentError, match=argument):
         LossScaler(**{argument: value})
-
-
-def test_numpy_numbers_are_numbers():
-    assert LossScaler(np.float32(8), growth_interval=np.int64(3)).loss_scale == 8
-    with pytest.raises(ArgumentError):
-        StaticLossScaler(np.bool_(True))
 
 
 @pytest.mark.parametrize("scaler", [LossScaler(8, hysteresis=2), StaticLossScaler(3), NoScaler()])
