@@ -195,13 +195,3 @@ def test_converted_models_run_and_load(view, tmp_path):
 def test_views_behind_3d_convolutions_are_found(symbol, found):
     assert kept(symbol) == kept(symbol, UNTUNED) == found
     assert kept(amp.convert_symbol(symbol, "bfloat16")) == found
-
-
-@with_avx512
-@pytest.mark.parametrize("op_class", ["low", "widest", "fp32"])
-def test_a_class_that_is_given_does_not_bring_the_error_back(op_class):
-    policy = B.override(**{op_class: ["Flatten"]})
-    assert kept(view_symbol(), policy) == ["view"]
-    low = amp.convert_symbol(view_symbol(), policy=policy)
-    executor = low.simple_bind(mx.cpu(), grad_req="null", data=(1, 16, 3, 3, 3))
-    assert executor.forward()[0].asnumpy().shape == (1, 16)

@@ -45,15 +45,13 @@ def damaged_states(content):
     no_scaler = pickle.dumps((states, optimizer))
     optimizer._amp_state = {"scaler": {}}
     return {
-        "cut off": content[: len(content) // 2], "empty": b"", "no pickle": b"hello", "a number": pickle.dumps(5),
-        "a list": pickle.dumps([1, 2]), "no optimizer": pickle.dumps((states, 5)), "a broken scaler": no_scaler,
+        "cut off": content[: len(content) // 2], "empty": b"", "no pickle": b"hello",
+        "no optimizer": pickle.dumps((states, 5)), "a broken scaler": no_scaler,
         "no counts": pickle.dumps((states, optimizer)),
     }  # fmt: skip
 
 
-DAMAGES = [
-    "cut off", "empty", "no pickle", "a number", "a list", "no optimizer", "a broken scaler", "no counts",
-]  # fmt: skip
+DAMAGES = ["cut off", "empty", "no pickle", "no optimizer", "a broken scaler", "no counts"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

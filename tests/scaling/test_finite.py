@@ -9,13 +9,6 @@ from helpers import down, randn
 from mxamp.scaling.finite import all_finite, multiply, square_sum, unscale
 
 
-def test_it_is_exact_where_squares_overflow():
-    assert all_finite([nd.full((1000,), 1e25)])
-    assert all_finite([nd.array([np.finfo("float32").max, -np.finfo("float32").max])])
-    assert not all_finite([nd.array([1e25, np.inf])])
-    assert all_finite([down(nd.array([3e38]), "bfloat16")])
-
-
 def test_mixed_dtypes_devices_and_storage():
     sparse = nd.sparse.row_sparse_array((np.ones((2, 3)), [0, 4]), shape=(6, 3))
     bad = nd.sparse.row_sparse_array((np.full((1, 3), np.nan), [2]), shape=(6, 3))
