@@ -28,10 +28,9 @@ for i in range(8):
     params[f"layer{i}_weight"] = mx.nd.full((1024, 256), version)
 mx.model.save_checkpoint(f"{folder}/source", 0, symbol * version, params, {})
 options = {"target_dtype": "bfloat16", "force": True}
-write = lambda: amp.convert_files(f"{folder}/source", f"{folder}/model", **options)
 mx.nd.waitall()
 print("ready", flush=True)
-write()
+amp.convert_files(f"{folder}/source", f"{folder}/model", **options)
 """
 
 

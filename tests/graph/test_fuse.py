@@ -5,7 +5,7 @@ import logging
 import mxnet as mx
 import numpy as np
 import pytest
-from fusion import model, run
+from fusion import after, model, run
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 
@@ -13,6 +13,7 @@ import mxamp as amp
 from digits import arrays, batches
 from helpers import exported, kind, operators_of, randn, same, with_avx512
 from mxamp.graph.ir import Graph
+from mxamp.graph.speed.fuse import PASSES
 from mxamp.graph.speed.fusible import FUSED
 
 S = mx.sym
@@ -81,9 +82,26 @@ def test_a_trained_network_fused_answers_as_unfused(tmp_path):
     assert same(exported(fast, tmp_path)(test), found["fast"])
 
 
+@pytest.mark.usefixtures("unfused")
+def test_arranged_parameters_become_parameters():
+    arrange = next(one for one in PASSES if one.rewrite.__name__ == "_arrange_parameters")
+    parts = [S.var(name, shape=(4, 6)) for name in "ab"]
+    joined = S.reshape(S.concat(*parts, dim=0), shape=(-1, 6), name="joined")
+    dense = S.FullyConnected(S.var("data"), joined, num_hidden=8, no_bias=True)
+    vectors = [S.reshape(S.var(name, shape=(6, 2)), shape=(-1,)) for name in "cd"]
+    vector = S._internal._rnn_param_concat(*vectors, dim=0, num_args=2)
+    symbol = S.Group([dense, joined, vector])
+    params, data = model(symbol, (3, 6))
+    new, new_params = after(arrange, symbol, params, B)
+    # What is an output, or a recurrent layer's, stays; the inner join has become a parameter.
+    assert operators_of(new).count("Concat") == 0
+    assert operators_of(new).count("Reshape") == 3
+    for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
+        np.testing.assert_array_equal(other, one)
+
+
 @with_avx512
 def test_a_module_binds_a_fused_model_with_an_arranged_addend():
-    S = mx.sym
     conv = S.Convolution(S.var("data"), num_filter=16, kernel=(1, 1), no_bias=True, name="conv")
     symbol = S.broadcast_add(conv, S.reshape(S.var("b", shape=(16,)), shape=(1, 16, 1, 1)))
     params, data = model(symbol, (2, 16, 4, 4))

@@ -80,7 +80,6 @@ KINDS = {
         lambda low: nd.LayerNorm(low, B, B), lambda low: low + WIDE, lambda low: WIDE + low,
         lambda low: nd.concat(low, WIDE, dim=0), lambda low: nd.stack(WIDE, low),
         lambda low: nd.where(nd.ones((4, 5)), low, WIDE), lambda low: nd.Activation(low, "softrelu"),
-        lambda low: nd.Activation(low, act_type="softrelu"),
         lambda low: nd.LeakyReLU(low, act_type="selu"),
         lambda low: nd.Embedding(LONGS, W, input_dim=5, output_dim=8),
         lambda low: nd.sparse.dot(X.tostype("csr"), W.T),

@@ -9,6 +9,7 @@ from mxnet.gluon import nn
 import mxamp as amp
 from helpers import kind, randn
 from mxamp.graph.ir import Graph
+from mxamp.patches.symbolic import scaled_executors
 
 DATA = randn(4, 6)
 POLICIES = ["float16", "bfloat16", "in float32"]
@@ -90,6 +91,18 @@ def test_eager_calls_with_computed_weights(policy, shape, flatten, dtype, monkey
         for one, other in zip(found, wanted):
             assert one.shape == other.shape
             np.testing.assert_allclose(one.asnumpy(), other, rtol=0.03, atol=0.03)
+
+
+def test_modules(policy):
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+    symbol = mx.sym.MakeLoss(mx.sym.sum(symbol))
+    with amp.autocast(policy=policy), scaled_executors():
+        module = mx.mod.Module(symbol, label_names=None, fixed_param_names=["fc_weight"])
+        module.bind([("data", DATA.shape)])
+        module.init_params()
+        module.forward_backward(mx.io.DataBatch([DATA], []))
+        gradient = module._exec_group.execs[0].grad_dict["fc_bias"].asnumpy()
+    np.testing.assert_allclose(gradient, [4, 4, 4])
 
 
 class Steps(gluon.HybridBlock):

@@ -59,7 +59,6 @@ def test_a_policy_beside_what_differs_from_it(arguments, words):
     "change, words",
     [
         ({"low": "dot"}, "the low operators must be a list of names, not 'dot'"),
-        ({"conditional": [("Activation", "act_type", "relu")]}, "must be a list, not 'relu'"),
         ({"conditional": [("Activation", "act_typ", ["relu"])]}, "the closest is 'act_type'"),
     ],
 )

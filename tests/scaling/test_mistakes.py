@@ -70,13 +70,6 @@ def test_two_ways_of_scaling_for_one_trainer(first, second, words):
         use(second)
 
 
-def test_a_trainer_without_a_scaler_is_named():
-    net, trainer = setup()
-    for call in (amp.unscale, lambda one: amp.scale_loss(nd.ones(1), one).__enter__()):
-        with pytest.raises(amp.StateError, match=f"{net[0].bias.name} and 3 others.*init_trainer"):
-            call(trainer)
-
-
 @pytest.mark.parametrize("around", ["init", "autocast", "off inside"])
 def test_a_function_runs_backward_under_the_policy_of_its_forward(around):
     seen = []
