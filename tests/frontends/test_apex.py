@@ -159,7 +159,6 @@ def test_o3_keeps_float32_where_half_precision_has_no_kernel_or_is_wrong():
     [
         ({"opt_level": "02"}, "letter O"),
         ({"opt_level": "O2", "dtype": "int8"}, "'float16', 'bfloat16' or 'auto'"),
-        ({"loss_scale": "static"}, "positive"),
     ],
 )
 def test_wrong_arguments_change_nothing(options, words):
