@@ -32,13 +32,10 @@ from ..policy.active import suspended
 
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
-NO_STATES = (
-    "{path!r} holds no states of a trainer ({error!r}); the trainer is as it was. Was it written "
-    "by trainer.save_states, and to its end?"
-)
+NO_STATES = "{path!r} holds no states of a trainer ({error!r}), or was cut off; nothing has changed"
 OTHER_SHAPE = (
-    "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: its states "
-    "are of another network. The trainer is as it was"
+    "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: it is of "
+    "another network. Nothing has changed"
 )
 
 

@@ -36,7 +36,7 @@ _on_servers: list[weakref.ref[Trainer]] = []
 
 DIFFERENT = (
     "worker {} differs from worker 0 in mxamp's version, policy or loss scaler: start all workers "
-    "with the same script, arguments, mxamp and checkpoint. Worker {} has mxamp {}, {}, {}"
+    "alike. Worker {} has mxamp {}, {}, {}"
 )
 COMPRESSED = "the kvstore would compress Inf to a finite number: leave out compression_params"
 

@@ -27,8 +27,6 @@ from ..policy.active import suspended
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 # The smallest normal float16.
 _LEAST_NORMAL = 2.0**-14
-# This many float32 elements fit into a core's cache.
-_BLOCK = 2**15
 # The most arrays that one call of multi_all_finite or multi_sum_sq takes.
 _CHUNK = 200
 
@@ -74,31 +72,10 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
 def unscale(arrays: Sequence[NDArray], scale: float) -> list[int]:
     """Divide arrays by `scale` in place; return the positions of those that are not finite.
 
-    float32 arrays on CPUs are divided and checked in one pass over memory. Waits for the arrays.
+    Waits for the arrays.
     """
-    finite, rest = True, []
-    for array in arrays:
-        on_cpu = array.stype == "default" and device_kind(array.context) == "cpu"
-        if on_cpu and array.dtype is np.float32 and array.size:
-            finite &= _multiply_and_check(array, np.float32(1 / scale))
-        else:
-            rest.append(array)
-    multiply(rest, 1 / scale)
-    if finite and all_finite(rest):
-        return []
-    return [i for i, array in enumerate(arrays) if not all_finite([array])]
-
-
-def _multiply_and_check(array: NDArray, factor: Any) -> bool:
-    """Multiply a float32 CPU array in place; return whether all elements are finite."""
-    values = flat_view(array, np.float32, write=True)
-    total = 0.0
-    with np.errstate(all="ignore"):
-        for start in range(0, values.size, _BLOCK):
-            block = values[start : start + _BLOCK]
-            np.multiply(block, factor, out=block)
-            total += float(np.dot(block, block))
-        return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
+    multiply(arrays, 1 / scale)
+    return [] if all_finite(arrays) else [i for i, a in enumerate(arrays) if not all_finite([a])]
 
 
 def _square_sum_on_cpu(array: NDArray) -> float:

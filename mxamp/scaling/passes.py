@@ -39,18 +39,9 @@ logger = logging.getLogger("mxamp")
 
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
 SCALED_ALREADY = "this loss has been scaled already: scale each loss once"
-FOREIGN = (
-    "the gradients of this trainer come from a loss that was scaled for another trainer: call "
-    "init_trainer for it too, or with a GradScaler scaler.step(trainer, batch_size)"
-)
-SEVERAL_SCALES = (
-    "these losses were scaled apart, or not all scaled: scale them together, "
-    "`with mxamp.scale_loss([one, other], trainers) as scaled`, or call backward for each"
-)
-MADE_LATE = (
-    "the gradient of %s is older than its trainer, and set to zero, as its loss scale is unknown: "
-    "make the trainer before the backward pass"
-)
+FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
+SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
+MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make the trainer first"
 
 # ---------------------------------------------------------------------- the mark of a scaled loss
 
@@ -290,9 +281,12 @@ class Gradients:
     def equalize(self, trainer: Trainer) -> float:
         """Multiply gradients so that all fresh ones of a trainer carry one scale; return it."""
         scale = self.carried(trainer)
-        for entry in entries_of(trainer) if self._notes else ():
+        entries = entries_of(trainer) if self._notes else []
+        used = {entry.param for entry in entries if entry.is_fresh or entry.adds}
+        for entry in entries:
             other, overflown = self.note_of(entry)
-            if other != scale and (entry.is_fresh or entry.adds):
+            # MXNet sums the stale gradient of another device too.
+            if other != scale and entry.param in used:
                 multiply([entry.gradient], scale / other)
                 self.note(entry, scale, overflown)
         return scale

@@ -19,10 +19,7 @@ from .finite import all_finite
 
 logger = logging.getLogger("mxamp")
 
-RESTORED = (
-    "the skipped step left running statistics that are not finite, and those of the last finite "
-    "step were put back: %s"
-)
+RESTORED = "the skipped step left Inf or NaN in running statistics; the last finite are back: %s"
 
 Arrays = Callable[[], Mapping[str, NDArray]]
 

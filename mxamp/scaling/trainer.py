@@ -56,10 +56,7 @@ TOO_MANY_SKIPS = (
     "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
     "learning rate that is too high, a division by zero or a logarithm of zero in the loss."
 )
-NOT_SCALED = (
-    "the gradients of this step carry no loss scale, and small float16 ones may be lost: call "
-    "backward on the loss that scale_loss or scaler.scale returns"
-)
+NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
 NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}"
 NOT_INITIALIZED = "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first"
@@ -156,11 +153,6 @@ class State:
         """Whether a backward pass was seen since the last step."""
         return gradients.passes > self.stepped_at
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether a loss was scaled since the last step."""
-        return self._stage is Stage.SCALED
-
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""
         self.scaler.set_scale(scale)
@@ -214,10 +206,11 @@ class State:
 
     def leave_passes(self) -> None:
         """Unscale the gradients, because no backward pass is seen from now on."""
-        if self.stage is not Stage.SCALED:
-            gradients.unscale(self.trainer)
-        elif self._is_seen:
+        if self.stage is Stage.SCALED and fresh(self.trainer):
             self.unscale()
+            return
+        gradients.unscale(self.trainer)
+        self._stage = Stage.NONE if self._stage is Stage.SCALED else self._stage
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
@@ -616,7 +609,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.scaler.loss_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].scaler.loss_scale)
-    scaled = scale_losses(loss, scale, any(hook.is_scaled for hook in hooks))
+    scaled = scale_losses(loss, scale, any(hook._stage is Stage.SCALED for hook in hooks))
     for hook in hooks:
         hook.mark_scaled(scale)
     yield scaled
