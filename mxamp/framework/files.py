@@ -80,7 +80,9 @@ def replaced_files(
     with suppress(OSError):  # the files are in place, and whole after a crash too
         for place in places:
             sync_to_disk(place.parent)
-            for left in (*left_beside(place), *_orphans(place)):
+            # Files that mxamp 1.0 has left stay: one may be the only copy.
+            old = [one for one in left_beside(place) if _OLD in one.name]
+            for left in (*old, *_orphans(place)):
                 left.unlink()
 
 
