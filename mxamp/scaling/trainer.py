@@ -334,9 +334,6 @@ class State:
         self.steps, self.skips = steps, skips
         self.publish(None)
 
-    def __repr__(self) -> str:
-        return f"<State of {self.scaled_by}: {self.scaler!r}, gradients {self.stage.value}>"
-
 
 def state_of(trainer: Any) -> State | None:
     """Return a trainer's state; None if it has no loss scaling."""

@@ -252,8 +252,8 @@ class TestRuns:
     @pytest.mark.parametrize(
         "name, words",
         [
-            ("another scale", "worker 1 differs from worker 0 in loss scale: start all"),
-            ("another policy", "worker 1 differs from worker 0 in policy: start all"),
+            ("another scale", "worker 1 differs from worker 0 in mxamp's version, policy or loss"),
+            ("another policy", "worker 1 differs from worker 0 in mxamp's version, policy or loss"),
         ],
     )
     def test_all_workers_are_told_what_is_wrong(self, runs, name, words):
