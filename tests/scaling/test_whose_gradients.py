@@ -75,6 +75,37 @@ def test_the_scale_that_scripts_clip_by_is_what_gradients_carry():
     )
 
 
+@pytest.mark.parametrize("second", ["scaled", "plain", "unscaled before", "grown"])
+def test_the_stale_gradient_of_another_device_is_summed_at_one_scale(second):
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    param = gluon.Parameter("p", shape=(1,), init="ones")
+    param.initialize(ctx=contexts)
+    trainer = gluon.Trainer({"p": param}, "sgd", {"learning_rate": 0.1})
+    amp.init_trainer(trainer, amp.LossScaler(growth_interval=1 if second == "grown" else 9))
+    for used in (contexts, contexts[:1]):
+        with autograd.record():
+            losses = [param.data(ctx).sum() for ctx in used]
+            if used is contexts or second != "plain":
+                with amp.scale_loss(losses, trainer) as losses:
+                    pass
+        autograd.backward(losses)
+        if used is contexts and second == "unscaled before":
+            amp.unscale(trainer)
+        trainer.step(1, ignore_stale_grad=True)
+    # The second step adds the sum of the first, as in float32.
+    np.testing.assert_allclose(param.data(contexts[0]).asnumpy(), [0.5], rtol=1e-6)
+
+
+def test_a_scaled_loss_without_a_backward_pass_ends_with_shutdown():
+    net, trainer = make()
+    with autograd.record(), amp.scale_loss(net(X), trainer):
+        pass
+    amp.shutdown()
+    plain(net)
+    trainer.step(1)
+    assert_weights(net, 0, -1)
+
+
 @pytest.mark.parametrize("scale", [2.0**-30, 0.3, 2.0**60])
 def test_extreme_scales(scale):
     net, trainer = make(scale)
