@@ -201,11 +201,6 @@ def test_without_mxnet_the_command_says_what_to_install(program):
     assert "Error: MXNet is not installed" in done.stderr.splitlines()[-1]
 
 
-def test_without_mxnet_the_package_does_not_import():
-    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = ['train.py']\nimport mxamp")
-    assert "InstallError: MXNet is not installed" in done.stderr
-
-
 @pytest.mark.parametrize("gpus, dtype", [(0, "bfloat16"), (1, "float16")])
 def test_the_default_dtype_is_the_machines(saved, monkeypatch, gpus, dtype):
     monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)

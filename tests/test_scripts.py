@@ -91,21 +91,7 @@ def test_usage(name, options):
         assert f"\n  {option} " in done.stdout
 
 
-@pytest.mark.parametrize("name", ["scripts/quickstart", "scripts/test", ".ci/run"])
-def test_scripts_can_be_executed(name):
-    assert os.access(ROOT / name, os.X_OK)
-
-
 BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmarks_explain_themselves(name):
-    done = subprocess.run([str(BENCH / name), "--help"], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Usage:" in done.stdout
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -4,9 +4,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon
-from mxnet.contrib.amp import init_trainer as contrib_init_trainer
-from mxnet.contrib.amp import scale_loss as contrib_scale_loss
-from mxnet.contrib.amp import unscale as contrib_unscale
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
@@ -151,23 +148,6 @@ def test_checks_decorate_functions():
             step()
 
 
-@pytest.mark.parametrize("on", ["init", "autocast"])
-def test_functions_of_contrib_that_were_imported_by_name(on):
-    made = trainer()
-    if on == "init":
-        amp.init("bfloat16")
-        amp.init_trainer(made)
-    with amp.autocast("bfloat16"):
-        for function in (contrib_init_trainer, contrib_unscale):
-            with pytest.raises(amp.StateError, match=rf"call mxamp\.{function.__name__}"):
-                function(made)
-    amp.init_trainer(made, amp.NoScaler())
-    with pytest.raises(amp.StateError, match=r"`with mxamp\.scale_loss"):
-        contrib_scale_loss(X, made).__enter__()
-    # GluonNLP reads the flag.
-    assert not mx.contrib.amp.amp._amp_initialized
-
-
 def test_no_losses_are_an_error():
     made = trainer()
     amp.init_trainer(made, amp.LossScaler())
@@ -203,31 +183,6 @@ def test_states_of_other_shapes_are_an_error(optimizer, tmp_path):
     assert made._updaters[0].states is before
 
 
-def bucketing_module():
-    def symbol_of(_key):
-        data, label = mx.sym.var("data"), mx.sym.var("softmax_label")
-        dense = mx.sym.FullyConnected(data, num_hidden=2, name="fc")
-        return mx.sym.SoftmaxOutput(dense, label, name="softmax"), ("data",), ("softmax_label",)
-
-    return mx.mod.BucketingModule(symbol_of, default_bucket_key=3)
-
-
-def test_bucketing_modules_are_bound_before_and_after():
-    module = bucketing_module()
-    with pytest.raises(amp.StateError, match="bind bucketing_mod"):
-        amp.convert_bucketing_module(module, "bfloat16")
-    shapes = [("data", (2, 3))], [("softmax_label", (2,))]
-    module.bind(*shapes)
-    module.init_params()
-    converted = amp.convert_bucketing_module(module, "bfloat16")
-    batch = mx.io.DataBatch(
-        [X], [mx.nd.zeros(2)], bucket_key=3, provide_data=shapes[0], provide_label=shapes[1]
-    )
-    converted.bind(*shapes, for_training=False)
-    converted.forward(batch)
-    assert converted.get_outputs()[0].shape == (2, 2)
-
-
 def test_a_name_that_the_module_lacks_comes_with_the_closest():
     with pytest.raises(
         AttributeError, match="no attribute 'GradScalar'; the closest is 'GradScaler'"
@@ -242,21 +197,6 @@ def test_rules_are_found_by_any_name_of_an_operator():
 def test_every_other_name_stands_for_an_operator():
     assert set(_OTHER_NAMES.values()) <= registry().keys()
     assert not _OTHER_NAMES.keys() & registry().keys()
-
-
-def test_training_a_block_with_frozen_parameters_is_told_once(caplog):
-    block = net()
-    block.bias.grad_req = "null"
-    low = amp.convert_hybrid_block(block, "bfloat16", example_inputs=X, cast_optional_params=True)
-    low(X)
-    with autograd.record(train_mode=False):
-        low(X)
-    assert not caplog.text
-    for _ in range(2):
-        with autograd.record():
-            low(X)
-    assert len(caplog.records) == 1
-    assert f"it does not train {block.weight.name}" in caplog.text
 
 
 def hybrid(prefix):

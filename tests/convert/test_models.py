@@ -145,6 +145,8 @@ def test_bucketing_modules(dtype, offline):
         return mx.sym.SoftmaxOutput(out, name="softmax"), ("data",), ("softmax_label",)
 
     module = mx.mod.BucketingModule(generate, default_bucket_key=5)
+    with pytest.raises(amp.StateError, match="bind bucketing_mod"):
+        amp.convert_bucketing_module(module, dtype)
     module.bind([("data", (2, 5, 3))], [("softmax_label", (2,))])
     module.init_params(mx.init.Xavier())
     batches = [

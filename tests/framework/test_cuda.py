@@ -104,25 +104,6 @@ def stubs(*arguments, path=""):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [((), "give one folder"), (("a", "b"), "give one folder"), (("--nosuch",), "give one folder"),
-     (("--help",), "LD_LIBRARY_PATH=$(scripts/cuda_stubs FOLDER)")],
-)  # fmt: skip
-def test_stand_ins_need_a_folder(arguments, words):
-    done = stubs(*arguments)
-    assert done.returncode == 1
-    assert words in done.stderr
-
-
-def test_stand_ins_are_for_a_wheel(tmp_path):
-    (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").touch()
-    done = stubs(str(tmp_path / "stubs"), path=tmp_path)
-    assert done.returncode == 1
-    assert "no libmxnet.so: MXNet is not installed from a wheel" in done.stderr
-
-
 @with_compiler
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
 def test_stand_ins_answer_that_there_is_no_device(tmp_path):

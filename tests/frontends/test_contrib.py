@@ -139,11 +139,12 @@ def test_stock_init_is_refused_in_a_region(stock_functions):
     assert not stock_functions
 
 
+@pytest.mark.parametrize("name", ["init_trainer", "unscale"])
 @pytest.mark.parametrize("module", [stock, stock.amp])
-def test_stock_init_trainer_is_refused_while_mxamp_is_on(module):
+def test_stock_init_trainer_is_refused_while_mxamp_is_on(module, name):
     amp.init("bfloat16", ctx=mx.cpu())
-    with pytest.raises(amp.StateError, match=r"call mxamp\.init_trainer, or mxamp\.patch_contrib"):
-        module.init_trainer(setup()[1])
+    with pytest.raises(amp.StateError, match=rf"call mxamp\.{name}, or mxamp\.patch_contrib"):
+        getattr(module, name)(setup()[1])
 
 
 def test_stock_init_on_a_trainer_that_mxamp_scales_fails_the_next_step(stock_functions):
