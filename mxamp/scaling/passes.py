@@ -186,7 +186,7 @@ def without_flags(arrays: Iterable[NDArray]) -> Iterator[None]:
 
 
 class Note(NamedTuple):
-    """What is known of one gradient."""
+    """The scale of one gradient, and its overflow."""
 
     scale: float
     #: The gradient, if it was found not finite and not replaced since: a script may have hidden it.

@@ -1,4 +1,4 @@
-"""What measurements of a net share: batches, a deep copy, random numbers, a loss, gradients."""
+"""Batches, deep copies, random numbers, losses and gradients for measurements of a net."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs between two moments: eager calls, and the graphs of hybridized blocks.
+"""Observers of eager calls, and of the graphs of hybridized blocks.
 
 An `Observer` sees calls and graphs as a whole. A `TensorObserver` sees each operator in them, with
 the values of its inputs and outputs: MXNet's monitor names the outputs inside of graphs.
