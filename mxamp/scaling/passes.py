@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
 
-import numpy as np
 from mxnet import autograd, nd
 from mxnet.base import MXNetError
 from mxnet.gluon import Parameter, Trainer
@@ -57,7 +56,7 @@ def _marked(loss: NDArray, scale: float) -> NDArray:
         return loss
     if not _SMALLEST <= scale <= _LARGEST:
         raise StateError(f"a loss scale of {scale:g} is not between 2**-30 and 2**60")
-    text = np.format_float_positional(scale, trim="0") + _MARK
+    text = f"{scale:.30f}{_MARK}"
     if isinstance(loss, np_ndarray):
         return np_internal.multiply_scalar(loss, scalar=text)
     return nd._internal._mul_scalar(loss, scalar=text)
