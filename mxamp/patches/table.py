@@ -27,6 +27,7 @@ from ..framework.arrays import cast, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
 from ..framework.patching import Original, Patch, PatchSet, wrapping
+from ..graph.casts.builder import HALVES
 from ..policy.active import current_policy, pop_region, push_policy, suspended
 from ..policy.policy import Policy
 from ..scaling import finite, loss_outputs
@@ -53,7 +54,7 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
 
 def _wide(value: Any) -> Any:
     """Return a half-precision array in float32, and anything else as it is."""
-    is_half = isinstance(value, NDArray) and dtype_of(value) in ("float16", "bfloat16")
+    is_half = isinstance(value, NDArray) and dtype_of(value) in HALVES
     return cast(value, "float32", isinstance(value, mx.np.ndarray)) if is_half else value
 
 

@@ -111,7 +111,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
     arrays: list[NDArray] = []
 
     def scaled_in_float32(array: NDArray) -> NDArray:
-        if _scale_of(array) or (others and _scales_behind(array)):
+        if _scales_behind(array) if others else _scale_of(array):
             raise StateError(SCALED_ALREADY)
         arrays.append(array)
         if dtype_of(array) not in ("float32", "float64"):
