@@ -326,6 +326,3 @@ PASSES = (
     FusionPass(_merge_groups, "merged_groups"),
     FusionPass(make_dense_convolutions, "dense_convolution"),
 )
-
-#: The substitutions that the graph of a fused model holds, in files too.
-IN_FUSED_FILES = frozenset(ACTIVATIONS).union(one.name for one in PASSES if one.name is not None)
