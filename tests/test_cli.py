@@ -11,6 +11,7 @@ from mxnet import gluon
 
 import mxamp as amp
 from helpers import kind, randn, run_python
+from mxamp.cli import compare
 from mxamp.cli.main import COMMANDS, main
 from mxamp.framework import machine
 from mxamp.policy.policy import Policy
@@ -148,6 +149,23 @@ def test_check(saved, monkeypatch, given, options):
     assert "relative error" in output and "2x3" in output and "bytes" in output
     declared = mx.sym.load("low-symbol.json").attr_dict().get("data", {}).get("__dtype__")
     assert (declared == "2") == ("--cast-io" in options)
+
+
+def test_compare_shows_errors_and_times(saved, monkeypatch, dtype):
+    monkeypatch.setattr(compare, "_BUDGET", 0)
+    monkeypatch.chdir(saved[0])
+    run("convert", "net", "--dtype", dtype, "--cast-params", "--device", "cpu", "--out", "low")
+    for other in ("low", "low-0000.params"):
+        heads, row, times = run(
+            "compare", "net", other, "--input", "data:2,4,8,8"
+        ).output.splitlines()
+        assert "relative error" in heads
+        assert 0 < float(re.split(" {2,}", row)[2]) < 0.1
+        assert re.search(r"ms before, .* ms after: .* times as fast \(quartiles ", times)
+    _, row, _ = run("compare", "net", "net", "--input", "data:2,4,8,8").output.splitlines()
+    assert re.split(" {2,}", row)[2] == "0"
+    assert "no file 'none-symbol.json'" in run("compare", "net", "none", status=2).output
+    assert "give them (--input" in run("compare", "net", "low", status=2).output
 
 
 def test_files_are_overwritten_with_force(saved):

@@ -150,6 +150,8 @@ SHAPE, P = "--input data:4,8", "--out p.toml"
         (P, "can't be inferred: give them (--input"),
         (f"{SHAPE} --out none/p.toml", "there is no folder"),
         (f"{SHAPE} --out start.toml", "overwrite it with --force"),
+        (f"{SHAPE} --out ./m-0000.params --force", "a file that this command reads"),
+        ("--data one.npz --out one.npz --force", "a file that this command reads"),
         (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),
         (f"--data cut.npz {P}", "'cut.npz' can't be read: "),
         (f"--data wrong.npz {P}", "--data wrong.npz: unknown input 'dat'"),

@@ -10,13 +10,7 @@ from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, saved_semantics
 from ..policy.targets import TARGETS
 from .inputs import Named, input_values
-from .options import (
-    chosen_policy,
-    force_option,
-    input_dtype_option,
-    input_option,
-    saved_model_options,
-)
+from .options import chosen_policy, force_option, input_options, saved_model_options
 from .output import examples, print_errors
 
 _EXAMPLES = examples(
@@ -37,8 +31,7 @@ _EXAMPLES = examples(
 @click.option("--fp32-op", multiple=True, metavar="NAME", help="Operators to keep in float32.")
 @click.option("--cast-params", is_flag=True, help="Store parameters in 16 bits where possible.")
 @click.option("--cast-io", is_flag=True, help="Take and return the target dtype where possible.")
-@input_option
-@input_dtype_option
+@input_options
 @click.option("--check", is_flag=True, help="Compare the outputs with the original's.")
 @click.option(
     "--tolerance",

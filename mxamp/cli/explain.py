@@ -1,6 +1,6 @@
 """`mxamp explain`: the precision of a saved model's operators, and why."""
 
-from typing import Any, Optional, Sequence
+from typing import Any, Optional
 
 import click
 
@@ -26,15 +26,7 @@ _EXAMPLES = examples(
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), help="Only operators of this precision."
 )
-def explain(
-    prefix: str,
-    epoch: int,
-    device: Optional[str],
-    keep_fp32: Sequence[str],
-    policy: Optional[str],
-    dtype: Optional[str],
-    **shown: Any,
-) -> None:
+def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **given: Any) -> None:
     """Show the precision of each operator of a saved model, and why.
 
     PREFIX is model for the files model-symbol.json and model-0000.params; either file name works
@@ -43,13 +35,13 @@ def explain(
     says how to convert it again.
     """
     symbol, args, auxs = load_model(prefix, epoch)
-    again = dtype or policy or device or keep_fp32
-    as_it_is = is_converted(Graph.from_symbol(symbol)) and not again
+    as_it_is = is_converted(Graph.from_symbol(symbol)) and not any(given.values())
+    wanted = given["dtype"], given["policy"], given["device"]
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
-            policy=None if as_it_is else chosen_policy(dtype, policy, device),
-            excluded_sym_names=keep_fp32,
+            policy=None if as_it_is else chosen_policy(*wanted),
+            excluded_sym_names=given["keep_fp32"],
             params={**args, **auxs},
         )
-    click.echo(plan.filter(**shown))
+    click.echo(plan.filter(name=name, precision=precision))

@@ -13,6 +13,7 @@ from .output import examples, print_errors
 
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
+    "compare": ("compare", "Compare the outputs and the times of two saved models."),
     "convert": ("convert", "Convert a saved model to mixed precision."),
     "doctor": ("doctor", "Check the installation, and measure the speed of each dtype."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),

@@ -4,10 +4,10 @@ from typing import Any
 
 import click
 
-from ..convert.saved import load_model, saved_semantics
+from ..convert.saved import load_model, model_files, saved_semantics
 from ..tools import onnx
 from .inputs import NamedInput, input_values
-from .options import check_out, force_option, input_dtype_option, input_option, model_options
+from .options import check_out, force_option, input_options, model_options
 from .output import examples, print_errors
 
 _EXAMPLES = examples(
@@ -19,9 +19,8 @@ _EXAMPLES = examples(
 @click.command(epilog=_EXAMPLES)
 @model_options
 @click.option("--out", required=True, metavar="FILE", help="The file to write.")
-@input_option
+@input_options
 @click.option("--also", multiple=True, type=NamedInput(), help="The same input in another size.")
-@input_dtype_option
 @click.option("--check/--no-check", default=True, help="Compare the outputs in ONNX Runtime.")
 @force_option
 def export_onnx(prefix: str, epoch: int, out: str, force: bool, **given: Any) -> None:
@@ -30,7 +29,7 @@ def export_onnx(prefix: str, epoch: int, out: str, force: bool, **given: Any) ->
     A size that differs between --input and --also is variable in the ONNX file; all other sizes are
     fixed. Inputs without a file of values get random numbers.
     """
-    check_out(out, force)
+    check_out(out, force, *model_files(prefix, epoch))
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         sizes = [given["inputs"], *([given["also"]] if given["also"] else [])]

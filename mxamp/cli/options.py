@@ -5,7 +5,8 @@ import importlib
 import os
 import re
 import sys
-from typing import Any, Callable, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import click
 
@@ -19,7 +20,8 @@ from .output import POLICY_HOLDS
 
 Command = Callable[..., Any]
 
-SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: say which with --epoch"
+SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: give --epoch, or the name of a file"
+IS_READ = "--out {path!r} is a file that this command reads: give another --out"
 IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it with --force"
 
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
@@ -31,21 +33,17 @@ device_option = click.option(
     "--device", type=click.Choice(DEVICES), help="Default: the GPU if there is one, else the CPU."
 )
 policy_option = click.option("--policy", help="A policy file (TOML), in place of --dtype.")
-input_option = click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    type=NamedInput(),
-    help="Shape of an input, such as data:1,3,224,224, or a file of values.",
-)
-input_dtype_option = click.option(
-    "--input-dtype",
-    "dtypes",
-    multiple=True,
-    type=NamedDtype(),
-    help="Dtype of an input that is not float32, such as index:int64.",
-)
 force_option = click.option("--force", is_flag=True, help="Overwrite files.")
+_INPUT_HELP = "Shape of an input, such as data:1,3,224,224, or a file of values."
+_INPUT_DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
+
+
+def input_options(command: Command) -> Command:
+    """Add --input and --input-dtype to a command, as `inputs` and `dtypes`."""
+    several = functools.partial(click.option, multiple=True)
+    dtypes = several("--input-dtype", "dtypes", type=NamedDtype(), help=_INPUT_DTYPE_HELP)
+    values = several("--input", "inputs", type=NamedInput(), help=_INPUT_HELP)
+    return values(dtypes(command))
 
 
 def model_options(command: Command) -> Command:
@@ -69,7 +67,7 @@ def model_options(command: Command) -> Command:
         sys.path.insert(0, os.getcwd())
         for module in modules:
             importlib.import_module(module)
-        return command(*_split_prefix(prefix, epoch), **options)
+        return command(*split_prefix(prefix, epoch), **options)
 
     return run
 
@@ -85,8 +83,10 @@ def saved_model_options(command: Command) -> Command:
     return model_options(device_option(keep_fp32(policy_option(command))))
 
 
-def check_out(out: str, force: bool) -> None:
-    """Raise if the file `out` can't be written, or exists without `force`."""
+def check_out(out: str, force: bool, *read: Union[str, Path]) -> None:
+    """Raise if the file `out` can't be written, is one of `read`, or exists without `force`."""
+    if os.path.realpath(out) in [os.path.realpath(path) for path in read]:
+        raise click.UsageError(IS_READ.format(path=out))
     if os.path.lexists(out) and not force:
         raise click.UsageError(IS_THERE.format(path=out))
     check_writable(out)
@@ -104,7 +104,7 @@ def chosen_policy(dtype: Optional[str], path: Optional[str], device: Optional[st
     return Policy.load(path, device)
 
 
-def _split_prefix(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
+def split_prefix(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
     """Return the prefix and epoch of a model named by its prefix or by one of its files.
 
     Without `epoch`, that is the only one there is; raises if there are several.

@@ -8,7 +8,7 @@ import click
 import mxnet as mx
 
 from ..convert.options import with_excluded_layers
-from ..convert.saved import load_model, saved_semantics
+from ..convert.saved import load_model, model_files, saved_semantics
 from ..graph.ir import Graph
 from ..tools.tuning.tune import tune as tune_model
 from .inputs import checked_batch, input_values, read_batches
@@ -17,8 +17,7 @@ from .options import (
     chosen_policy,
     dtype_option,
     force_option,
-    input_dtype_option,
-    input_option,
+    input_options,
     saved_model_options,
 )
 from .output import examples
@@ -35,8 +34,7 @@ _EXAMPLES = examples(
 @dtype_option
 @click.option("--out", required=True, metavar="FILE", help="The policy file to write.")
 @click.option("--data", multiple=True, metavar="FILE.npz", help="A batch: arrays by input name.")
-@input_option
-@input_dtype_option
+@input_options
 @click.option("--budget", default="60s", show_default=True, help="Time: 90s, 5m, 1h.")
 @click.option("--rtol", type=float, help="Largest relative error of an output. Default: 0.05.")
 @click.option("--accuracy-only", is_flag=True, help="Skip the timing, for use on another machine.")
@@ -54,7 +52,7 @@ def tune(
     """
     if data and inputs:
         raise click.UsageError("give --data or --input, not both")
-    check_out(out, given["force"])
+    check_out(out, given["force"], *model_files(prefix, epoch), *data)
     dtypes = dict(given["dtypes"])
     notes: List[str] = []
     start = chosen_policy(given["dtype"], given["policy"], given["device"])

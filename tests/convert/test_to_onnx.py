@@ -306,6 +306,7 @@ def test_the_command(saved, runtime):
     (given,) = runtime.InferenceSession("m.onnx").get_inputs()
     assert given.shape == [2, 4]
     assert "--input" in run("m --input dta:2,4 --out n.onnx", 2)
+    assert "a file that this command reads" in run("m --out m-symbol.json --force", 2)
 
 
 # ---------------------------------------------------------------------- the zoo
