@@ -265,8 +265,8 @@ class _Casts:
     def _reason_to_keep(self, call: Call) -> Reason | None:
         """Return why the size of a call keeps it in float32, or None; cached."""
         arrays, recording = call.arrays, autograd.is_recording()
-        # The numbers of units and channels are among the attributes.
-        key = (shape_of(arrays[0]), *call.vals, recording)
+        # The numbers of units and channels are among the attributes, kernels may be lists.
+        key = (shape_of(arrays[0]), *call.keys, str(call.vals), recording)
         if key not in self._kept:
             if len(self._kept) >= _MANY_DECISIONS:
                 self._kept.clear()

@@ -317,7 +317,7 @@ def test_small_dense_calls_stay_in_float32(recorded):
 @pytest.mark.sizes
 def test_small_convolutions_stay_in_float32():
     def convolve(size):
-        attrs = {"kernel": (3, 3), "num_filter": 32, "no_bias": True}
+        attrs = {"kernel": [3, 3], "num_filter": 32, "no_bias": True}  # a list, as Gluon passes on
         return kind(nd.Convolution(randn(1, 32, size, size), randn(32, 32, 3, 3), **attrs))
 
     with amp.autocast("bfloat16"):
