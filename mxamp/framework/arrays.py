@@ -37,6 +37,7 @@ _AMP_CAST = handle_of("amp_cast")
 _CAST = handle_of("Cast")
 _COPY = handle_of("identity")
 _SLICE_AXIS = handle_of("slice_axis")
+_RESHAPE = handle_of("_np_reshape")
 
 
 def dtype_code(array: NDArray) -> int:
@@ -113,15 +114,19 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
             return cast(cast(array, "float32", is_np_op), dtype, is_np_op)
         operator = _CAST
     bfloat16 = _BFLOAT16 in (code, DTYPE_CODES[dtype])
+    if mx.util.is_np_shape() and not array.size:
+        # amp_cast fails on empty arrays: on GPUs, and in bfloat16.
+        operator = _CAST
+    elif bfloat16 and mx.util.is_np_shape() and not array.ndim:
+        # oneDNN, which casts bfloat16, fails on 0-d arrays.
+        row = invoke(_RESHAPE, [array], ["newshape"], ["(1,)"], None, is_np_op, False)
+        row = cast(row, dtype, is_np_op)
+        return invoke(_RESHAPE, [row], ["newshape"], ["()"], None, is_np_op, False)
     is_leaf = bfloat16 and autograd.is_recording() and has_gradient(array)
     leaf, memory = (array if is_leaf else None), None
     if leaf is not None:
         # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
         array, memory = _recorded_view(leaf), leaf_casts.memory(leaf, dtype)
-    if mx.util.is_np_shape() and array.size <= (1 if bfloat16 else 0):
-        # On GPUs amp_cast fails on empty arrays (an empty grid). oneDNN, which casts bfloat16,
-        # fails on empty and 0-d arrays.
-        operator = _CAST
     result = invoke(operator, [array], ["dtype"], [dtype], memory, is_np_op, False)
     if leaf is not None:
         leaf_casts.keep(leaf, dtype, result)

@@ -9,16 +9,22 @@ from mxamp.framework.machine import DTYPE_CODES, dtype_name
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (), (1,), (3,)])
-def test_empty_arrays_are_cast_by_what_knows_them(shape, dtype, monkeypatch):
+def test_arrays_of_any_shape_are_rounded_to_the_nearest(shape, dtype, monkeypatch):
     # Empty grids can't be launched on GPUs: amp_cast tries to, Cast asks for the size.
     used, invoke = [], arrays.invoke
     monkeypatch.setattr(arrays, "invoke", lambda *call: used.append(call[0]) or invoke(*call))
     mx.npx.set_np()
-    low = arrays.cast(mx.np.ones(shape), dtype, True)
-    assert kind(low) == dtype
-    assert low.shape == shape
-    special = low.size <= (1 if dtype == "bfloat16" else 0)
-    assert used == [arrays._CAST if special else arrays._AMP_CAST]
+    epsilon = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    full = mx.np.full(shape, 1 + 0.75 * epsilon)
+    full.attach_grad()
+    with mx.autograd.record():
+        low = arrays.cast(full, dtype, True)
+        wide = arrays.cast(low, "float32", True)
+        loss = (wide * (1 + 0.75 * epsilon)).sum()
+    loss.backward()
+    assert (kind(low), low.shape) == (dtype, shape)
+    assert (values(wide) == 1 + epsilon).all() and (values(full.grad) == 1 + epsilon).all()
+    assert (arrays._AMP_CAST in used) == (low.size > 0)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_CODES))
