@@ -104,7 +104,8 @@ class LossScaler:
 
     def _start(self, scale: float) -> None:
         """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
-        self.kind = type(self).__name__
+        # A subclass of a user saves states of the class that it derives from.
+        self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
         self.steps = self.skips = 0  #: updates done and skipped
         self._loss_scale = scale
         self._growth_factor = self._backoff_factor = 1.0

@@ -51,14 +51,23 @@ def test_invalid_arguments_are_named(argument, value):
         LossScaler(**{argument: value})
 
 
-@pytest.mark.parametrize("scaler", [LossScaler(8, hysteresis=2), StaticLossScaler(3), NoScaler()])
+class Own(LossScaler):
+    """A scaler of a user's, with settings of its own."""
+
+    def __init__(self):
+        super().__init__(init_scale=4)
+
+
+@pytest.mark.parametrize(
+    "scaler", [LossScaler(8, hysteresis=2), Own(), StaticLossScaler(3), NoScaler()]
+)
 def test_states_round_trip(scaler):
     scaler.update(True)
     scaler.update(False)
     state = scaler.state_dict()
     assert all(isinstance(v, (int, float, str)) for v in state.values())
     again = pickle.loads(pickle.dumps(type(scaler)()))  # noqa: S301
-    again.load_state_dict(state)
+    again.resume(state)
     assert again.state_dict() == state
     assert [again.update(f) for f in (False, True)] == [scaler.update(f) for f in (False, True)]
     assert str(int(scaler.loss_scale)) in repr(scaler) or isinstance(scaler, NoScaler)
