@@ -94,9 +94,12 @@ WRONG = [
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch is an NDArray .*, not \(2, 3\)"),
     # the label in a batch, without a loss
-    (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*Without loss="),
-    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*Without loss="),
-    (lambda: amp.debugging.compare(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
+    (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),
+    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),
+    (lambda: amp.tune(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
+    (lambda: amp.tune(net(), X, LOSS), r"\(data, label\)"),
+    (lambda: amp.tune(net(), (X, X), "sce"), "loss must be a function of .*, not 'sce'"),
+    (lambda: amp.tune(net(), (X, X), lambda output, label: 0.5), "the loss must return .*, not 0.5"),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
     (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense; MXNet calls it 'FullyConnected'"),

@@ -151,7 +151,7 @@ class Plan(Result):
 
     def _tables(self) -> Iterable[Table]:
         rows = [(node.name, node.operator, node.precision, node.reason) for node in self.nodes]
-        yield "", ("name", "operator", "precision", "reason"), rows
+        yield ("name", "operator", "precision", "reason"), rows
 
     def to_dot(self) -> str:
         """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.

@@ -14,7 +14,6 @@ from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.context import current_context
 from mxnet.gluon import Block, SymbolBlock
-from mxnet.gluon.parameter import DeferredInitializationError
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -31,8 +30,8 @@ _SEED = 20180201
 _backward = original(autograd, "backward")
 
 NOT_ON_BATCH = (
-    "block {name!r} does not run on this batch of {arrays}: {why}. Without loss=, a batch holds "
-    "the net's arguments alone, and with it the label too"
+    "block {name!r} does not run on this batch of {arrays}: {why}. A batch holds the net's "
+    "arguments, and the label too only where a loss or a metric is given"
 )
 NO_LOSS_VALUE = "the loss must return an NDArray that is computed from the output, not {given}"
 NO_LABEL = (
@@ -134,12 +133,7 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
     try:
         return _run_copy(net, inputs, hybridized=True)
     except Exception:  # the user's own code runs in the trace
-        try:
-            return _run_copy(net, inputs, hybridized=False)
-        except MXNetError:
-            raise  # a RuntimeError too
-        except (DeferredInitializationError, RuntimeError) as error:
-            raise StateError(f"block {net.name!r} does not run: {error}") from None
+        return _run_copy(net, inputs, hybridized=False)
 
 
 def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
@@ -192,7 +186,10 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
-    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`."""
+    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`.
+
+    It raises `StateError` for a net that was not initialized.
+    """
     try:
         yield
     except AmpError:
@@ -201,6 +198,8 @@ def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
         arrays, why = counted(len(arrays_in(inputs)), "array"), error_reason(error)
         message = NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why)
         raise ArgumentError(message) from error  # it may be of the user's own code
+    except RuntimeError as error:
+        raise StateError(f"block {net.name!r} does not run: {error}") from error
 
 
 def arrays_in(value: Any) -> list[NDArray]:

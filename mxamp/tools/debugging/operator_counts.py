@@ -130,9 +130,9 @@ class OperatorStats(Result, Observer):
 
     def _tables(self) -> Iterable[Table]:
         rows = [(row.operator, row.dtype, row.calls) for row in self.operators]
-        yield "", ("operator", "dtype", "calls"), rows
+        yield ("operator", "dtype", "calls"), rows
         casts = [(f"{row.source} to {row.target}", row.casts, row.bytes) for row in self.casts]
-        yield "", ("cast", "calls", "bytes"), casts
+        yield ("cast", "calls", "bytes"), casts
 
     # ------------------------------------------------------------------ while it counts
 

@@ -6,8 +6,8 @@ from typing import Any, Iterable, Sequence, Tuple
 
 from ...framework.tables import text_table
 
-#: A caption (which may be empty), headings, and rows.
-Table = Tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+#: Headings and rows.
+Table = Tuple[Sequence[str], Sequence[Sequence[Any]]]
 
 
 class Result:
@@ -22,10 +22,8 @@ class Result:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        parts = []
-        for caption, headings, rows in self._tables():
-            parts += [*([caption] if caption else []), text_table(headings, rows), ""]
-        return "\n".join([*parts, self.summary()])
+        tables = (text_table(*table) for table in self._tables())
+        return "\n\n".join([*tables, self.summary()])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.summary()}>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet import autograd
@@ -20,7 +20,6 @@ from ...graph.casts.insert import PRECISION
 from ...graph.ir import CASTS
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
-from ...scaling.scaler import LossScaler
 from . import measured
 from .observing import Call, Tensor, TensorObserver
 from .results import Result, Table
@@ -36,9 +35,8 @@ NOT_FLOAT32 = (
     "not one that was converted or cast"
 )
 
-_ERRORS = ("relative", "maximum", "lost")
-_HEADINGS = ("name", "block", "operator", "precision", *_ERRORS)
-_SHOWN = 10  #: rows of each table
+_HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
+_SHOWN = 10  #: rows of the table
 
 
 #: An output of a layer: the layer's name, the number of calls before under that name, the output.
@@ -56,15 +54,14 @@ class _Layer(NamedTuple):
 
 
 class TensorError(Distance):
-    """The error of a layer's output, or of a parameter's gradient, against float32.
+    """The error of a layer's output against float32.
 
     `relative` is the L2 norm of the difference over that of float32's values, the largest of all
     batches; `maximum` the largest absolute difference; `lost` the number of elements that are
-    finite in float32 only. `precision` is the dtype that the operator computes in. `block`,
-    `operator` and `precision` are empty for a gradient.
+    finite in float32 only. `precision` is the dtype that the operator computes in.
     """
 
-    def __init__(self, name: str, block: str = "", operator: str = "", precision: str = "") -> None:
+    def __init__(self, name: str, block: str, operator: str, precision: str) -> None:
         super().__init__()
         self.name, self.block, self.operator, self.precision = name, block, operator, precision
         self._inputs = Distance()
@@ -88,50 +85,40 @@ class Comparison(Result):
 
     ::
 
-        result = amp.debugging.compare(net, (data, label), loss_function, dtype="bfloat16")
+        result = amp.debugging.compare(net, data, dtype="bfloat16")
         print(result)
-        print(result.first_jump, result.gradients[0].relative)
+        print(result.first_jump, result.outputs[0].relative)
 
     Parameters
     ----------
     dtype : str
         The low dtype.
-    loss_scale : float
-        The loss scale of the backward pass in mixed precision; divided out of the gradients.
     outputs : tuple of TensorError
         The error of each layer's output, in the order of execution.
-    gradients : tuple of TensorError
-        The error of each parameter's gradient; empty without a loss.
     first_jump : TensorError, optional
         The first layer whose error is much larger than the errors of its inputs.
     """
 
     dtype: str
-    loss_scale: float
     outputs: tuple[TensorError, ...]
-    gradients: tuple[TensorError, ...] = ()
-    first_jump: TensorError | None = None
+    first_jump: TensorError | None
 
     def summary(self) -> str:
         """Return one line: where the error jumps first, and how many elements were lost."""
-        lost = sum(error.lost for error in (*self.outputs, *self.gradients))
+        lost = sum(error.lost for error in self.outputs)
         jump = "no layer at which the error jumps"
         if self.first_jump is not None:
             first = self.first_jump
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
-        scale = f", loss scale {self.loss_scale:g}" if self.gradients else ""
-        return f"{self.dtype} against float32{scale}: {jump}; {counted(lost, 'element')} not finite"
+        outputs = counted(len(self.outputs), "output")
+        return (
+            f"{self.dtype} against float32 in {outputs}: {jump}; "
+            f"{counted(lost, 'element')} not finite"
+        )
 
     def _tables(self) -> Iterable[Table]:
-        kinds = (
-            ("outputs of layers", self.outputs, _HEADINGS),
-            ("gradients of parameters", self.gradients, ("name", *_ERRORS)),
-        )
-        for kind, errors, headings in kinds:
-            worst = sorted(errors, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
-            rows = [tuple(getattr(error, heading) for heading in headings) for error in worst]
-            if rows:
-                yield f"{kind}, the worst {len(rows)} of {len(errors)}", headings, rows
+        worst = sorted(self.outputs, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
+        yield _HEADINGS, [[getattr(error, name) for name in _HEADINGS] for error in worst]
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -141,8 +128,8 @@ class Comparison(Result):
 def compare(
     net: Block,
     data: Any,
-    loss: Callable[[Any, Any], Any] | None = None,
     *,
+    train_mode: bool = False,
     dtype: Any = None,
     policy: Policy | None = None,
 ) -> Comparison:
@@ -167,31 +154,45 @@ def compare(
         Not changed: a deep copy runs, hybridized where it can be traced. MXNet's random number
         generator continues from a number drawn before.
     data : NDArray or tuple, or an iterable of them
-        One batch, or a list or DataLoader of batches. With a loss, a batch is a tuple of the net's
-        inputs and the label.
-    loss : callable, optional
-        Called with the net's output and the label. With a loss, the net runs in training mode, and
-        the result has the errors of gradients. Without one, it runs in inference mode.
+        One batch, or a list or DataLoader of batches. A batch is a tuple of the net's inputs,
+        without the label.
+    train_mode : bool, default False
+        Run the forward pass of training, as under `autograd.record()`, in place of inference.
     dtype, policy
         As for `autocast`, except "auto".
 
     Raises
     ------
     ArgumentError
-        The net is not in float32, the data has no labels or no batch.
+        The net is not in float32, or the data has no batch.
 
-    The result has `outputs`, the errors of layers in the order of execution, and `gradients`, those
-    of parameters, with `name`, `block`, `operator`, `precision`, `relative`, `maximum` and `lost`;
-    `first_jump`, or None; `loss_scale`, that of the backward pass: for float16 the first of 2**16,
-    2**15, ... at which all gradients are finite. Printing it gives a table, worst first.
+    The result has `outputs`, the errors of layers in the order of execution, with `name`, `block`,
+    `operator`, `precision`, `relative`, `maximum` and `lost`; and `first_jump`, or None. Printing
+    it gives a table, the worst 10 first. `tune` measures the error of gradients.
 
     Runs the net twice for each batch, and holds all layer outputs in memory.
     """
-    measured.check_loss(loss)
     chosen = policy_for(dtype, policy)
     if not isinstance(net, Block):
         raise ArgumentError(NOT_A_NET.format(given=shown(net)))
-    return _Comparer(net, loss, chosen).run(measured.batches_of(data, labeled=loss is not None))
+    for param in net.collect_params().values():
+        _require_float32(param.name, dtype_name(param.dtype))
+    copy: Block | None = None
+    errors: dict[Key, TensorError] = {}
+    with measured.alike_numbers() as restart:
+        for batch in measured.batches_of(data, labeled=False):
+            with measured.explained_errors(net, batch.inputs):
+                copy = copy or measured.copied(net, batch.inputs)
+                # Dropout draws the same elements in one dtype alone.
+                runs = [
+                    _layers_of(copy, batch.inputs, one, train_mode, restart)
+                    for one in (None, chosen.override(fp32=["Dropout"]))
+                ]
+            _add_errors(errors, *runs)
+    outputs = tuple(errors.values())
+    roundoff = UNIT_ROUNDOFF[chosen.target_dtype]
+    jump = next((error for error in outputs if error.is_jump(roundoff)), None)
+    return Comparison(chosen.target_dtype, outputs, jump)
 
 
 class _Layers(TensorObserver):
@@ -232,69 +233,34 @@ def _in_float32(tensor: Tensor) -> Any:
     return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
 
 
-class _Comparer:
-    """Runs a copy of a net in both precisions, and collects the errors of all batches."""
+def _layers_of(
+    net: Block,
+    inputs: Sequence[Any],
+    policy: Policy | None,
+    train_mode: bool,
+    restart: Callable[[], None],
+) -> dict[Key, _Layer]:
+    """Run a net under a policy, or in float32; return its layers in the order of execution."""
+    layers = _Layers()
+    restart()
+    recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
+    with autocast(enabled=policy is not None, policy=policy), layers.opened(), recording:
+        net(*inputs)
+    return layers.layers
 
-    def __init__(self, net: Block, loss: Any, policy: Policy) -> None:
-        self.net, self.loss, self.policy = net, loss, policy
-        self.scale = LossScaler().loss_scale if policy.target_dtype == "float16" else 1.0
-        self.outputs: dict[Key, TensorError] = {}
-        self.gradients: dict[str, TensorError] = {}
 
-    def run(self, batches: Iterator[measured.Batch]) -> Comparison:
-        """Run all batches in both precisions; return the comparison."""
-        net = None
-        for param in self.net.collect_params().values():
-            _require_float32(param.name, dtype_name(param.dtype))
-        with measured.alike_numbers() as restart:
-            for batch in batches:
-                with measured.explained_errors(self.net, batch.inputs):
-                    net = net or measured.copied(self.net, batch.inputs)
-                self._add_batch(net, batch, restart)
-        outputs, gradients = tuple(self.outputs.values()), tuple(self.gradients.values())
-        roundoff = UNIT_ROUNDOFF[self.policy.target_dtype]
-        jump = next((error for error in outputs if error.is_jump(roundoff)), None)
-        return Comparison(self.policy.target_dtype, self.scale, outputs, gradients, jump)
-
-    def _add_batch(self, net: Block, batch: measured.Batch, restart: Callable[[], None]) -> None:
-        """Run a batch in both precisions, and add the errors of its outputs and gradients."""
-        plain, gradients = self._run_batch(net, batch, restart, None)
-        for key, layer in plain.layers.items():
-            _require_float32(key[0], layer.precision)
-        # Dropout draws the same elements in one dtype alone.
-        policy = self.policy.override(fp32=["Dropout"])
-        mixed, scaled = self._run_batch(net, batch, restart, policy)
-        for key, layer in plain.layers.items():
-            other = mixed.layers.get(key)
-            # A policy may replace nodes by faster equivalents.
-            if other is not None and other.values.shape == layer.values.shape:
-                name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
-                place = layer.block, layer.operator, other.precision
-                self.outputs.setdefault(key, TensorError(name, *place)).include(layer, other)
-        for name, values in gradients.items():
-            error = self.gradients.setdefault(name, TensorError(name))
-            error.add(name, values, scaled[name])
-
-    def _run_batch(
-        self, net: Block, batch: measured.Batch, restart: Callable[[], None], policy: Policy | None
-    ) -> tuple[_Layers, dict[str, Any]]:
-        """Run a batch under a policy, or in float32; return its layers and unscaled gradients."""
-        training = self.loss is not None
-        scale = 1.0 if policy is None else self.scale
-        while True:
-            layers = _Layers()
-            restart()
-            with autocast(enabled=policy is not None, policy=policy):
-                with autograd.record() if training else autograd.pause(train_mode=False):
-                    with measured.explained_errors(self.net, batch.inputs), layers.opened():
-                        output = net(*batch.inputs)
-                    found = measured.loss_of(self.loss, output, batch.label) if training else None
-                if not training:
-                    return layers, {}
-                gradients = measured.gradients_of(found, net, scale)
-            if scale == 1 or all(np.isfinite(values).all() for values in gradients.values()):
-                return layers, gradients
-            self.scale = scale = scale / 2  # as in training
+def _add_errors(
+    errors: dict[Key, TensorError], plain: dict[Key, _Layer], mixed: dict[Key, _Layer]
+) -> None:
+    """Add the errors of one batch's layers in mixed precision to those of other batches."""
+    for key, layer in plain.items():
+        _require_float32(key[0], layer.precision)
+        other = mixed.get(key)
+        # A policy may replace nodes by faster equivalents.
+        if other is not None and other.values.shape == layer.values.shape:
+            name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
+            error = TensorError(name, layer.block, layer.operator, other.precision)
+            errors.setdefault(key, error).include(layer, other)
 
 
 def _require_float32(name: str, precision: str) -> None:

@@ -101,7 +101,7 @@ class Benchmark(Result):
 
     def _tables(self) -> Iterable[Table]:
         heads = "", "", "float32 ms", f"{self.dtype} ms", "times as fast", "quartiles"
-        yield "", heads, [astuple(timing) for timing in self.timings]
+        yield heads, [astuple(timing) for timing in self.timings]
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:

@@ -400,9 +400,8 @@ class _Model:
         """
         plan = explain(self.block, policy=base)
         added = {node.name: 0.0 for node in plan if node.precision == base.target_dtype}
-        batch, before = self.batches[0], 0.0
-        data = batch.inputs if self.loss is None else (*batch.inputs, batch.label)
-        for one in compare(self.block, data, self.loss, policy=base).outputs:
+        inputs, before, training = self.batches[0].inputs, 0.0, self.loss is not None
+        for one in compare(self.block, inputs, train_mode=training, policy=base).outputs:
             error = one.relative + one.lost
             if one.name in added:
                 added[one.name] = max(added[one.name], error - before)
