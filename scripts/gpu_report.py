@@ -130,8 +130,7 @@ def write_report(todo: Dict[str, Callable[[], Dict[str, Any]]], path: Path) -> D
 def summary(found: Dict[str, Any]) -> List[str]:
     """Return the GPU, the counts of tests, failed parts and speeds in a report as lines."""
     done = found["parts"]
-    gpus = ", ".join(gpu["name"] for gpu in done["doctor"].get("gpus", ())) or "unknown GPU"
-    lines = [f"GPU: {gpus}"]
+    lines = [f"GPU: {done['doctor'].get('facts', {}).get('GPU', 'unknown')}"]
     if "passed" in done["tests"]:
         counts = done["tests"]
         lines.append(

@@ -103,7 +103,7 @@ def written(command):
 def test_the_report_holds_all_parts(gpu_report, tmp_path):
     todo = gpu_report.parts(True, written, tmp_path)
     assert list(todo) == ["doctor", "tests", "main_job", "benchmark"]
-    todo["doctor"] = lambda: {"gpus": [{"name": "Tesla T4"}]}
+    todo["doctor"] = lambda: {"facts": {"GPU": "Tesla T4"}}
     found = gpu_report.write_report(todo, tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text()) == found
     assert (found["schema"], found["finished"]) == (1, True)

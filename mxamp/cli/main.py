@@ -15,7 +15,7 @@ from .output import examples, print_errors
 COMMANDS: Dict[str, Tuple[str, str]] = {
     "compare": ("compare", "Compare the outputs and the times of two saved models."),
     "convert": ("convert", "Convert a saved model to mixed precision."),
-    "doctor": ("doctor", "Check the installation, and measure the speed of each dtype."),
+    "doctor": ("doctor", "Check the installation: what is wrong, and what to do."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
     "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime or OpenVINO."),
     "run": ("run", "Run a Python script in mixed precision, loss scaling included."),

@@ -1,0 +1,228 @@
+"""Problems of an installation, and what to do about each: the report of `mxamp doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import numpy as np
+
+from .._version import __version__
+from ..framework import machine
+from ..framework.compat import BROKEN, MXNET, release
+from ..framework.cuda import DRIVER, MAJORS, WHEEL
+
+AUTOMATIC = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
+#: Imports MXNet in a process of its own, which some settings end, and prints the default device.
+_IMPORT = "from mxamp.framework import machine; print('\\nmxamp', machine.default_device())"
+#: Seconds: an import takes 15 on a busy machine, and nvidia-smi may hang on a broken driver.
+_IMPORT_SECONDS, _GPU_SECONDS = 60, 10
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+#: Names of the environment variables to report: those of MXNet, oneDNN, OpenMP and CUDA.
+_VARIABLES = re.compile(r"(MXNET|DNNL|MKLDNN)_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
+#: Advice by a part of the message of the failed import; the first part found counts.
+_IMPORT_ADVICE = {
+    "cannot open shared object": 'install the CUDA libraries: pip install "mxamp[cu112]"',
+    "Invalid Parameter format": "set that environment variable to such a value, or unset it",
+    "longer than": "run mxamp doctor again when the machine is idle; check nvidia-smi",
+    # MXNet's metadata asks for NumPy below 2, of which there is no wheel for Python 3.13.
+    "": 'pip install "mxamp[cpu]" in a new virtual environment; on Python 3.13 '
+    f"pip install --no-deps mxnet=={MXNET} && pip install requests",
+}
+#: Patterns of harmful values of variables, and their effect; from MXNet 1.9.1's sources.
+_HARMFUL = {
+    "DNNL_DEFAULT_FPMATH_MODE": ("(?i)(?!strict$).+", "float32 products may be less exact"),
+    "MXNET_MKLDNN_ENABLED": ("(?i)0|false", "oneDNN is off: float32 is slow, bfloat16 fails"),
+    "MXNET_ENGINE_TYPE": ("NaiveEngine", "operators run one by one while Python waits"),
+    "MXNET_FC_TRUE_FP16": ("(?i)1|true", "dense layers sum in float16: they lose accuracy"),
+    "MXNET_CUDA_ALLOW_TENSOR_CORE": ("(?i)0|false", "no tensor cores: float16 is slow"),
+}
+PROBLEM, NOTE = "problem", "note"
+
+
+class Finding(NamedTuple):
+    """A problem or a note about an installation, and what to do about it."""
+
+    level: str  #: "problem", or "note": with a note, mxamp works
+    what: str
+    advice: str
+
+
+class Gpu(NamedTuple):
+    """A GPU as nvidia-smi describes it."""
+
+    name: str
+    driver: str
+    capability: str = ""  #: such as "8.6"; no number if the driver does not report it
+
+
+def examine() -> tuple[dict[str, str], list[Finding]]:
+    """Return facts about this machine and installation by name, and findings, problems first.
+
+    If the driver or MXNet hangs, the call takes 80 s.
+    """
+    gpus, gpu_error = query_gpus()
+    device, error = import_mxnet()
+    wheels = installed_wheels()
+    listed = ", ".join(f"{name} {version}" for name, version in wheels.items())
+    usable = ", ".join(sorted(machine.onednn_features()))
+    system = f"{platform.python_version()} on {platform.platform()}"
+    variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
+    facts = {
+        "mxamp": __version__,
+        "MXNet": f"{'' if device else 'not importable: '}{listed or 'no wheel is installed'}",
+        "NumPy, Python": f"{np.__version__}, {system}",
+        "CPU": f"{machine.cpu_name()}; oneDNN may use {usable or 'no avx512'}",
+        "processors": f"{processors():g}; threads of MXNet's kernels: {machine.threads()}",
+        **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
+        **{name: without_folders(os.environ[name]) for name in variables},
+        "dtype 'auto'": machine.fast_dtype(device or "cpu"),
+    }
+    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device)]
+    found += _cpu(device)
+    return facts, sorted(found, key=lambda one: one.level != PROBLEM)
+
+
+def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
+    """Yield problems of MXNet's import, its wheels and environment variables."""
+    if error:
+        advice = next(text for part, text in _IMPORT_ADVICE.items() if part in error)
+        yield Finding(PROBLEM, f"MXNet can't be imported: {error}", advice)
+    if len(wheels) > 1:
+        both = f"{' and '.join(wheels)} are installed together, and overwrite each other"
+        yield Finding(PROBLEM, both, "pip uninstall all of them, then install one")
+    for name, (pattern, effect) in _HARMFUL.items():
+        value = os.environ.get(name, "")
+        if value and re.fullmatch(pattern, value):
+            yield Finding(PROBLEM, f"{name}={value}: {effect}", f"unset {name}")
+    automatic = os.environ.get(AUTOMATIC, "").strip().lower()
+    if automatic not in ("", "0", "false", "off", "no") and "mxamp_startup" not in sys.modules:
+        what = f"{AUTOMATIC}={automatic} has no effect: Python did not load mxamp's start-up hook"
+        yield Finding(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
+
+
+def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> Iterator[Finding]:
+    """Yield findings on GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
+    cuda = WHEEL in wheels
+    for gpu in dict.fromkeys(gpus):
+        known = gpu.capability[:1].isdigit()
+        if known and release(gpu.capability)[0] not in MAJORS:
+            what = f"MXNet's wheels have no code for {gpu.name}, compute capability "
+            advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"
+            yield Finding(PROBLEM if cuda else NOTE, what + gpu.capability, advice)
+        elif wheels and not cuda:
+            what = f"{gpu.name} is not used: the installed MXNet is a CPU build"
+            yield Finding(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
+        if cuda and release(gpu.driver) < release(DRIVER):
+            what = f"driver {gpu.driver} is too old for {WHEEL}, which needs {DRIVER}"
+            yield Finding(PROBLEM, what, f"install driver {DRIVER} or later")
+    if error:
+        advice = "check the NVIDIA driver: nvidia-smi has to work before MXNet can use a GPU"
+        yield Finding(PROBLEM if cuda else NOTE, error, advice)
+    if gpus and cuda and device == "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        advice = "check the driver, and the container's access to GPUs"
+        yield Finding(PROBLEM, f"nvidia-smi finds {gpus[0].name}, and MXNet no GPU", advice)
+
+
+def _cpu(device: str) -> Iterator[Finding]:
+    """Yield findings on the CPU's bfloat16 instructions and the threads of MXNet's kernels."""
+    usable, threads = processors(), machine.threads()
+    cores = max(1, int(min(machine.processors() // machine.threads_per_core(), usable)))
+    advice = f"set OMP_NUM_THREADS={cores} before Python starts"
+    if threads > max(usable, 1):
+        what = f"MXNet's kernels run on {threads} threads, which is slow: the process may use "
+        yield Finding(PROBLEM, f"{what}{usable:g} processors", advice)
+    if threads < cores and "OMP_NUM_THREADS" not in os.environ:
+        what = f"MXNet's kernels use {threads} of {cores} cores"
+        yield Finding(NOTE, what, f"{advice}, if nothing else runs on them")
+    lost = sorted(machine.cpu_features() - machine.onednn_features())
+    if lost:
+        what = f"DNNL_MAX_CPU_ISA keeps oneDNN from instructions of this CPU: {', '.join(lost)}"
+        yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
+    elif machine.fast_dtype(device or "cpu") == "float32":
+        what = "this CPU, or its virtual machine, has no bfloat16 instructions: float32 is faster"
+        yield Finding(NOTE, what, "compute in float32, or let `mxamp tune` look for a faster form")
+
+
+def import_mxnet() -> tuple[str, str]:
+    """Import MXNet in another process; return the default device, or "" and why that failed."""
+    status, output, errors = _run([sys.executable, "-c", _IMPORT], _IMPORT_SECONDS)
+    # oneDNN and MXNet may print lines of their own.
+    device = re.search(r"^mxamp (\w+)$", output, re.M)
+    return (device[1], "") if device and not status else ("", failure_reason(status, errors))
+
+
+def failure_reason(status: int, stderr: str) -> str:
+    """Return in one line why a process failed, from its exit status and standard error."""
+    # Clean-up code may print lines after the error's.
+    messages = re.findall(r"^\s*(?:what\(\)|[\w.]*(?:Error|Exception)): +(.+)$", stderr, re.M)
+    if not messages:
+        return signal.Signals(-status).name if status < 0 else f"it ended with status {status}"
+    text = messages[-1]
+    for words in BROKEN.split("{error}"):
+        text = text.replace(words, "")
+    return without_folders(text).rstrip(".")[:500]
+
+
+def query_gpus() -> tuple[list[Gpu], str]:
+    """Return the GPUs that nvidia-smi lists, and an error message, "" if it succeeded.
+
+    A machine without nvidia-smi has no GPU, and that is no error.
+    """
+    if not shutil.which("nvidia-smi"):
+        return [], ""
+    # Drivers before 470 have no compute_cap.
+    for fields in ("name,driver_version,compute_cap", "name,driver_version"):
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        status, output, errors = _run(command, _GPU_SECONDS)
+        if "compute_cap" not in output + errors:
+            break
+    if status:
+        text = " ".join((output + errors).split())
+        return [], "" if "no devices" in text.lower() else f"nvidia-smi failed: {text[:200]}"
+    return [Gpu(*line.split(", ")) for line in output.splitlines() if ", " in line], ""
+
+
+def _run(command: list[str], seconds: float) -> tuple[int, str, str]:
+    """Run a program; return its exit status, its output and its errors."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return 1, "", f"TimeoutError: it took longer than {seconds:g} s"
+    return done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace")
+
+
+def installed_wheels() -> dict[str, str]:
+    """Return the version of each installed MXNet distribution by name, sorted."""
+    named = [(one.metadata["Name"] or "", one.version) for one in metadata.distributions()]
+    found = {name.lower().replace("_", "-"): version for name, version in named}
+    return {name: found[name] for name in sorted(found) if re.match(r"mxnet(-|$)", name)}
+
+
+def processors() -> float:
+    """Return the processors that this process may use, by its affinity and its container's limit.
+
+    The limit is that of cgroup 2.
+    """
+    try:
+        quota, period = map(int, _QUOTA.read_text().split())
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return machine.processors()
+    return min(machine.processors(), quota / period)
+
+
+def without_folders(text: str) -> str:
+    """Return `text` with each absolute path cut to its last part: reports are made to be shared.
+
+    >>> without_folders("/home/ann/libmxnet.so: cannot open")
+    'libmxnet.so: cannot open'
+    """
+    return re.sub(r"(?:~|(?<![\w/]))/(?:[^\s/'\":;,]+/)*(?=[^\s/])", "", text)

@@ -1,1 +1,0 @@
-"""Facts about an installation, and its problems, for `mxamp doctor`."""

@@ -1,0 +1,250 @@
+"""`mxamp doctor`: its findings on installations that are made up, and where nothing else works."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import mxamp as amp
+from helpers import ROOT
+from mxamp.cli.main import main
+from mxamp.framework import machine
+from mxamp.framework.compat import BROKEN, WRONG_MXNET
+from mxamp.tools import doctor as module
+from mxamp.tools.doctor import AUTOMATIC, NOTE, PROBLEM, Gpu, examine, failure_reason
+
+OLD_DRIVER = """case $1 in *compute_cap*) echo 'Field "compute_cap" is not a valid field'; exit 2;; esac
+echo Tesla K80, 410.104"""
+T4 = Gpu("Tesla T4", "470.57.02", "7.5")
+OLD_T4, UNKNOWN = T4._replace(driver="440.33.01"), T4._replace(capability="[N/A]")
+H100 = Gpu("NVIDIA H100 PCIe", "535.104.05", "9.0")
+CPU_BUILD, CUDA_BUILD = {"mxnet": "1.9.1"}, {"mxnet-cu112": "1.9.1"}
+BF16 = {"avx512", "avx512_bf16"}
+
+
+def install(
+    monkeypatch, device="cpu", error="", wheels=CPU_BUILD, gpus=(), gpu_error="", cpu=BF16, usable=None,
+    processors=8, quota=8, threads=4, hook=False, **variables,
+):  # fmt: skip
+    """Make up an installation: a healthy one, but for what is given."""
+    for name in filter(module._VARIABLES.fullmatch, [*os.environ]):
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(module, "import_mxnet", lambda: ("" if error else device, error))
+    monkeypatch.setattr(module, "installed_wheels", lambda: wheels)
+    monkeypatch.setattr(module, "query_gpus", lambda: (list(gpus), gpu_error))
+    monkeypatch.setattr(module, "processors", lambda: quota)
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(cpu))
+    if usable is not None:
+        monkeypatch.setattr(machine, "onednn_features", lambda: frozenset(usable))
+    monkeypatch.setattr(machine, "processors", lambda: processors)
+    monkeypatch.setattr(machine, "threads_per_core", lambda: 2)
+    monkeypatch.setattr(machine, "threads", lambda: threads)
+    monkeypatch.setitem(sys.modules, "mxamp_startup", module) if hook else (
+        monkeypatch.delitem(sys.modules, "mxamp_startup", raising=False)
+    )
+
+
+ON_T4 = {"wheels": CUDA_BUILD, "gpus": [T4], "device": "gpu"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, ON_T4, {AUTOMATIC: "1", "hook": True}, {AUTOMATIC: "off"},
+        {"CUDA_VISIBLE_DEVICES": "", "wheels": CUDA_BUILD, "gpus": [T4]},
+        {"OMP_NUM_THREADS": "4", "processors": 16}, {"DNNL_DEFAULT_FPMATH_MODE": "STRICT"},
+        {"MXNET_ENGINE_TYPE": "ThreadedEngine"}, {"MXNET_MKLDNN_ENABLED": "1"},
+        {**ON_T4, "gpus": [UNKNOWN]},
+    ],
+)  # fmt: skip
+def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
+    install(monkeypatch, **changes)
+    assert examine()[1] == []
+
+
+@pytest.mark.parametrize(
+    "changes, level, what, advice",
+    [
+        ({"error": "MXNet is not installed"}, PROBLEM, "MXNet can't be imported: MXNet is not installed", "mxamp[cpu]"),
+        ({"error": "libcudnn.so.8: cannot open shared object file"}, PROBLEM, "libcudnn", "mxamp[cu112]"),
+        ({"error": "Invalid Parameter format for X expect int"}, PROBLEM, "X", "unset it"),
+        ({"error": "it took longer than 60 s"}, PROBLEM, "60 s", "nvidia-smi"),
+        ({"error": WRONG_MXNET.format("1.8.0")}, PROBLEM, "MXNet 1.8.0 is installed", "new virtual environment"),
+        ({**ON_T4, "wheels": {**CPU_BUILD, **CUDA_BUILD}}, PROBLEM, "mxnet and mxnet-cu112", "uninstall"),
+        ({**ON_T4, "gpus": [H100]}, PROBLEM, "no code for NVIDIA H100 PCIe", "CPU"),
+        ({"gpus": [H100]}, NOTE, "9.0", "CPU"),
+        ({**ON_T4, "gpus": [OLD_T4]}, PROBLEM, "440.33.01", "450.80.02"),
+        ({"gpus": [T4, T4]}, PROBLEM, "Tesla T4 is not used", "pip uninstall mxnet && pip install"),
+        ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed"}, PROBLEM, "failed", "driver"),
+        ({"gpu_error": "nvidia-smi failed"}, NOTE, "failed", "driver"),
+        ({**ON_T4, "device": "cpu"}, PROBLEM, "finds Tesla T4, and MXNet no GPU", "container"),
+        ({AUTOMATIC: "auto"}, PROBLEM, "start-up hook", "mxamp run"),
+        ({"threads": 16}, PROBLEM, "16 threads", "OMP_NUM_THREADS=4"),
+        ({"quota": 2.0}, PROBLEM, "use 2 processors", "OMP_NUM_THREADS=2"),
+        ({"processors": 16}, NOTE, "4 of 8 cores", "OMP_NUM_THREADS=8"),
+        ({"usable": ()}, PROBLEM, "avx512, avx512_bf16", "DNNL_MAX_CPU_ISA"),
+        ({"cpu": ("avx512",)}, NOTE, "no bfloat16 instructions", "float32"),
+        ({"MXNET_ENGINE_TYPE": "NaiveEngine"}, PROBLEM, "one by one", "unset"),
+        ({"DNNL_DEFAULT_FPMATH_MODE": "BF16"}, PROBLEM, "less exact", "unset"),
+        ({"MXNET_MKLDNN_ENABLED": "False"}, PROBLEM, "bfloat16 fails", "unset"),
+    ],
+)  # fmt: skip
+def test_each_finding(monkeypatch, changes, level, what, advice):
+    install(monkeypatch, **({"quota": 16} if changes.get("processors") else {}), **changes)
+    (found,) = examine()[1]
+    assert found.level == level and what in found.what and advice in found.advice
+
+
+# ---------------------------------------------------------------------- looking at the machine
+
+
+@pytest.mark.parametrize(
+    "script, gpus, error",
+    [
+        ("printf 'Tesla T4, 470.57.02, 7.5\\nNVIDIA H100 PCIe, 535.104.05, 9.0\\n'", [T4, H100], ""),
+        (OLD_DRIVER, [Gpu("Tesla K80", "410.104")], ""),
+        ("echo No devices were found; exit 6", [], ""),
+        (None, [], ""),
+        ("exec sleep 5", [], "took longer"),
+        ("echo it could not communicate >&2; exit 9", [], "nvidia-smi failed: it could not"),
+    ],
+)  # fmt: skip
+def test_nvidia_smi(tmp_path, monkeypatch, script, gpus, error):
+    monkeypatch.setattr(module, "_GPU_SECONDS", 0.3 if "longer" in error else 10)
+    monkeypatch.setenv("PATH", str(tmp_path) if script is None else f"{tmp_path}:{os.defpath}")
+    if script is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    found, why = module.query_gpus()
+    assert found == gpus
+    assert error in why and bool(error) == bool(why)
+
+
+@pytest.mark.parametrize("text, limit", [(None, 8), ("max 100000", 8), ("150000 100000\n", 1.5)])
+def test_the_quota_of_a_container(tmp_path, monkeypatch, text, limit):
+    monkeypatch.setattr(module, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine, "processors", lambda: 8)
+    if text:
+        (tmp_path / "cpu.max").write_text(text)
+    assert module.processors() == limit
+
+
+@pytest.mark.parametrize("processor, threads", [("x86_64", [4, 1]), ("aarch64", [8, 1])])
+def test_threads_of_a_kernel(monkeypatch, processor, threads):
+    def found(processors, **variables):
+        monkeypatch.setattr(machine, "processors", lambda: processors)
+        for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
+            monkeypatch.setenv(name, variables.get(name, ""))
+        return machine.threads()
+
+    monkeypatch.setattr("platform.machine", lambda: processor)
+    assert [found(processors) for processors in (8, 1)] == threads
+    assert found(8, OMP_NUM_THREADS="2", MXNET_OMP_MAX_THREADS="3") == 2
+    assert found(8, MXNET_OMP_MAX_THREADS="3") == 3
+    assert found(8, OMP_NUM_THREADS="4,2") == threads[0]
+
+
+@pytest.mark.parametrize(
+    "status, errors, text",
+    [
+        (1, "Traceback ...\nmxamp.errors.InstallError: MXNet is not installed. Do it.", "MXNet is not installed. Do it"),
+        (1, "mxamp.errors.InstallError: " + BROKEN.format(error="No module named 'requests'"), "No module named 'requests'"),
+        (-6, "terminate called after throwing\n  what():  Invalid Parameter format for X\n", "Invalid Parameter format for X"),
+        (1, "OSError: /home/ann/lib/libmxnet.so: cannot open shared object file", "libmxnet.so: cannot open shared object file"),
+        (-4, "", "SIGILL"),
+        (3, "", "it ended with status 3"),
+    ],
+)  # fmt: skip
+def test_why_a_process_ended(status, errors, text):
+    assert failure_reason(status, errors) == text
+
+
+@pytest.mark.parametrize(
+    "code, error",
+    [
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import time; time.sleep(60)", "longer than 1 s"),
+        ("raise OSError('/home/ann/libcudart.so.11.0: cannot open shared object file')", "libcudart"),
+        ("print('mxamp cpu'); raise SystemExit(3)", "status 3"),
+    ],
+)  # fmt: skip
+def test_where_mxnet_is_dead_everything_else_is_known(monkeypatch, code, error):
+    monkeypatch.setattr(module, "_IMPORT", code)
+    monkeypatch.setattr(module, "_IMPORT_SECONDS", 1 if "sleep" in code else 30)
+    monkeypatch.setenv("MXNET_HOME_OF_MINE", "/home/ann/models")
+    facts, found = examine()
+    assert error in found[0].what and "not importable" in facts["MXNet"]
+    assert facts["MXNET_HOME_OF_MINE"] == "models"
+    assert not {str(ROOT), "ann"} & {*repr((facts, found)).split("/")}
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(*arguments, **env):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mxamp", *arguments],
+        capture_output=True, text=True, check=False, cwd=str(ROOT), env={**os.environ, **env},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_the_report_of_this_machine_has_its_versions():
+    done = command("doctor", "--json")
+    data = json.loads(done.stdout)
+    assert data["facts"]["mxamp"] == amp.__version__ and "mxnet 1.9.1" in data["facts"]["MXNet"]
+    assert done.returncode == any(one["level"] == PROBLEM for one in data["findings"])
+    assert all(set(one) == {"level", "what", "advice"} for one in data["findings"])
+
+
+@pytest.mark.parametrize(
+    "changes, status, words",
+    [
+        ({}, 0, "dtype 'auto' bfloat16 No problem found."),
+        ({"cpu": ("avx512",)}, 0, "1. note: this CPU, or its virtual machine, has no bfloat16 instructions"),
+        ({"threads": 16}, 1, "1. problem: MXNet's kernels run on 16 threads"),
+        ({"wheels": {}, "error": "no"}, 1, "not importable: no wheel is installed"),
+        (ON_T4, 0, "Tesla T4, 470.57.02, 7.5 dtype 'auto' float16"),
+        ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE"),
+    ],
+)  # fmt: skip
+def test_the_exit_status_counts_problems_alone(monkeypatch, changes, status, words):
+    install(monkeypatch, **changes)
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == status
+    assert words in " ".join(done.output.split())
+    assert max(map(len, done.output.splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_where_the_import_kills_the_process():
+    done = command("doctor", OMP_NUM_THREADS="4,2")
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "MXNet can't be imported: Invalid Parameter format for OMP_NUM_THREADS" in said
+    assert "set that environment variable" in said
+
+
+WITHOUT_MXNET = """
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "mxnet" else real(name, package)
+"""
+
+
+@pytest.mark.slow
+def test_without_mxnet(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MXNET)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = command("doctor", PYTHONPATH=path)
+    assert (done.stderr, done.returncode) == ("", 1)
+    said = " ".join(done.stdout.split())
+    assert "MXNet can't be imported: MXNet is not installed" in said and "What to do: pip" in said
