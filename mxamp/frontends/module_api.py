@@ -37,8 +37,8 @@ logger = logging.getLogger("mxamp")
 _UPDATE_SWITCH = "MXNET_UPDATE_ON_KVSTORE"
 
 ON_KVSTORE = (
-    "this module updates its parameters on the kvstore {kind!r}, where a gradient that overflowed "
-    "can't be kept out: use a synchronous kvstore, such as 'local', 'device' or 'dist_sync'"
+    "parameters are updated on the kvstore {kind!r}, where no overflow can be kept out: decorate "
+    "the optimizer in a line before init_optimizer's, for a synchronous kvstore such as 'local'"
 )
 HOROVOD = (
     "Horovod's optimizers sum gradients in the update, where workers that skip it would be waited "
@@ -62,6 +62,7 @@ class _State:
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
+    group: Any = None  #: the executors whose losses, if they have any, take the scale
 
 
 def _state_of(module: Module) -> _State:
@@ -83,7 +84,7 @@ def _patched_bind(
 ) -> None:
     """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
     _patch_override(type(self))
-    symbol, names, graph = self._symbol, self._state_names, None
+    symbol, names, graph, group = self._symbol, self._state_names, None, self._exec_group
     if for_training and not chose_float32():
         graph = with_scale_input(Graph.from_symbol(symbol))
     try:
@@ -93,6 +94,8 @@ def _patched_bind(
             original(self, data_shapes, label_shapes, for_training, *args, **kwargs)
     finally:
         self._symbol, self._state_names = symbol, names  # the module saves its own symbol
+    if self._exec_group is not group and not chose_float32():  # MXNet ignores a second `bind`
+        _state_of(self).group = self._exec_group
 
 
 def _scale_arrays(module: Module) -> list[NDArray]:
@@ -169,11 +172,12 @@ def _scaler_of(module: Module) -> LossScaler | None:
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
-    scaler = _scaler_of(self)
-    state = _state_of(self)
+    scaler, state = _scaler_of(self), _state_of(self)
     state.overflown = False
     in_graph = bool(_scale_arrays(self))
-    if scaler is None or not (in_graph or out_grads is not None):
+    # Bound before `decorate`, losses of their own would not carry the scale that `out_grads` do.
+    is_scaled = state.group is self._exec_group and (in_graph or out_grads is not None)
+    if scaler is None or not is_scaled:
         original(self, out_grads)
         return
     if scaler.scales:
@@ -218,9 +222,7 @@ def _patched_update(original: Original, self: Module) -> None:
     state, scaler = _state_of(self), shared.scaler
     if not scaler.checks:
         original(self)
-        scaler.update(True)
-        return
-    finite = _update_if_finite(self, scaler, state.overflown, original)
+    finite = not scaler.checks or _update_if_finite(self, scaler, state.overflown, original)
     if scaler.scales:
         state.statistics.after_step(finite, partial(_running_statistics, self))
     scaler.update(finite)
@@ -231,6 +233,8 @@ def _update_if_finite(
 ) -> bool:
     """Update a module's parameters if all gradients are finite; return whether they are."""
     group, kvstore = module._exec_group, module._kvstore
+    if module._update_on_kvstore:  # `init_optimizer` was looked up before `decorate` patched it
+        raise StateError(ON_KVSTORE.format(kind=kvstore.type))
     if kvstore:
         if overflown and is_distributed(kvstore):
             fill(_gradients(module), float("inf"))

@@ -10,8 +10,9 @@ from mxnet.module import Module
 
 import digits
 import mxamp as amp
-from helpers import randn
+from helpers import randn, run_python
 from mxamp.framework import machine
+from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -51,6 +52,42 @@ def test_an_optimizer_and_explicit_gradients_of_outputs():
     module.update()
     wanted = 1 - 0.1 * 0.25 * data.asnumpy().sum(0)
     np.testing.assert_allclose(module.get_params()[0]["fc_weight"].asnumpy()[0], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_modules_bound_in_float32_get_the_gradients_of_plain_ones(late, monkeypatch):
+    """Their losses carry no scale, so the gradients that the program gives must not either."""
+    data = mx.sym.var("data")
+    module = Module(mx.sym.Group([data * 2, mx.sym.MakeLoss(data * 3)]), label_names=None)
+    optimizer = amp.decorate("sgd", 64.0)
+    monkeypatch.setattr(module_api, "chose_float32", lambda: True)
+    bind = Module.bind.__wrapped__ if late else Module.bind  # late: as before `decorate`
+    bind(module, [("data", (4, 3))], inputs_need_grad=True)
+    module.init_params()
+    module.init_optimizer(optimizer=optimizer)
+    monkeypatch.undo()
+    module.bind([("data", (4, 3))], inputs_need_grad=True)  # ignored, with a warning
+    module.forward(mx.io.DataBatch([randn(4, 3)]), is_train=True)
+    module.backward([nd.ones((4, 3)), nd.ones((4, 3))])
+    np.testing.assert_array_equal(module.get_input_grads()[0].asnumpy(), np.full((4, 3), 5))
+
+
+def test_a_kvstore_that_updates_because_decorate_came_too_late():
+    """Python looks `init_optimizer` up before its arguments, in which `decorate` patches it."""
+    code = """if True:
+        import mxamp as amp
+        import mxnet as mx
+        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
+        module.bind([("data", (4, 3))], [("softmax_label", (4,))])
+        module.init_params()
+        store = mx.kvstore.create("local")
+        module.init_optimizer(store, amp.decorate(mx.optimizer.SGD()))
+        module.forward_backward(mx.io.DataBatch([mx.nd.ones((4, 3))], [mx.nd.zeros(4)]))
+        module.update()
+    """
+    result = run_python(code)
+    assert "StateError: parameters are updated on the kvstore 'local'" in result.stderr
 
 
 def test_modules_where_auto_is_float32_update_as_plain_ones(monkeypatch):
