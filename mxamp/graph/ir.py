@@ -247,6 +247,14 @@ _UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 VERSION = {"mxnet_version": ["int", 10901]}
 
 
+#: Operators whose output is sparse if all their inputs are, with any attributes.
+_KEEPS_SPARSE = frozenset(
+    "BlockGrad _copy _div_scalar _mul_scalar abs arcsin arcsinh arctan arctanh cbrt ceil degrees "
+    "elemwise_add elemwise_mul elemwise_sub expm1 fix floor log1p make_loss negative radians relu "
+    "rint round sign sin sinh sqrt square tan tanh trunc zeros_like".split()
+)
+
+
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for inputs of `dtypes`.
 
@@ -255,6 +263,8 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     if node.subgraphs:
         return _infer_uncached(node, dtypes)
     if node.operator == "cast_storage" and node.attrs.get("stype") != "default":
+        return ("sparse",)
+    if node.operator in _KEEPS_SPARSE and set(dtypes) == {"sparse"}:
         return ("sparse",)
     op, *attrs = node.call
     asked = [(name, text) for name, text in attrs if name not in _OF_SHAPES]

@@ -7,6 +7,9 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from mxamp.framework.arrays import invoke
+from mxamp.framework.operators import handle_of
+from mxamp.graph.ir import _KEEPS_SPARSE
 
 ROWS, TOUCHED = 6, [1, 3]
 CSR = nd.array([[0, 1, 0, 2, 0, 0], [0, 0, 0, 3, 0, 0]]).tostype("csr")
@@ -82,4 +85,22 @@ def test_modules_leave_other_rows_alone(on, kind, optimizer):
 def test_converted_symbols_cast_no_sparse_weight(dtype):
     symbol, _ = product("dot")
     low, _, _ = amp.convert_model(symbol, {"weight": nd.ones((ROWS, 2))}, {}, dtype)
+    assert "amp_cast" not in low.tojson()
+
+
+@pytest.mark.parametrize("stype", ["csr", "row_sparse"])
+def test_operators_that_keep_arrays_sparse(stype):
+    array = nd.array(np.eye(4)).tostype(stype)
+    for operator in _KEEPS_SPARSE:
+        count = 2 if operator.startswith("elemwise") else 1
+        names, values = (["scalar"], ["2"]) if operator.endswith("scalar") else ([], [])
+        out = invoke(handle_of(operator), [array] * count, names, values, None, False, False)
+        assert out.stype == stype, operator
+
+
+def test_products_of_arrays_that_operators_keep_sparse_are_not_cast():
+    """A cast has no sparse kernel: MXNet would make the whole array dense."""
+    data = mx.sym.var("data", stype="csr")
+    data = mx.sym.elemwise_add(mx.sym.square(data), data * 2)
+    low = amp.convert_symbol(mx.sym.dot(data, mx.sym.var("weight")), "float16")
     assert "amp_cast" not in low.tojson()
