@@ -18,9 +18,8 @@ from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shown
-from ...patches.cached_op import PolicyCachedOp, _Op
 from .findings import Finding, NumericsError, Statistics, kind_of
-from .observing import Call, MonitoredGraph, Site, Tensor, TensorObserver, bound_inputs, patch_over
+from .observing import Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
 
 logger = logging.getLogger("mxamp")
 
@@ -50,19 +49,15 @@ class NumericsCheck(TensorObserver):
         super().__init__()
         self._on, self._skip, self._step = on, skip, 1
         self._findings: list[Finding] = []
-        #: The finding of the call that runs, or of its graph.
+        #: The finding of the running pass through the program.
         self._found: Finding | None = None
         #: The last overflow of a gradient, which a lower loss scale may cure.
         self._overflow: Finding | None = None
-        #: Whether the running pass through the program has no finding yet.
-        self._is_sound = True
         #: Values that an operator has made on purpose: "nan", "inf" or "-inf".
         self._purpose: set[str] = set()
-        #: What has read an array with a gradient last, by the array's id; and the graphs that ran.
-        self._readers: dict[int, _Reader | MonitoredGraph] = {}
-        #: The first finding of each graph in the running backward pass.
-        self._in_graphs: dict[MonitoredGraph, Finding | None] = {}
-        self._executors: dict[Executor, MonitoredGraph] = {}
+        #: In the order of the last reads: the eager readers of arrays with a gradient, by the
+        #: array's id, and the first finding in the backward pass of each graph, by the graph's id.
+        self._reads: dict[int, _Reader | Finding | None] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -86,10 +81,9 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ forward
 
-    def on_operator(self, call: Call) -> None:
+    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
         """Judge an output of an operator."""
-        site, inputs, output, _ = call
-        if not output.bad or not self._is_sound:
+        if not output.bad or self._found is not None:
             return
         if self._is_skipped(site):
             self._purpose |= output.bad
@@ -99,49 +93,34 @@ class NumericsCheck(TensorObserver):
         for name, one in read.items():
             # The pass was finite so far, and infinities below 0 are masks.
             if one.bad - self._purpose - {"-inf"} and site.operator not in _COPIES:
-                self._fail("input", site, name, one, read)
+                self._report(self._finding("input", "forward", site, name, one, read))
                 return
         constants = set(map(str, site.attributes.values()))
         self._purpose |= output.bad & constants
         if not output.bad <= held | constants:
-            self._fail(kind_of(site.operator, output), site, "output", output, read)
+            kind = kind_of(site.operator, output)
+            self._report(self._finding(kind, "forward", site, "output", output, read))
 
-    def _fail(self, kind: str, site: Site, name: str, tensor: Tensor, read: _Read) -> None:
-        """End the pass with a finding, which is reported when the call or its graph ends."""
-        self._found = self._finding(kind, "forward", site, name, tensor, read)
-        self._is_sound = False
+    def on_begin(self, reader: MonitoredGraph | Site, inputs: Sequence[NDArray]) -> None:
+        """Note that a graph runs, or which arrays with a gradient an eager call reads."""
+        if isinstance(reader, MonitoredGraph):
+            self._note_read(reader, None)
+        elif autograd.is_recording():
+            for name, array in zip(reader.names, inputs):
+                if array.grad is not None:
+                    self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
-        """Report the finding of a call or a graph that ends."""
-        found, self._found = self._found, None
-        if found is not None:
-            self.report(found)
-
-    def on_call(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
-        """Check an eager call, and note which arrays with a gradient it reads."""
-        if autograd.is_recording():
-            site = None
-            for i, array in enumerate(inputs):
-                if array.grad is not None:
-                    site = site or self._site_of_call(handle, inputs, rest)
-                    self._note_reader(array, _Reader(array, site, site.names[i]))
-        return super().on_call(original, handle, inputs, *rest)
-
-    def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
-        """Return the op that a block runs, with a monitor on its graph."""
-        found = super()._select_op(original, op, args)
-        graph = self._graphs[id(found.symbol)]
-        self._note_reader(graph, graph)
-        return found
+        """Raise the finding of a call or a graph that ends: MXNet's monitor can't raise it."""
+        if self._on == "raise":
+            self._end_pass()
 
     def _call_any_block(
         self, original: Original, block: Block, /, *args: Any, **options: Any
     ) -> Any:
         """Call a block; the outermost call in inference begins a pass through the program."""
         if not self._blocks() and not autograd.is_recording():
-            self._is_sound = True
+            self._end_pass()
         return super()._call_any_block(original, block, *args, **options)
 
     def _is_skipped(self, site: Site) -> bool:
@@ -151,15 +130,15 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ backward
 
-    def _note_reader(self, key: Any, reader: _Reader | MonitoredGraph) -> None:
-        """Note what has read an array last, or that a graph has run."""
-        self._readers.pop(id(key), None)
-        self._readers[id(key)] = reader
+    def _note_read(self, key: Any, read: _Reader | None) -> None:
+        """Note the last read of an array, or that a graph has run."""
+        self._reads.pop(id(key), None)
+        self._reads[id(key)] = read
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
         """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
-        if self._in_graphs.get(graph) is None:
-            self._in_graphs[graph] = self._judge_gradient(site, name, array)
+        if self._reads.get(id(graph)) is None:
+            self._reads[id(graph)] = self._judge_gradient(site, name, array)
 
     def _judge_gradient(self, site: Site, name: str, array: NDArray) -> Finding | None:
         """Return the finding of a gradient that is not finite; None without one."""
@@ -172,27 +151,25 @@ class NumericsCheck(TensorObserver):
     def _first_fault(self) -> Finding | None:
         """Return the first finding of the backward pass, in the opposite order of the reads."""
         faults = []
-        for key, reader in reversed(list(self._readers.items())):
-            if isinstance(reader, MonitoredGraph):
-                faults.append(self._in_graphs.pop(reader, None))
-            elif reader.array._fresh_grad and reader.array.grad is not None:
-                del self._readers[key]
-                faults.append(self._judge_gradient(reader.site, reader.name, reader.array.grad))
-        # What is left are the graphs of executors.
-        faults += self._in_graphs.values()
+        for key, read in reversed(list(self._reads.items())):
+            if not isinstance(read, _Reader):
+                faults.append(read)
+                self._reads[key] = None
+            elif read.array._fresh_grad and read.array.grad is not None:
+                faults.append(self._judge_gradient(read.site, read.name, read.array.grad))
+                del self._reads[key]
         return next((one for one in faults if one is not None), None)
 
     def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
         """Run a backward pass, of autograd or an executor, then report its first fault."""
-        self._in_graphs.clear()
         results = original(*args, **options)
-        is_judged = self._is_sound and "nan" not in self._purpose
-        found = self._first_fault() if is_judged else None
-        self._is_sound = True
-        if found is not None and found.kind == "overflow":
-            self._overflow = found  # a lower loss scale may cure it
-        elif found is not None:
-            self.report(found)
+        fault = self._first_fault()
+        if self._found is None and "nan" not in self._purpose and fault is not None:
+            if fault.kind == "overflow":
+                self._overflow = fault  # a lower loss scale may cure it
+            else:
+                self._report(fault)
+        self._end_pass()
         return results
 
     def _update(self, original: Original, owner: Any, *args: Any, **options: Any) -> Any:
@@ -203,7 +180,8 @@ class NumericsCheck(TensorObserver):
         if found is not None and not (can_lower and found.step == self._step):
             self._overflow = None
             if found.step == self._step:
-                self.report(found)
+                self._report(found)
+                self._end_pass()
         self._step += 1
         return results
 
@@ -217,24 +195,29 @@ class NumericsCheck(TensorObserver):
         place = (site.block, site.node, site.operator, name)
         return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs)
 
-    def report(self, finding: Finding) -> None:
-        """Record a finding, and log or raise it if `on` says so."""
+    def _report(self, finding: Finding) -> None:
+        """Record the finding of the running pass, and log it if `on` says so."""
+        self._found = finding
         self._findings.append(finding)
         if self._on == "log":
             logger.warning("%s", finding)
-        if self._on == "raise":
-            raise NumericsError(finding)
+
+    def _end_pass(self) -> None:
+        """End the running pass through the program, and raise its finding if `on` says so."""
+        found, self._found = self._found, None
+        if found is not None and self._on == "raise":
+            raise NumericsError(found)
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[NumericsCheck]:
         """Context of the check; yields it."""
-        self._is_sound = True
         with self.opened():
             yield self
         # The overflow of a gradient that no later step has shown to be harmless.
         found, self._overflow = self._overflow, None
         if found is not None:
-            self.report(found)
+            self._report(found)
+        self._end_pass()
 
     # ------------------------------------------------------------------ patches
 
@@ -242,7 +225,6 @@ class NumericsCheck(TensorObserver):
         """Return the patches of calls, graphs, executors, backward passes and updates."""
         return [
             *super().patches(),
-            patch_over(Executor, "forward", self._forward),
             patch_over(Executor, "backward", self._run_backward),
             patch_over(NDArray, "backward", self._run_backward),
             patch_over(autograd, "backward", self._run_backward),
@@ -252,28 +234,14 @@ class NumericsCheck(TensorObserver):
         ]
 
     def close(self) -> None:
-        """Remove the patches, and restore the executors' monitors."""
+        """Remove the patches and the monitors."""
         super().close()
-        for executor in self._executors:
-            executor.set_monitor_callback(lambda *_: None)  # MXNet can't remove a monitor
-        self._executors.clear()
-        self._readers.clear()
-        self._in_graphs.clear()
+        self._reads.clear()
 
-    def _forward(
-        self, original: Original, executor: Executor, is_train: bool = False, **inputs: Any
-    ) -> Any:
-        """Run an executor's forward pass with a monitor on it."""
-        if executor not in self._executors:
-            # The graph as it runs: with casts, and with operators that oneDNN has fused.
-            graph = MonitoredGraph(self, executor.get_optimized_symbol(), None)
-            executor.set_monitor_callback(graph.on_output)
-            self._executors[executor] = graph
-        graph, self._is_sound = self._executors[executor], True
-        graph.begin(bound_inputs(executor, graph.input_names))
-        results = original(executor, is_train, **inputs)
-        graph.end()
-        return results
+    def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
+        """Run an executor's forward pass, which begins a pass through the program."""
+        self._end_pass()
+        return super()._forward(original, executor, *args, **inputs)
 
 
 def _can_lower_scale(owner: Any) -> bool:

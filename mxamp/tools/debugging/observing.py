@@ -1,4 +1,4 @@
-"""Observers of eager calls, and of the graphs of hybridized blocks.
+"""Observers of eager calls, and of the graphs of hybridized blocks and executors.
 
 An `Observer` sees calls and graphs as a whole. A `TensorObserver` sees each operator in them, with
 the values of its inputs and outputs: MXNet's monitor names the outputs inside of graphs.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import weakref
 from collections import Counter
 from ctypes import CFUNCTYPE, c_char_p, c_void_p
 from functools import cached_property
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, check_call
@@ -53,12 +54,17 @@ def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
 class Observer(PatchSet):
     """Observes what runs between `open` and `close`, in all threads of the process."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
+
     def patches(self) -> Sequence[Patch]:
         """Return the patches of eager calls, and that by which blocks run a `PolicyCachedOp`."""
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
             patch_over(HybridBlock, "_call_cached_op", self._call_block),
+            patch_over(Executor, "forward", self._forward),
         ]
 
     @contextlib.contextmanager
@@ -88,11 +94,20 @@ class Observer(PatchSet):
             install_policy_op(block, args)
         return original(block, *args)
 
+    def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
+        """Run a bound symbol's graph, observed."""
+        if executor not in self._symbols:
+            # The graph as it runs: with casts, and with operators that oneDNN has fused.
+            self._symbols[executor] = executor.get_optimized_symbol()
+        symbol, held = self._symbols[executor], {**executor.arg_dict, **executor.aux_dict}
+        with self.on_executor(executor, symbol, [held[name] for name in symbol.list_inputs()]):
+            return original(executor, *args, **inputs)
 
-def bound_inputs(executor: Executor, names: Sequence[str]) -> Sequence[NDArray]:
-    """Return the arrays that an executor reads, in the order of `names`."""
-    held = {**executor.arg_dict, **executor.aux_dict}
-    return [held[name] for name in names]
+    def on_executor(
+        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
+    ) -> ContextManager[None]:
+        """Return a context for the forward pass of an executor, which runs `symbol` on `inputs`."""
+        raise NotImplementedError
 
 
 # ---------------------------------------------------------------------- operators and tensors
@@ -132,13 +147,8 @@ class Tensor:
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
 
 
-class Call(NamedTuple):
-    """One output of an operator, with its inputs; None for an input that is not known."""
-
-    site: Site
-    inputs: Sequence[Tensor | None]
-    output: Tensor
-    number: int
+#: The inputs of an operator; None for an input that is not known.
+Inputs = Sequence[Optional[Tensor]]
 
 
 class TensorObserver(Observer):
@@ -162,14 +172,19 @@ class TensorObserver(Observer):
         super().close()
         for graph in self._graphs.values():
             graph.release()
+        for executor in self._symbols:
+            executor.set_monitor_callback(lambda *_: None)  # MXNet can't remove a monitor
         self._graphs.clear()
 
-    def on_operator(self, call: Call) -> None:
-        """Observe an output of an operator."""
+    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
+        """Observe an output of an operator, its `number`."""
         raise NotImplementedError
 
+    def on_begin(self, reader: MonitoredGraph | Site, inputs: Sequence[NDArray]) -> None:
+        """Take the begin of a graph's forward pass, or of an eager call at a site."""
+
     def on_end(self) -> None:
-        """Take the end of an eager call, or of a graph's forward pass."""
+        """Take the end of a graph's forward pass, or of an eager call."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
         """Observe a gradient inside of a graph, which the operator at `site` makes."""
@@ -209,23 +224,36 @@ class TensorObserver(Observer):
             # Read them before the call, which may write over them.
             for tensor in read:
                 tensor.bad  # noqa: B018
-        outputs = original(handle, inputs, *rest)
         site = self._site_of_call(handle, inputs, rest)
+        self.on_begin(site, inputs)
+        outputs = original(handle, inputs, *rest)
         for number, array in enumerate(as_list(outputs)):
-            self.on_operator(Call(site, read, Tensor(array), number))
+            self.on_operator(site, read, Tensor(array), number)
         self.on_end()
         return outputs
 
     def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
         """Return the op that a block runs, with a monitor on its graph."""
         found: _Op = original(op, args)
-        if id(found.symbol) not in self._graphs:
-            block = self._blocks()[-1] if self._blocks() else None
-            self._graphs[id(found.symbol)] = MonitoredGraph(self, found.symbol, block)
-        run: Any = self._graphs[id(found.symbol)]
+        run: Any = self._graph_of(found.symbol)
         if isinstance(found.run, _ReorderedOp):
             run = _ReorderedOp(run, found.run._order)
         return _Op(run, found.symbol)
+
+    def on_executor(
+        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
+    ) -> ContextManager[None]:
+        """Return a context for a forward pass with a monitor on it."""
+        graph = self._graph_of(symbol)
+        executor.set_monitor_callback(graph.on_output)
+        return graph.observed(inputs)
+
+    def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
+        """Return a symbol's graph; a new one belongs to the block that is executing."""
+        if id(symbol) not in self._graphs:
+            block = self._blocks()[-1] if self._blocks() else None
+            self._graphs[id(symbol)] = MonitoredGraph(self, symbol, block)
+        return self._graphs[id(symbol)]
 
 
 class MonitoredGraph:
@@ -233,7 +261,7 @@ class MonitoredGraph:
 
     def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
         self._observer, self._symbol = observer, symbol
-        self._graph, self.input_names = Graph.from_symbol(symbol), symbol.list_inputs()
+        self._graph = Graph.from_symbol(symbol)
         blocks: list[Block] = []
         if block is not None:
             block.apply(blocks.append)
@@ -248,7 +276,6 @@ class MonitoredGraph:
                 readers.setdefault(source, set()).add(node.op)
         # MXNet does not compute what nobody reads: its memory may hold anything.
         self._unread = {i for i, ops in readers.items() if ops <= _SHAPES}
-        self.begin(())
 
     @cached_property
     def _op(self) -> CachedOp:
@@ -266,21 +293,19 @@ class MonitoredGraph:
             check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
     def __call__(self, *inputs: NDArray, **options: Any) -> Any:
-        """Run the graph."""
-        self.begin(inputs)
-        outputs = self._op(*inputs, **options)
-        self.end()
-        return outputs
+        """Run the graph, observed."""
+        with self.observed(inputs):
+            return self._op(*inputs, **options)
 
-    def begin(self, inputs: Sequence[NDArray]) -> None:
-        """Begin a forward pass on these inputs."""
+    @contextlib.contextmanager
+    def observed(self, inputs: Sequence[NDArray]) -> Iterator[None]:
+        """Context of a forward pass on these inputs."""
         #: The tensors of the running forward pass; variables by name, all others by output.
-        self._variables = dict(zip(self.input_names, map(Tensor, inputs)))
+        self._variables = dict(zip(self._symbol.list_inputs(), map(Tensor, inputs)))
         self._seen: dict[Output, Tensor] = {}
         self._calls: Counter[str] = Counter()
-
-    def end(self) -> None:
-        """End a forward pass."""
+        self._observer.on_begin(self, inputs)
+        yield
         self._seen, self._variables = {}, {}
         self._observer.on_end()
 
@@ -304,7 +329,7 @@ class MonitoredGraph:
         output = self._seen[i, number] = Tensor(array)
         output.bad  # noqa: B018  # read at once, as another operator may write over it
         inputs = [self._input(entry) for entry in self._graph.nodes[i].inputs]
-        self._observer.on_operator(Call(self._site(i), inputs, output, number))
+        self._observer.on_operator(self._site(i), inputs, output, number)
 
     def _input(self, entry: Output) -> Tensor | None:
         """Return an input of a node; None if the monitor did not name it."""

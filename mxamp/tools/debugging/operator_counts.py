@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
+from contextlib import nullcontext
 from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
 from mxnet.executor import Executor
@@ -20,7 +20,7 @@ from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
 from ...patches.cached_op import PolicyCachedOp
-from .observing import Observer, bound_inputs, patch_over
+from .observing import Observer, patch_over
 from .results import Result, Table
 
 #: `NDArray.astype` runs as `_copyto`.
@@ -96,7 +96,6 @@ class OperatorStats(Result, Observer):
         self._census = Census.empty()
         #: The censuses of graphs by the symbol's id, and the inputs' dtypes and shapes.
         self._graphs: dict[Any, tuple[Symbol, Census]] = {}
-        self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
         self._census_lock = threading.Lock()
 
     @property
@@ -142,7 +141,6 @@ class OperatorStats(Result, Observer):
             *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
-            patch_over(Executor, "forward", self._forward),
         ]
 
     def on_call(
@@ -170,15 +168,12 @@ class OperatorStats(Result, Observer):
         self._note_graph(*op.graph_of(args))
         return original(op, *args, **options)
 
-    def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
+    def on_executor(
+        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
+    ) -> ContextManager[None]:
         """Count a run of a bound symbol's graph."""
-        results = original(executor, *args, **inputs)
-        symbol = self._symbols.get(executor)
-        if symbol is None:
-            # The graph as it runs: with casts, and with operators that oneDNN has fused.
-            symbol = self._symbols[executor] = executor.get_optimized_symbol()
-        self._note_graph(symbol, bound_inputs(executor, symbol.list_inputs()))
-        return results
+        self._note_graph(symbol, inputs)
+        return nullcontext()
 
     def _note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
         """Count a run of a graph on these inputs."""

@@ -21,7 +21,7 @@ from ...graph.ir import CASTS
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from . import measured
-from .observing import Call, Tensor, TensorObserver
+from .observing import Inputs, Site, Tensor, TensorObserver
 from .results import Result, Table
 
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
@@ -206,9 +206,8 @@ class _Layers(TensorObserver):
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
         self._before_cast: dict[Tensor, Tensor] = {}
 
-    def on_operator(self, call: Call) -> None:
+    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
         """Record an output of a layer."""
-        site, inputs, output, number = call
         if not output.is_checkable:
             return
         values = _in_float32(output)
