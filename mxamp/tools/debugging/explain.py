@@ -21,16 +21,15 @@ from ...framework.operators import resolve
 from ...framework.tables import PRECISION_COLORS
 from ...framework.wording import counted, one_of, shown
 from ...graph.casts.builder import is_inserted_cast
-from ...graph.casts.insert import Rewrite, rewrite
+from ...graph.casts.insert import rewrite
 from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
 from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
-from ...graph.ir import Graph, Usage, body_usage, rewrites_bodies
+from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
 from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
-from ...policy.decision import Decision
 from ...policy.overrides import Layers
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
@@ -294,8 +293,12 @@ def explain(
             mode = mode or INFERENCE
     graph = Graph.from_symbol(symbol) if source is None else source.graph
     dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in params.items()}, input_dtypes)
+    data = [name for name in graph.input_names if name not in params]
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
-        return _plan_as_it_is(graph, dtypes)
+        as_it_is = tuple(_nodes_as_they_are(graph, dtypes))
+        counts = Counter(node.precision for node in as_it_is)
+        target = max(TARGETS, key=lambda dtype: counts[dtype])
+        return Plan(target, as_it_is, tuple(_inserted_casts(graph)), tuple(data), AS_IT_IS)
     mode = mode or CONVERTED
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
@@ -316,55 +319,33 @@ def explain(
         dtypes, shapes, stored=stored, training=mode == TRAINING, converting=mode == CONVERTED
     )
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
+    nodes = tuple(
+        _node_plan(graph, node, why.precision, ROUNDS if node.name in roundings else why.reason)
+        for graph, node, why in result.decided()
+    )
     target = policy.target_dtype if policy.lowers else "float32"
-    data = [name for name in graph.input_names if name not in params]
-    plan = _make_plan(result, target, data)
-    nodes = tuple(replace(n, reason=ROUNDS) if n.name in roundings else n for n in plan.nodes)
-    return replace(plan, mode=mode, nodes=nodes)
+    return Plan(target, nodes, tuple(_inserted_casts(result.graph)), tuple(data), mode)
 
 
-def _plan_as_it_is(graph: Graph, dtypes: Mapping[str, str]) -> Plan:
-    """Return the plan of a graph with the casts that it has, for inputs of `dtypes`."""
-    unchanged = _unchanged(graph, dtypes)
-    counts = Counter(decision.precision for _, _, decision in unchanged.decided())
-    target = max(TARGETS, key=lambda dtype: counts[dtype])
-    return replace(_make_plan(unchanged, target, graph.input_names), mode=AS_IT_IS)
-
-
-def _unchanged(graph: Graph, dtypes: Mapping[str, str]) -> Rewrite:
-    """Return a graph as the rewrite that changes nothing: decisions by the inputs' dtypes."""
+def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
+    """Yield the plans of a graph's operators with the casts that it has, for inputs of `dtypes`."""
     values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
-    result = Rewrite(graph)
     for i, node in enumerate(graph.nodes):
         if node.is_variable or is_inserted_cast(node) or is_inserted_copy(node):
             continue
         reads = [values[output].dtype for output in node.inputs]
-        precision = precision_of_node(graph, i, values)
-        read = " and ".join(dict.fromkeys(reads))
+        precision, read = precision_of_node(graph, i, values), " and ".join(dict.fromkeys(reads))
         reason = f"its inputs are {read}" if reads else "it has no input"
-        known = precision if precision in PRECISIONS else "as is"
-        result.decisions[i] = Decision((None,) * len(reads), reason, known)
+        yield _node_plan(graph, node, precision if precision in PRECISIONS else "as is", reason)
         if rewrites_bodies(node, training=False):
-            usages = [body_usage(Usage(), node, k, reads) for k in range(len(node.subgraphs))]
-            result.bodies[i] = [
-                _unchanged(body, usage.dtypes) for body, usage in zip(node.subgraphs, usages)
-            ]
-    return result
+            for k, body in enumerate(node.subgraphs):
+                yield from _nodes_as_they_are(body, body_usage(Usage(), node, k, reads).dtypes)
 
 
-def _make_plan(result: Rewrite, target_dtype: str, inputs: Iterable[str]) -> Plan:
-    """Return the plan of a rewritten graph with these inputs."""
-    nodes = tuple(
-        NodePlan(
-            node.name,
-            node.operator,
-            decision.precision,
-            decision.reason,
-            tuple(_source_and_cast(graph, i) for i, _ in node.inputs),
-        )
-        for graph, node, decision in result.decided()
-    )
-    return Plan(target_dtype, nodes, tuple(_inserted_casts(result.graph)), tuple(inputs))
+def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePlan:
+    """Return the plan of a node in a graph with casts."""
+    inputs = tuple(_source_and_cast(graph, i) for i, _ in node.inputs)
+    return NodePlan(node.name, node.operator, precision, reason, inputs)
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:

@@ -19,7 +19,7 @@ from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shown
 from .findings import Finding, NumericsError, Statistics, kind_of
-from .observing import Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
+from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
 
 logger = logging.getLogger("mxamp")
 
@@ -101,7 +101,7 @@ class NumericsCheck(TensorObserver):
             kind = kind_of(site.operator, output)
             self._report(self._finding(kind, "forward", site, "output", output, read))
 
-    def on_begin(self, reader: MonitoredGraph | Site, inputs: Sequence[NDArray]) -> None:
+    def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
         """Note that a graph runs, or which arrays with a gradient an eager call reads."""
         if isinstance(reader, MonitoredGraph):
             self._note_read(reader, None)

@@ -34,6 +34,8 @@ from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_poli
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
 
+Arrays = Sequence[NDArray]
+
 _TENSORDOT = handle_of("_npi_tensordot")
 # Below all patches: mxamp's asnumpy() casts bfloat16 to float32.
 _asnumpy = original(NDArray, "asnumpy")
@@ -76,10 +78,12 @@ class Observer(PatchSet):
         finally:
             self.close()
 
-    def on_call(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""
+        raise NotImplementedError
+
+    def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
+        """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
         raise NotImplementedError
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: Any) -> Any:
@@ -100,14 +104,8 @@ class Observer(PatchSet):
             # The graph as it runs: with casts, and with operators that oneDNN has fused.
             self._symbols[executor] = executor.get_optimized_symbol()
         symbol, held = self._symbols[executor], {**executor.arg_dict, **executor.aux_dict}
-        with self.on_executor(executor, symbol, [held[name] for name in symbol.list_inputs()]):
+        with self.on_graph(symbol, [held[name] for name in symbol.list_inputs()], executor):
             return original(executor, *args, **inputs)
-
-    def on_executor(
-        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
-    ) -> ContextManager[None]:
-        """Return a context for the forward pass of an executor, which runs `symbol` on `inputs`."""
-        raise NotImplementedError
 
 
 # ---------------------------------------------------------------------- operators and tensors
@@ -180,7 +178,7 @@ class TensorObserver(Observer):
         """Observe an output of an operator, its `number`."""
         raise NotImplementedError
 
-    def on_begin(self, reader: MonitoredGraph | Site, inputs: Sequence[NDArray]) -> None:
+    def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
         """Take the begin of a graph's forward pass, or of an eager call at a site."""
 
     def on_end(self) -> None:
@@ -204,7 +202,7 @@ class TensorObserver(Observer):
         finally:
             self._blocks().pop()
 
-    def _site_of_call(self, handle: int, inputs: Sequence[NDArray], rest: Sequence[Any]) -> Site:
+    def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Site:
         """Return the site of an eager call."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
@@ -215,9 +213,7 @@ class TensorObserver(Observer):
         names = [params.get(id(array), name) for array, name in named]
         return Site(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
-    def on_call(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Observe the outputs of an eager call."""
         read = list(map(Tensor, inputs))
         if rest[2] is not None:
@@ -232,7 +228,7 @@ class TensorObserver(Observer):
         self.on_end()
         return outputs
 
-    def _select_op(self, original: Original, op: PolicyCachedOp, args: Sequence[NDArray]) -> _Op:
+    def _select_op(self, original: Original, op: PolicyCachedOp, args: Arrays) -> _Op:
         """Return the op that a block runs, with a monitor on its graph."""
         found: _Op = original(op, args)
         run: Any = self._graph_of(found.symbol)
@@ -240,9 +236,7 @@ class TensorObserver(Observer):
             run = _ReorderedOp(run, found.run._order)
         return _Op(run, found.symbol)
 
-    def on_executor(
-        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
-    ) -> ContextManager[None]:
+    def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for a forward pass with a monitor on it."""
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
@@ -298,7 +292,7 @@ class MonitoredGraph:
             return self._op(*inputs, **options)
 
     @contextlib.contextmanager
-    def observed(self, inputs: Sequence[NDArray]) -> Iterator[None]:
+    def observed(self, inputs: Arrays) -> Iterator[None]:
         """Context of a forward pass on these inputs."""
         #: The tensors of the running forward pass; variables by name, all others by output.
         self._variables = dict(zip(self._symbol.list_inputs(), map(Tensor, inputs)))

@@ -6,7 +6,6 @@ import threading
 from contextlib import nullcontext
 from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
-from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
@@ -20,7 +19,7 @@ from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
 from ...patches.cached_op import PolicyCachedOp
-from .observing import Observer, patch_over
+from .observing import Arrays, Observer, patch_over
 from .results import Result, Table
 
 #: `NDArray.astype` runs as `_copyto`.
@@ -143,9 +142,7 @@ class OperatorStats(Result, Observer):
             patch_over(PolicyCachedOp, "__call__", self._call_graph),
         ]
 
-    def on_call(
-        self, original: Original, handle: int, inputs: Sequence[NDArray], *rest: Any
-    ) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Count an eager call by the dtypes of its first tensors."""
         # Before the call, which may write to its input.
         source = dtype_of(inputs[0]) if inputs else ""
@@ -165,17 +162,10 @@ class OperatorStats(Result, Observer):
         self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
     ) -> Any:
         """Count a run of a hybridized block's graph."""
-        self._note_graph(*op.graph_of(args))
+        self.on_graph(*op.graph_of(args))
         return original(op, *args, **options)
 
-    def on_executor(
-        self, executor: Executor, symbol: Symbol, inputs: Sequence[NDArray]
-    ) -> ContextManager[None]:
-        """Count a run of a bound symbol's graph."""
-        self._note_graph(symbol, inputs)
-        return nullcontext()
-
-    def _note_graph(self, symbol: Symbol, inputs: Sequence[NDArray]) -> None:
+    def on_graph(self, symbol: Symbol, inputs: Arrays, *_: Any) -> ContextManager[None]:
         """Count a run of a graph on these inputs."""
         dtypes, shapes = dtypes_of(inputs), tuple([array.shape for array in inputs])
         key = id(symbol), dtypes, shapes
@@ -185,6 +175,7 @@ class OperatorStats(Result, Observer):
                 census = take_census(graph, dict(zip(names, dtypes)), dict(zip(names, shapes)))
                 self._graphs[key] = symbol, census  # the symbol is kept alive: its id is the key
             self._census.add(self._graphs[key][1])
+        return nullcontext()
 
 
 @checked_call
