@@ -10,7 +10,7 @@ from typing import FrozenSet, List, Mapping, Optional, Sequence
 
 from mxnet.ndarray.ndarray import NDArray
 
-from .arrays import KIND_NAMES, dtype_code, invoke
+from .arrays import KIND_NAMES, copy, dtype_code
 from .operators import handle_of
 
 # Operators that MXNet's sources register with MakeZeroGradNodes, or with a zero gradient for one
@@ -64,11 +64,11 @@ def copy_inputs_at(
 ) -> List[NDArray]:
     """Return `arrays` with float inputs at `positions` copied, so that backward can't crash.
 
-    None stands for all positions. Each copy is an `add_n` of one array, whose gradient needs no
-    inputs.
+    None stands for all positions. Each copy is an `add_n` of one array, or a slice of a bfloat16
+    one, whose gradients need no inputs.
     """
     return [
-        invoke(_SUM, [array], ["num_args"], ["1"], None, is_np_op, False)
+        copy(array, is_np_op, _SUM)
         if (positions is None or i in positions) and KIND_NAMES.get(dtype_code(array)) in _FLOATS
         else array
         for i, array in enumerate(arrays)

@@ -72,8 +72,8 @@ _BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
 _CONVOLUTION, _BROADCAST_ADD = handle_of("Convolution"), handle_of("broadcast_add")
 _TENSORDOT = handle_of("_npi_tensordot")
-#: The operator that `astype`, `copyto` and assignments to slices call.
-_COPY_TO = handle_of("_copyto")
+#: The first is the operator that `astype`, `copyto` and assignments to slices call.
+_COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 
 # The most decisions cached per operator: a scalar that changes with every call adds one each time.
 _MANY_DECISIONS = 4096
@@ -123,7 +123,7 @@ class _Actions(Dict[int, Optional[Action]]):
 
     def _casting_action(self, handle: int) -> Action | None:
         """Return the action that casts the inputs of an operator; None if it is never cast."""
-        if handle == _COPY_TO:
+        if handle in (_COPY_TO, _CAST):
             return _copy_to
         operator, policy = by_handle().get(handle), self.policy
         if operator is None or policy is None or not _may_cast(operator, policy):
@@ -176,10 +176,13 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
 
 
 def _copy_to(original: Invoke, call: Call) -> Any:
-    """Copy an array, bfloat16 by way of float32: MXNet copies oneDNN's layouts in one dtype."""
+    """Copy or cast an array, bfloat16 by way of float32.
+
+    MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
+    """
     [array] = call.arrays
-    if dtype_code(array) == _BFLOAT16 and dtype_code(call.out) != _BFLOAT16:
-        call = call._replace(arrays=[cast(array, "float32")])
+    if dtype_code(array) == _BFLOAT16 and (call.out is None or dtype_code(call.out) != _BFLOAT16):
+        call = call._replace(arrays=[cast(array, "float32", call.is_np_op)])
     return original(*call)
 
 

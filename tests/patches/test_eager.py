@@ -322,3 +322,61 @@ def test_small_convolutions_stay_in_float32():
 
     with amp.autocast("bfloat16"):
         assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
+
+
+def hidden_of(view, size=512):
+    """A view of a hidden array that is in bfloat16 under an untuned policy."""
+    mx.random.seed(1)
+    net = nn.Dense(64, in_units=64, weight_initializer="normal")
+    net.initialize(force_reinit=True)
+    return net, lambda: view(net(randn(size, 64)))
+
+
+UNTUNED = amp.Policy.default("bfloat16", "cpu").untuned()
+VIEWS = {
+    "none": lambda h: h, "slice": lambda h: h[0:128], "index": lambda h: h[3],
+    "reshape": lambda h: h.reshape((128, -1)), "numpy": lambda h: h.as_np_ndarray()[0:128],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("use", ["attach_grad", "BlockGrad", "copy"])
+def test_views_of_hidden_bfloat16_arrays(view, use):
+    def run():
+        net, hidden = hidden_of(VIEWS[view])
+        with autograd.record():
+            h = hidden()
+            if use == "attach_grad":
+                h.attach_grad()
+            elif use == "BlockGrad":
+                stopped = nd.BlockGrad(h.as_nd_ndarray())
+                h = h + (stopped.as_np_ndarray() if view == "numpy" else stopped)
+            elif use == "copy":
+                h = arrays.copy(h, view == "numpy")
+            loss = h * h * 3
+        loss.backward()
+        read = h.grad if use == "attach_grad" else net.weight.grad()
+        return values(read.as_nd_ndarray())
+
+    expected = run()
+    with amp.autocast(policy=UNTUNED):
+        got = run()
+    assert np.linalg.norm(got - expected) < 0.01 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("cast", ["cast", "Cast", "astype", "copyto"])
+def test_gradients_through_casts_of_hidden_bfloat16_arrays_are_rounded(cast):
+    net, hidden = hidden_of(lambda h: h)
+    with amp.autocast(policy=UNTUNED), autograd.record():
+        h = hidden()
+        h.attach_grad()
+        if cast == "astype":
+            wide = h.astype("float32")
+        elif cast == "copyto":
+            wide = h.copyto(nd.zeros(h.shape))
+        else:
+            wide = getattr(nd, cast)(h, dtype="float32")
+    head = randn(*h.shape, seed=3)
+    wide.backward(head)
+    assert kind(wide) == "float32" and kind(h.grad) == "bfloat16"
+    np.testing.assert_array_equal(values(h.grad), values(rounded(head, "bfloat16")))
