@@ -15,7 +15,7 @@ from mxnet.symbol import Symbol
 from ...convert.blocks import Examples, trace
 from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...convert.symbols import widened_for
-from ...errors import ArgumentError, prefix_errors, unknown
+from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
 from ...framework.operators import resolve
 from ...framework.tables import PRECISION_COLORS
@@ -303,8 +303,7 @@ def explain(
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
-    with prefix_errors("`input_shapes`"):
-        check_names(list(given_shapes), graph.input_names, "input")
+    check_names(list(given_shapes), graph.input_names, "input")
     of_params = {name: array.shape for name, array in params.items()}
     shapes = {**of_params, **({} if mode == CONVERTED else {**shapes, **given_shapes})}
     stored: frozenset[str] = frozenset() if source is None else source.stored

@@ -115,13 +115,11 @@ class NumericsCheck(TensorObserver):
         if self._on == "raise":
             self._end_pass()
 
-    def _call_any_block(
-        self, original: Original, block: Block, /, *args: Any, **options: Any
-    ) -> Any:
+    def _run_block(self, original: Original, block: Block, /, *args: Any, **options: Any) -> Any:
         """Call a block; the outermost call in inference begins a pass through the program."""
         if not self._blocks() and not autograd.is_recording():
             self._end_pass()
-        return super()._call_any_block(original, block, *args, **options)
+        return super()._run_block(original, block, *args, **options)
 
     def _is_skipped(self, site: Site) -> bool:
         """Return whether `skip` names a call, whose values are right by definition."""
@@ -213,6 +211,7 @@ class NumericsCheck(TensorObserver):
         """Context of the check; yields it."""
         with self.opened():
             yield self
+        self._reads.clear()
         # The overflow of a gradient that no later step has shown to be harmless.
         found, self._overflow = self._overflow, None
         if found is not None:
@@ -232,11 +231,6 @@ class NumericsCheck(TensorObserver):
             patch_over(Trainer, "_update", self._update),
             patch_over(Module, "update", self._update),
         ]
-
-    def close(self) -> None:
-        """Remove the patches and the monitors."""
-        super().close()
-        self._reads.clear()
 
     def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
         """Run an executor's forward pass, which begins a pass through the program."""

@@ -33,6 +33,7 @@ from ...graph.ir import Graph, Output
 from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
+from .measured import blocks_in
 
 Arrays = Sequence[NDArray]
 
@@ -161,7 +162,7 @@ class TensorObserver(Observer):
         """Return the patches of calls, blocks and graphs."""
         return [
             *super().patches(),
-            patch_over(Block, "__call__", self._call_any_block),
+            patch_over(Block, "__call__", self._run_block),
             patch_over(PolicyCachedOp, "_select_op", self._select_op),
         ]
 
@@ -192,9 +193,7 @@ class TensorObserver(Observer):
         blocks: list[Block] = vars(self._active).setdefault("blocks", [])
         return blocks
 
-    def _call_any_block(
-        self, original: Original, block: Block, /, *args: Any, **options: Any
-    ) -> Any:
+    def _run_block(self, original: Original, block: Block, /, *args: Any, **options: Any) -> Any:
         """Call a block; until it returns, it is the block that operators are attributed to."""
         self._blocks().append(block)
         try:
@@ -256,9 +255,7 @@ class MonitoredGraph:
     def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
         self._observer, self._symbol = observer, symbol
         self._graph = Graph.from_symbol(symbol)
-        blocks: list[Block] = []
-        if block is not None:
-            block.apply(blocks.append)
+        blocks = [] if block is None else blocks_in(block)
         self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}

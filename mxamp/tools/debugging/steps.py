@@ -43,9 +43,10 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
         raise ArgumentError(f"on_step takes a gluon.Trainer, not {shown(trainer)}")
     if not isinstance(getattr(trainer, "_amp_loss_scaler", None), State):
         raise StateError(NO_REPORTS)
-    vars(trainer).setdefault("_amp_observers", []).append(function)
+    observers = vars(trainer).setdefault("_amp_observers", [])
+    observers.append(function)
     hook = StepHook()
-    hook.callback(_stop, trainer, function)
+    hook.callback(observers.remove, function)
     return hook
 
 
@@ -55,10 +56,3 @@ class StepHook(ExitStack):
     def remove(self) -> None:
         """Stop calling the function; a second call is a no-op."""
         self.close()
-
-
-def _stop(trainer: Trainer, function: Callable[[StepReport], Any]) -> None:
-    """Stop calling a function after steps of a trainer."""
-    trainer._amp_observers.remove(function)
-    if not trainer._amp_observers:
-        del trainer._amp_observers
