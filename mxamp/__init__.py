@@ -21,7 +21,10 @@ _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 #: Names of mxamp 1.0, and what to use instead.
 _GONE = {
     "Benchmark": "what benchmark(...) returns",
+    "ConvertedFiles": "what convert_files(...) returns",
     "LayerCost": "tune(...).kept, the layers that stay in float32",
+    "OutputError": "what compare_models(...) returns",
+    "Plan": "what explain(...) returns",
     "Trial": "tune(...).trials",
     "Tuning": "what tune(...) returns",
     "draw": "explain(...).to_dot(), the graph in Graphviz's language",

@@ -2,13 +2,11 @@
 
 from . import debugging as debugging
 from ._version import __version__ as __version__
-from .convert.files import ConvertedFiles as ConvertedFiles
 from .convert.files import convert_files as convert_files
 from .convert.models import convert_bucketing_module as convert_bucketing_module
 from .convert.models import convert_hybrid_block as convert_hybrid_block
 from .convert.models import convert_model as convert_model
 from .convert.models import convert_symbol as convert_symbol
-from .convert.outputs import OutputError as OutputError
 from .convert.outputs import compare_models as compare_models
 from .convert.outputs import random_inputs as random_inputs
 from .errors import AmpError as AmpError
@@ -50,7 +48,6 @@ from .scaling.trainer import clip_grad_global_norm as clip_grad_global_norm
 from .scaling.trainer import init_trainer as init_trainer
 from .scaling.trainer import scale_loss as scale_loss
 from .scaling.trainer import unscale as unscale
-from .tools.debugging.explain import Plan as Plan
 from .tools.debugging.explain import explain as explain
 from .tools.onnx import export_onnx as export_onnx
 from .tools.tuning.benchmark import benchmark as benchmark

@@ -80,7 +80,7 @@ class CheckError(StateError):
     message : str
         The text of the error.
     errors : sequence of OutputError
-        The error of each output.
+        The error of each output, as of `compare_models`.
     """
 
     def __init__(self, message: str, errors: Sequence[Any]) -> None:

@@ -31,26 +31,7 @@ SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 
 
 class ConvertedFiles(NamedTuple):
-    """The files that `convert_files` wrote, and the errors of the outputs if it checked them.
-
-    ::
-
-        files = amp.convert_files("resnet", "resnet-fp16", cast_optional_params=True)
-        print(files.params, files.bytes_before, files.bytes_after)
-
-    Parameters
-    ----------
-    symbol : Path
-        The written file of the symbol.
-    params : Path
-        The written file of the parameters.
-    bytes_before : int
-        The size of the model's two files.
-    bytes_after : int
-        The size of the converted model's two files.
-    errors : tuple of OutputError
-        The errors of the outputs; empty without `check_inputs`.
-    """
+    """The files that `convert_files` wrote, and the errors of the outputs: see there."""
 
     symbol: Path
     params: Path
@@ -80,7 +61,8 @@ def convert_files(
 
     ::
 
-        amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
+        files = amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16")
+        print(files.params, files.bytes_before, files.bytes_after)
 
     The new files load in plain MXNet: `SymbolBlock.imports`, `mx.mod.Module.load`,
     `mx.model.load_checkpoint`. Either both files are written, or none is.
@@ -108,6 +90,12 @@ def convert_files(
         to a new prefix.
 
     The other parameters are those of `convert_model`.
+
+    Returns
+    -------
+    ConvertedFiles
+        The written files, `symbol` and `params`; the sizes of both files together, `bytes_before`
+        and `bytes_after`; and `errors`, those of `compare_models`, empty without `check_inputs`.
 
     Raises
     ------

@@ -75,31 +75,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class OutputError:
-    """The error of one output of a model against another model's.
-
-    ::
-
-        model = mx.model.load_checkpoint("resnet", 0)
-        converted = amp.convert_model(*model, target_dtype="bfloat16")
-        [error] = amp.compare_models(model, converted, {"data": data})
-        print(error.relative, error.lost)
-
-    Parameters
-    ----------
-    name : str
-        The name of the output.
-    shape : tuple of int
-        Its shape.
-    relative : float
-        The L2 norm of the difference over that of the first model's output. Elements that are not
-        finite in the first model are left out.
-    maximum : float
-        The largest absolute difference, without these elements.
-    same_argmax : float, optional
-        The share of rows whose largest element stays the same, for outputs of two dimensions.
-    lost : int
-        The number of elements that are finite in the first model and not in the second.
-    """
+    """The error of one output of a model against another model's: see `compare_models`."""
 
     name: str
     shape: Tuple[int, ...]
@@ -120,7 +96,7 @@ def compare_models(
         model = mx.model.load_checkpoint("resnet", 0)
         converted = amp.convert_model(*model, target_dtype="bfloat16")
         for error in amp.compare_models(model, converted, {"data": data}):
-            print(error.name, error.relative)
+            print(error.name, error.relative, error.lost)
 
     Parameters
     ----------
@@ -130,6 +106,15 @@ def compare_models(
         A value for each input that is no parameter; labels may be left out.
     ctx : Context, optional
         Where to run them; by default the current context.
+
+    Returns
+    -------
+    tuple of OutputError
+        The error of each output: its `name` and `shape`; `relative`, the L2 norm of the difference
+        over that of the first model's output; `maximum`, the largest absolute difference; `lost`,
+        the number of elements that are finite in the first model alone; and `same_argmax`, for
+        outputs of two dimensions the share of rows whose largest element stays the same. Elements
+        that are not finite in the first model are left out.
 
     Raises
     ------

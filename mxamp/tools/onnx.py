@@ -67,7 +67,8 @@ def export_onnx(
     Returns
     -------
     tuple of OutputError
-        The errors against MXNet's outputs in float32, dict by dict; empty with `check=False`.
+        The errors against MXNet's outputs in float32, dict by dict, as of `compare_models`; empty
+        with `check=False`.
 
     Raises
     ------

@@ -61,8 +61,3 @@ def test_wrong_arguments():
         on_step(3, print)
     with pytest.raises(amp.StateError, match="init_trainer"):
         on_step(trainer, print)
-
-
-def test_names_that_are_gone_say_what_to_use():
-    with pytest.raises(AttributeError, match="on_step"):
-        amp.debugging.trace  # noqa: B018

@@ -68,30 +68,15 @@ class Cast:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """The precision of each operator of a graph, and why; `explain` makes one.
+    """The precision of each operator of a graph, and why; `explain` makes one and describes it.
 
     ::
 
         plan = amp.explain(net, "bfloat16")
         print(plan)  # a table, and a summary
-        plan["dense0_fwd"].reason  # Gluon adds _fwd to the name of a layer
+        plan["dense0_fwd"].reason
         plan.filter(precision="float32").counts()
-
-    Plans count and iterate over their operators.
-
-    Parameters
-    ----------
-    target_dtype : str
-        The target dtype of the policy.
-    nodes : tuple of NodePlan
-        The operators, each with its `name`, `operator`, `precision` and `reason`.
-    casts : tuple of Cast
-        The inserted casts, each with its `source` and `dtype`.
-    inputs : tuple of str
-        The model's inputs without the given parameters.
-    mode : str
-        The mode of `explain`, or "as it is" for a model in half precision that is not converted
-        again.
+        Path("net.dot").write_text(plan.to_dot())  # dot -Tsvg net.dot -o net.svg
     """
 
     target_dtype: str
@@ -155,11 +140,6 @@ class Plan(Result):
     def to_dot(self) -> str:
         """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
 
-        ::
-
-            plan = amp.explain(net, "bfloat16")
-            Path("net.dot").write_text(plan.to_dot())  # dot -Tsvg net.dot -o net.svg
-
         Known parameters are left out.
         """
         lines = ["digraph plan {", '  node [shape=box style="filled,rounded" fillcolor="#e8e8e8"]']
@@ -178,12 +158,7 @@ class Plan(Result):
         return "\n".join([*lines, "}", ""])
 
     def summary(self) -> str:
-        """Return one line: operators by precision, and casts.
-
-        ::
-
-            print(amp.explain(net, "bfloat16").summary())
-        """
+        """Return one line: operators by precision, and casts."""
         counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
         shown_as = {CONVERTED: "", AS_IT_IS: "the model as it is: "}
@@ -218,7 +193,11 @@ def explain(
     >>> amp.explain(net, policy=amp.Policy.default("float16", "gpu"))["fc"].precision
     'float16'
 
-    The model does not run and is not changed. Printing the plan gives a table.
+    The model does not run and is not changed. Printing the plan gives a table::
+
+        plan = amp.explain(net, "bfloat16")
+        print(plan.filter(precision="float32"))
+        Path("net.dot").write_text(plan.to_dot())  # dot -Tsvg net.dot -o net.svg
 
     Parameters
     ----------
@@ -256,7 +235,15 @@ def explain(
     Returns
     -------
     Plan
-        All decisions, to print and filter.
+        The operators in `nodes`, each with `name`, `operator`, `precision` and `reason`; the
+        inserted `casts`, each with `source` and `dtype`; `target_dtype`; `mode`, which is "as it
+        is" for a model in half precision that is not converted again; and `inputs`, the names of
+        those that are no parameters. A plan counts and iterates over its operators.
+        `plan["dense0_fwd"]` is the operator of that name: Gluon adds `_fwd` to the name of a layer.
+        `plan.filter(name="*", operator=None, precision=None)` is the plan of the operators that
+        match, `plan.counts()` how many compute in each precision, `plan.summary()` one line, and
+        `plan.to_dot()` the graph in Graphviz's language: colors are precisions, labels of edges
+        casts.
 
     Raises
     ------
