@@ -26,7 +26,8 @@ def checked_call(function: Function) -> Function:
         try:
             return function(*args, **keywords)
         except TypeError:
-            parameters = [n for n in inspect.signature(function).parameters if n not in ("self", "cls")]
+            named = inspect.signature(function).parameters
+            parameters = [name for name in named if name not in ("self", "cls")]
             name = function.__qualname__.rpartition("<locals>.")[2].replace(".__init__", "")
             for keyword in keywords:
                 if keyword not in parameters:

@@ -255,7 +255,7 @@ class NoScaler(LossScaler):
         self._start(1.0)
 
 
-_KINDS = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
 
 
 def unchecked_scaler() -> LossScaler:
