@@ -30,7 +30,7 @@ from ..framework.patching import Original, Patch, PatchSet, wrapping
 from ..graph.casts.builder import HALVES
 from ..policy.active import current_policy, pop_region, push_policy, suspended
 from ..policy.policy import Policy
-from ..scaling import finite, loss_outputs
+from ..scaling import finite, loss_outputs, trainer
 from . import cached_op, eager, optimizers, symbolic
 
 # ---------------------------------------------------------------------- small replacements
@@ -127,6 +127,7 @@ ALL = (
       for name in ("init", "broadcast", "push", "pushpull")),
     Row(SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
         "on few cores NumPy updates weights several times as fast, to the same bits"),
+    Row(gluon.Trainer, "_update", wrapping(trainer.patched_update), "it tells of a missing scaler"),
     Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
     Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,

@@ -34,6 +34,7 @@ from ..framework.arrays import as_float, dtype_of
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
+from ..framework.patching import Original
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import follow_weights, load_states, pop_state, save_states, share_step_counts
@@ -56,6 +57,7 @@ TOO_MANY_SKIPS = (
     "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
     "learning rate that is too high, a division by zero or a logarithm of zero in the loss."
 )
+UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
 NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}"
@@ -333,6 +335,16 @@ class State:
         self.scaler.resume(state["scaler"])
         self.steps, self.skips = steps, skips
         self.publish(None)
+
+
+def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Call `Trainer._update`; warn once of a trainer in float16 whose losses nothing scales."""
+    if not hasattr(trainer, "_amp_loss_scaler"):
+        policy = current_policy()
+        if policy is not None and policy.target_dtype == "float16" and policy.lowers:
+            trainer._amp_loss_scaler = None
+            logger.warning(UNSCALED)
+    original(trainer, *args, **kwargs)
 
 
 def state_of(trainer: Any) -> State | None:

@@ -10,6 +10,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import check_python
+from mxamp.frontends import automatic
 
 X = nd.array([[1.0, 2.0]])
 
@@ -222,6 +223,26 @@ def test_scripts_keep_the_attributes_of_contribs_scaler():
 def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
     """MXNet does not note that these gradients were used: they stay fresh."""
     contexts = [mx.cpu(0), mx.cpu(1)]
+@pytest.mark.parametrize("way", ["plain", "init_trainer", "decorate", "GradScaler", "automatic"])
+def test_a_trainer_in_float16_without_loss_scaling_warns(way, caplog):
+    if way == "automatic":
+        automatic.start(policy=amp.Policy.default("float16", "cpu"))
+    else:
+        amp.init("float16", ctx=mx.cpu())
+    net, trainer = make(8 if way == "init_trainer" else None)
+    scaler = amp.GradScaler()
+    if way == "decorate":
+        trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()))
+    for _ in range(2):
+        scaled(net, trainer) if way == "init_trainer" else plain(net)
+        if way == "GradScaler":
+            scaler.step(trainer, 1)
+            scaler.update()
+        else:
+            trainer.step(1)
+    assert caplog.text.count("call init_trainer(trainer), and backward inside") == (way == "plain")
+
+
     net, trainer = make()
     parts = [gluon.nn.Dense(2, in_units=2) for _ in range(2)]
     params = gluon.ParameterDict()
