@@ -30,7 +30,7 @@ from ..framework import patching
 from ..framework.arrays import dtype_of, map_arrays
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import shown
-from .finite import multiply, unscale
+from .finite import multiply, square_sum, unscale
 from .loss_outputs import scaled_outputs
 from .statistics import RunningStatistics, running_statistics
 
@@ -240,6 +240,10 @@ class Gradients:
         """Context of a backward pass with a scale: record the gradients that it writes."""
         changed = [] if self.all_carry(scale) else list(self.trainers)
         found = {id(entry.data): entry for trainer in changed for entry in entries_of(trainer)}
+        for one in entries:
+            # A program that handles an overflow itself begins a new sum.
+            if one.adds and self.is_overflown(one) and not square_sum([one.gradient]):
+                self.note(one, self.note_of(one).scale)
         # Several trainers may have one parameter.
         entries = [one for one in found.values() if scale != self.scale or one.param in self._notes]
         with without_flags([entry.data for entry in entries]):

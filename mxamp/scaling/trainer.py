@@ -121,8 +121,8 @@ class State:
         self.new_masters: list[tuple[NDArray, NDArray]] = []
         self.steps = self.skips = self._skips_in_a_row = 0
         self._is_probed = False  #: its optimizer can update these weights
-        #: The number of backward passes before the last step, and before the sum over devices.
-        self.stepped_at, self._reduced_at = gradients.passes, -1
+        self._reduced_at = -1  #: the number of backward passes before the sum over devices
+        self._overflown_at = -1  #: the number of steps before the last overflow of `mark_unscaled`
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = not self.is_shared  #: of gradients without a scale
         #: The kvstore through which the workers have compared settings. None in a run of one
@@ -192,11 +192,16 @@ class State:
     def mark_unscaled(self, scale: float, overflown: set[int]) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
 
-        `overflown` are arrays, by `id`, whose gradients are not finite.
+        `overflown` are arrays, by `id`, whose gradients are not finite. A program that drops them
+        takes no step: the next overflow lowers the scale.
         """
-        for entry in entries_of(self.trainer) if overflown else ():
-            if id(entry.data) in overflown:
-                gradients.note(entry, gradients.note_of(entry).scale, entry.gradient)
+        bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
+        if not all(map(gradients.is_overflown, bad)):  # not in a sum that held the overflow before
+            if self.workers is None and self._overflown_at == self.scaler.steps + self.scaler.skips:
+                self.scaler.update(False)
+            self._overflown_at = self.scaler.steps + self.scaler.skips
+        for entry in bad:
+            gradients.note(entry, gradients.note_of(entry).scale, entry.gradient)
         self._stage, self._scale = Stage.UNSCALED, scale
 
     def unscale(self) -> None:

@@ -74,6 +74,27 @@ def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
     assert caplog.text.count("no trainer owns") == 1
 
 
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_a_script_that_skips_overflows_itself(run, request_):
+    """The scale falls without a step, and what the script has dropped skips none."""
+    net, trainer = setup()
+    net.collect_params().setattr("grad_req", request_)
+    skipped = 0
+    for factor in (1, *[2.0**22] * 3, 1):
+        with autograd.record():
+            loss = (net(randn(16, 4)) ** 2).mean() * factor
+        loss.backward()
+        if np.isfinite(gradients(net)[0]).all() and skipped != 1:
+            trainer.step(1)
+            assert trainer.amp_last_step.stepped
+        else:
+            skipped += 1
+        net.collect_params().zero_grad()
+    assert skipped >= 2
+    assert trainer.amp_skips == 0
+    assert trainer.amp_last_step.loss_scale == run.loss_scale == 2.0 ** (17 - skipped)
+
+
 def test_grad_and_higher_orders(run):
     _, trainer = setup()
     x = nd.array([[1.0, 2.0]])
