@@ -76,7 +76,7 @@ class Stage(Enum):
 
 #: The illegal moves: the error of an action in a stage. All other moves are legal.
 _ILLEGAL = {
-    ("scale", Stage.UNSCALED): "gradients have been unscaled: call step() before scale_loss",
+    ("scale", Stage.UNSCALED): "gradients are unscaled: call step() first, which skips overflows",
     ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
     ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step",
     (
@@ -214,10 +214,10 @@ class State:
     def leave_passes(self) -> None:
         """Unscale the gradients, because no backward pass is seen from now on."""
         if self.stage is Stage.SCALED and fresh(self.trainer):
-            self.unscale()
-            return
+            self._stage, self._scale, self._may_warn = Stage.SCALED, self.loss_scale, False
+        elif self._stage is Stage.SCALED:
+            self._stage = Stage.NONE
         gradients.unscale(self.trainer)
-        self._stage = Stage.NONE if self._stage is Stage.SCALED else self._stage
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""

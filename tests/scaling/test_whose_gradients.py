@@ -97,6 +97,36 @@ def test_the_stale_gradient_of_another_device_is_summed_at_one_scale(second):
     np.testing.assert_allclose(param.data(contexts[0]).asnumpy(), [0.5], rtol=1e-6)
 
 
+@pytest.mark.parametrize("way", ["scale_loss", "unscale", "step"])
+def test_gradients_that_shutdown_has_unscaled(way, caplog):
+    """They wait for their step, as after `scale_loss`; the program may replace or unscale them."""
+    amp.init("float16", ctx=mx.cpu())
+    net, trainer = make(scaler=amp.LossScaler(1024.0))
+    scaled(net, trainer)
+    amp.shutdown()
+    amp.init("float16", ctx=mx.cpu())
+    assert trainer._amp_loss_scaler.loss_scale == 1
+    if way == "scale_loss":
+        scaled(net, trainer)
+    elif way == "unscale":
+        amp.unscale(trainer)
+    trainer.step(1)
+    assert_weights(net, 0, -1)
+    assert trainer.amp_steps == 1
+    assert "no loss scale" not in caplog.text
+
+
+def test_an_overflow_before_shutdown_is_skipped_after_it():
+    net, trainer = make(scaler=amp.LossScaler(1024.0))
+    with autograd.record(), amp.scale_loss(net(X * np.inf), trainer) as loss:
+        loss.backward()
+    amp.shutdown()
+    net.weight.grad()[:] = 0
+    trainer.step(1)
+    assert (trainer.amp_skips, trainer.amp_loss_scale) == (1, 512)
+    assert_weights(net, 1, 1)
+
+
 def test_a_scaled_loss_without_a_backward_pass_ends_with_shutdown():
     net, trainer = make()
     with autograd.record(), amp.scale_loss(net(X), trainer):
