@@ -49,7 +49,8 @@ def save_states(state: Any, fname: str) -> None:
     """
     trainer = state.trainer
     added: dict[str, Any] = {_ATTRIBUTE: state.state_dict()}
-    _initialize_kvstore(trainer)
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
     updater = updaters_of(trainer)[0]  # MXNet saves the states of the first device
     held = updater.states
     try:
@@ -64,11 +65,6 @@ def save_states(state: Any, fname: str) -> None:
     write_file(fname, content)
 
 
-def _initialize_kvstore(trainer: Trainer) -> None:
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
-
-
 def load_states(state: Any, fname: str) -> None:
     """Read a trainer's states, and its `State`; an error changes nothing.
 
@@ -79,7 +75,8 @@ def load_states(state: Any, fname: str) -> None:
     no states of a trainer.
     """
     trainer = state.trainer
-    _initialize_kvstore(trainer)
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
     optimizer, has_masters = trainer._optimizer, trainer._optimizer.multi_precision
     before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
     try:
@@ -88,9 +85,7 @@ def load_states(state: Any, fname: str) -> None:
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
         masters = _fit(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
-        saved = pop_state(trainer)
-        if saved is not None:
-            state.load_state_dict(saved)
+        resume(state)
         state.new_masters = masters
     except BaseException as error:
         trainer._optimizer = optimizer
@@ -102,10 +97,11 @@ def load_states(state: Any, fname: str) -> None:
         raise ArgumentError(NO_STATES.format(path=fname, error=error)) from error
 
 
-def pop_state(trainer: Trainer) -> dict[str, Any] | None:
-    """Remove the loss scaler's state from a trainer's optimizer; return it, or None."""
-    state = vars(trainer._optimizer).pop(_ATTRIBUTE, None)
-    return state if isinstance(state, dict) else None
+def resume(state: Any) -> None:
+    """Restore a trainer's `State` from the dictionary in its optimizer, and remove that, if any."""
+    saved = vars(state.trainer._optimizer).pop(_ATTRIBUTE, None)
+    if isinstance(saved, dict):
+        state.load_state_dict(saved)
 
 
 # ------------------------------------------------------------ states in another precision

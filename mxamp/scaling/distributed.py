@@ -26,8 +26,6 @@ from ..policy.policy import custom_classes
 from .passes import Entry, entries_of, gradients
 from .scaler import LossScaler
 
-#: Checksums have this many bits: float32 holds them exactly.
-_CHECKSUM = 2**24 - 1
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
 _keys = itertools.count(2**30)
@@ -54,7 +52,7 @@ def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type
     settings = repr((__version__, rules, sorted(scaler_state.items())))
     # One element per worker, in which the others send zeros.
     sums = np.zeros((kvstore.num_workers, 1), dtype="float32")
-    sums[kvstore.rank] = zlib.crc32(settings.encode()) & _CHECKSUM
+    sums[kvstore.rank] = zlib.crc32(settings.encode()) % 2**24  # exact in float32
     key = key_type(next(_keys))
     with suspended():
         array = mx.nd.array(sums)

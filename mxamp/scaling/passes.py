@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -37,7 +38,6 @@ from .statistics import RunningStatistics, running_statistics
 logger = logging.getLogger("mxamp")
 
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
-SCALED_ALREADY = "this loss has been scaled already: scale each loss once"
 FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
 SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
 MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make the trainer first"
@@ -46,15 +46,13 @@ MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make
 
 #: Behind the scale of a scaled loss: digits too small to change it, which no program writes.
 _MARK = "00000000000000000001"
-#: MXNet reads scalars from 19 digits before the point, and as many behind it.
-_SMALLEST, _LARGEST = 2.0**-30, 2.0**60
 
 
 def _marked(loss: NDArray, scale: float) -> NDArray:
     """Return a loss times a scale, with a mark; a scale of 1 needs neither."""
     if scale == 1:
         return loss
-    if not _SMALLEST <= scale <= _LARGEST:
+    if not 2.0**-30 <= scale <= 2.0**60:  # MXNet reads 19 digits before the point and behind it
         raise StateError(f"a loss scale of {scale:g} is not between 2**-30 and 2**60")
     text = f"{scale:.30f}{_MARK}"
     if isinstance(loss, np_ndarray):
@@ -112,7 +110,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
 
     def scaled_in_float32(array: NDArray) -> NDArray:
         if _scales_behind(array) if others else _scale_of(array):
-            raise StateError(SCALED_ALREADY)
+            raise StateError("this loss has been scaled already: scale each loss once")
         arrays.append(array)
         if dtype_of(array) not in ("float32", "float64"):
             array = array.astype("float32")  # 65504 is float16's largest number
@@ -165,7 +163,7 @@ def entries_of(trainer: Trainer) -> list[Entry]:
 
 def fresh(trainer: Trainer) -> list[Entry]:
     """Return the gradients that backward passes have written since a trainer's last update."""
-    return [entry for entry in entries_of(trainer) if entry.is_fresh]
+    return [entry for entry in entries_of(trainer) if entry.data._fresh_grad]
 
 
 @contextmanager
@@ -240,12 +238,12 @@ class Gradients:
         """Context of a backward pass with a scale: record the gradients that it writes."""
         changed = [] if self.all_carry(scale) else list(self.trainers)
         found = {id(entry.data): entry for trainer in changed for entry in entries_of(trainer)}
+        # Several trainers may have one parameter.
+        entries = [one for one in found.values() if scale != self.scale or one.param in self._notes]
         for one in entries:
             # A program that handles an overflow itself begins a new sum.
             if one.adds and self.is_overflown(one) and not square_sum([one.gradient]):
                 self.note(one, self.note_of(one).scale)
-        # Several trainers may have one parameter.
-        entries = [one for one in found.values() if scale != self.scale or one.param in self._notes]
         with without_flags([entry.data for entry in entries]):
             adding = [one for one in entries if one.adds and self.note_of(one).scale != scale]
             with autograd.pause():
@@ -272,8 +270,7 @@ class Gradients:
 
     def carry_scale(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer carries a scale other than 1."""
-        is_plain = self.all_carry(1)
-        return not is_plain and any(self.note_of(entry).scale != 1 for entry in fresh(trainer))
+        return not self.all_carry(1) and any(self.note_of(e).scale != 1 for e in fresh(trainer))
 
     def carried(self, trainer: Trainer) -> float:
         """Return the scale of a trainer's fresh gradients: the smallest, if they have several."""
@@ -340,6 +337,7 @@ class _Passes(FrontEnd):
         return [
             *patching.patches_of_function(autograd, "backward", wrapping(self._patched_backward)),
             *patching.patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
+            Patch(autograd, "_parse_head", wrapping(self._patched_parse)),
             Patch(NDArray, "backward", wrapping(_patched_array_backward)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "step", wrapping(self._patched_step)),
@@ -381,11 +379,12 @@ class _Passes(FrontEnd):
         if len(scales) > 1 or (scales and not all(behind)):
             raise StateError(SEVERAL_SCALES)
         scale = scales.pop() if scales else 1.0
+        is_simple = len(gradients.trainers) == 1 and self.automatic is None
+        is_simple = is_simple and gradients.all_carry(scale)
         self._thread.runs = True
         try:
             # The scale of output operators is the process's.
-            lock = self._pass_lock if len(gradients.trainers) > 1 else nullcontext()
-            with lock, scaled_outputs(scale):
+            with nullcontext() if is_simple else self._pass_lock, scaled_outputs(scale):
                 yield scale
         finally:
             self._thread.runs = False
@@ -397,9 +396,7 @@ class _Passes(FrontEnd):
         gradients.any_scaled |= scale != 1
         for trainer, statistics in list(gradients.trainers.items()):
             statistics.before_pass(partial(running_statistics, trainer))
-        alone = len(gradients.trainers) == 1 and self.automatic is None
-        lock = nullcontext() if alone and gradients.all_carry(scale) else self._pass_lock
-        with lock, gradients.written(scale):
+        with gradients.written(scale):
             yield
 
     def _patched_backward(
@@ -423,6 +420,23 @@ class _Passes(FrontEnd):
                     compute(head_grads)
             else:
                 self.automatic.run(compute, heads, head_grads, self._recorded(scale))
+
+    def _patched_parse(self, original: Original, heads: Any, head_grads: Any) -> Any:
+        """Parse the heads of a pass; run it here if MXNet's own `backward` is the caller.
+
+        `autograd.backward(scaler.scale(loss))` looks that up before `scale` opens the patches. It
+        gets another head, whose pass does nothing.
+        """
+        caller = sys._getframe(2)  # behind the wrapper of the patch
+        if self.is_nested or caller.f_code.co_name != "backward":
+            return original(heads, head_grads)
+        given = caller.f_locals
+        autograd.backward(heads, head_grads, given["retain_graph"], given["train_mode"])
+        other = nd.zeros(1)
+        other.attach_grad()
+        with autograd.record():
+            self._thread.head = other * 1  # the caller has its handle alone
+        return original(self._thread.head, None)
 
     def _patched_grad(
         self,

@@ -37,7 +37,7 @@ from ..framework.keywords import checked_call
 from ..framework.patching import Original
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
-from .checkpoint import follow_weights, load_states, pop_state, save_states, share_step_counts
+from .checkpoint import follow_weights, load_states, resume, save_states, share_step_counts
 from .distributed import check_kvstore, compare_workers, sum_gradients, wait_for_weights
 from .finite import all_finite, multiply, square_sum
 from .float16_optimizers import check_float16_update
@@ -52,13 +52,12 @@ _STUCK = 10
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
-SKIPPED = "step skipped, gradients of %s are not finite; %s"
 TOO_MANY_SKIPS = (
     "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
     "learning rate that is too high, a division by zero or a logarithm of zero in the loss."
 )
-UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
+UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
 NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
 NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}"
 NOT_INITIALIZED = "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first"
@@ -79,10 +78,7 @@ _ILLEGAL = {
     ("scale", Stage.UNSCALED): "gradients are unscaled: call step() first, which skips overflows",
     ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
     ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step",
-    (
-        "unscale",
-        Stage.STEPPED,
-    ): "this trainer has stepped already: call unscale_ before step",
+    ("unscale", Stage.STEPPED): "this trainer has stepped already: call unscale_ before step",
     ("step", Stage.STEPPED): "this trainer has stepped already: call the scaler's update() first",
 }
 
@@ -148,12 +144,7 @@ class State:
         """The scale of the current gradients and of the next loss."""
         if self.stage is not Stage.SCALED:
             return self.scaler.loss_scale
-        return gradients.carried(self.trainer) if self._is_seen else self._scale
-
-    @property
-    def _is_seen(self) -> bool:
-        """Whether a backward pass was seen since the last step."""
-        return gradients.passes > self.stepped_at
+        return gradients.carried(self.trainer) if fresh(self.trainer) else self._scale
 
     def _assign_scale(self, scale: float) -> None:
         """Set the scale of the scaler and `trainer.amp_loss_scale`."""
@@ -238,17 +229,13 @@ class State:
 
     def _equalize(self) -> float:
         """Bring all gradients to one scale, and return it."""
-        if self._stage is Stage.SCALED and not self._is_seen:
-            # The program has looked backward up before the patches: its pass was not seen.
-            for entry in fresh(self.trainer):
-                gradients.note(entry, self._scale)
         carried = gradients.equalize(self.trainer)
         if self.stage is not self._stage:
             self._stage, self._scale = self.stage, carried
         # A trainer of a GradScaler may step without it.
         mine = self._stage is (Stage.NONE if self.results is None else Stage.SCALED)
-        plain = carried == 1 and self._is_seen and (mine or self._stage is Stage.SCALED)
-        if self._may_warn and plain and self.scaler.loss_scale != 1:
+        plain = carried == 1 and (mine or self._stage is Stage.SCALED)
+        if self._may_warn and plain and self.scaler.loss_scale != 1 and fresh(self.trainer):
             self._may_warn = False
             logger.warning(NOT_SCALED)
         return carried
@@ -264,7 +251,7 @@ class State:
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         self.last_stage = self._stage
-        self.stepped_at, self._reduced_at = gradients.passes, -1
+        self._reduced_at = -1
         if self._stage is Stage.NONE:
             self._notify(StepReport(True, 1.0, self.loss_scale))
             return False
@@ -318,7 +305,7 @@ class State:
         change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
         self._skips_in_a_row = 0 if report.stepped else self._skips_in_a_row + 1
         if not report.stepped:
-            logger.info(SKIPPED, names, change)
+            logger.info("step skipped, gradients of %s are not finite; %s", names, change)
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
         if self._skips_in_a_row == _STUCK:
@@ -342,6 +329,14 @@ class State:
         self.publish(None)
 
 
+def state_of(trainer: Any) -> State | None:
+    """Return a trainer's state; None if it has no loss scaling."""
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
+    state = getattr(trainer, "_amp_loss_scaler", None)
+    return state if isinstance(state, State) else None
+
+
 def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
     """Call `Trainer._update`; warn once of a trainer in float16 whose losses nothing scales."""
     if not hasattr(trainer, "_amp_loss_scaler"):
@@ -350,12 +345,6 @@ def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: A
             trainer._amp_loss_scaler = None
             logger.warning(UNSCALED)
     original(trainer, *args, **kwargs)
-
-
-def state_of(trainer: Any) -> State | None:
-    """Return a trainer's state; None if it has no loss scaling."""
-    state = getattr(trainer, "_amp_loss_scaler", None)
-    return state if isinstance(state, State) else None
 
 
 def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> bool:
@@ -506,17 +495,11 @@ def active_hook(trainer: Any) -> State | None:
 
 def hook_of(trainer: Any) -> State:
     """Return a trainer's state; raise if the trainer has no loss scaling."""
-    _check_trainer(trainer)
     state = active_hook(trainer)
     if state is None:
         names = shortened([param.name for param in trainer._params], 1)
         raise StateError(NOT_INITIALIZED.format(names))
     return state
-
-
-def _check_trainer(trainer: Any) -> None:
-    if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
 
 
 def attach_hook(
@@ -527,9 +510,8 @@ def attach_hook(
     An existing state stays, with the given scaler. A trainer that has loaded states resumes from
     them, whatever scaler is given.
     """
-    _check_trainer(trainer)
-    check_contrib_is_off()
     state = state_of(trainer)
+    check_contrib_is_off()
     if state is not None and state.scaled_by:
         state.check_scaled_by(scaled_by)
         if loss_scaler is None and (state.scaler.checks or current_policy() is None):
@@ -542,9 +524,7 @@ def attach_hook(
         return state
     state = State(trainer, scaler, scaled_by)
     share_step_counts(trainer)
-    saved = pop_state(trainer)
-    if saved is not None:
-        state.load_state_dict(saved)
+    resume(state)
     # Partial functions of the state, and its method: a copied trainer gets its own.
     trainer.save_states = partial(save_states, state)
     trainer.load_states = partial(load_states, state)

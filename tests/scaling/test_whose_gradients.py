@@ -223,6 +223,26 @@ def test_a_step_without_scale_loss(dtype, scaler, losses_scaled, warns, caplog):
     assert caplog.text.count("carry no loss scale") == int(warns)
 
 
+@pytest.mark.parametrize("way", ["plain", "init_trainer", "decorate", "GradScaler", "automatic"])
+def test_a_trainer_in_float16_without_loss_scaling_warns(way, caplog):
+    if way == "automatic":
+        automatic.start(policy=amp.Policy.default("float16", "cpu"))
+    else:
+        amp.init("float16", ctx=mx.cpu())
+    net, trainer = make(8 if way == "init_trainer" else None)
+    scaler = amp.GradScaler()
+    if way == "decorate":
+        trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()))
+    for _ in range(2):
+        scaled(net, trainer) if way == "init_trainer" else plain(net)
+        if way == "GradScaler":
+            scaler.step(trainer, 1)
+            scaler.update()
+        else:
+            trainer.step(1)
+    assert caplog.text.count("call init_trainer(trainer), and backward inside") == (way == "plain")
+
+
 SOCKEYE = ("_loss_scale", "_next_loss_scale", "_unskipped")
 
 
@@ -253,26 +273,6 @@ def test_scripts_keep_the_attributes_of_contribs_scaler():
 def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
     """MXNet does not note that these gradients were used: they stay fresh."""
     contexts = [mx.cpu(0), mx.cpu(1)]
-@pytest.mark.parametrize("way", ["plain", "init_trainer", "decorate", "GradScaler", "automatic"])
-def test_a_trainer_in_float16_without_loss_scaling_warns(way, caplog):
-    if way == "automatic":
-        automatic.start(policy=amp.Policy.default("float16", "cpu"))
-    else:
-        amp.init("float16", ctx=mx.cpu())
-    net, trainer = make(8 if way == "init_trainer" else None)
-    scaler = amp.GradScaler()
-    if way == "decorate":
-        trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()))
-    for _ in range(2):
-        scaled(net, trainer) if way == "init_trainer" else plain(net)
-        if way == "GradScaler":
-            scaler.step(trainer, 1)
-            scaler.update()
-        else:
-            trainer.step(1)
-    assert caplog.text.count("call init_trainer(trainer), and backward inside") == (way == "plain")
-
-
     net, trainer = make()
     parts = [gluon.nn.Dense(2, in_units=2) for _ in range(2)]
     params = gluon.ParameterDict()
@@ -389,19 +389,32 @@ def test_one_pass_from_losses_scaled_apart():
 
 @pytest.mark.parametrize("way", ["init_trainer", "GradScaler"])
 def test_a_backward_function_that_was_stored_before_the_patches(way):
-    amp.shutdown()
     stored = autograd.backward
-    net, trainer = make(1024.0 if way == "init_trainer" else None)
-    scaler = amp.GradScaler(1024) if way == "GradScaler" else None
-    for _ in range(2):
+    net, trainer = make(1024.0 if way == "init_trainer" else None, req="add")
+    scaler = amp.GradScaler(1024)
+    for backward in (stored, stored, autograd.backward):
         with autograd.record():
             loss = net(X)
-        if scaler:
-            stored([scaler.scale(loss)])
-            scaler.step(trainer, 1)
-            scaler.update()
+        if way == "GradScaler":
+            backward([scaler.scale(loss)], retain_graph=True)
         else:
             with amp.scale_loss(loss, trainer) as product:
-                stored([product])
-            trainer.step(1)
-    assert_weights(net, -1, -3)
+                backward([product], retain_graph=True)
+        loss.backward(nd.zeros_like(loss))  # its graph is there
+    scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
+    assert_weights(net, 1 - 3, 1 - 6)
+
+
+def test_two_trainers_of_a_scaler_that_lives_through_shutdown():
+    pairs, scaler = [make(None), make(None)], amp.GradScaler(1024)
+    for _ in range(2):
+        for net, _ in pairs:
+            with autograd.record():
+                loss = net(X)
+            autograd.backward(scaler.scale(loss))
+        for _, trainer in pairs:
+            scaler.step(trainer, 1)
+        scaler.update()
+        amp.shutdown()
+    for net, _ in pairs:
+        assert_weights(net, -1, -3)
