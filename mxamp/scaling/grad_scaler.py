@@ -17,11 +17,13 @@ from ..errors import StateError
 from ..framework.contrib_amp import check_contrib_is_off
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from .passes import gradients, passes, scale_losses
+from .passes import scale_losses
 from .scaler import LossScaler
-from .trainer import Stage, State, active_hook, attach_hook
+from .trainer import State, active_hook, attach_hook
 
 logger = logging.getLogger("mxamp")
+
+OTHER_SCALER = "another GradScaler scales this trainer's losses: call its step, or this one's scale"
 
 
 class GradScaler:
@@ -54,14 +56,10 @@ class GradScaler:
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.checks = enabled and not chose_float32()
-        if self._enabled:
-            check_contrib_is_off()
-            passes.open()  # now: `autograd.backward(scaler.scale(loss))` looks backward up first
         #: The results of steps since the last update, by the trainers' states.
         self._results: dict[State, bool] = {}
-        #: The scale of the first loss since then, if any, and the backward passes before it.
+        #: The scale of the first loss since then, if any.
         self._first: float | None = None
-        self._passes = gradients.passes
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -93,8 +91,7 @@ class GradScaler:
             return loss
         check_contrib_is_off()
         scaled = scale_losses(loss, self.get_scale(), others=self._first is not None)
-        if self._first is None:
-            self._first, self._passes = self.get_scale(), gradients.passes
+        self._first = self._first or self.get_scale()
         return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
@@ -115,10 +112,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        hook = self._attached_hook(trainer)
-        if hook.stage is Stage.NONE:
-            hook.mark_scaled(self._first or 1.0)
-        hook.unscale()
+        self._attached_hook(trainer).unscale()
 
     def step(self, trainer: Trainer, batch_size: Any, ignore_stale_grad: bool = False) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
@@ -140,9 +134,7 @@ class GradScaler:
         if not self._enabled:
             trainer.step(batch_size, ignore_stale_grad)
             return
-        hook = self._attached_hook(trainer)
-        hook.check("step")
-        hook.mark_scaled(self._first or 1.0)
+        self._attached_hook(trainer).check("step")
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
@@ -186,14 +178,15 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_hook(self, trainer: Trainer) -> State:
-        """Return a trainer's state, attached at first use; raise if it is another scaler's."""
+        """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
         hook = active_hook(trainer)
         if hook is None:
             hook = attach_hook(trainer, self._scaler, scaled_by="GradScaler")
-            hook.results, hook.stepped_at = self._results, self._passes
         hook.check_scaled_by("GradScaler")
-        if hook.scaler is not self._scaler:
-            raise StateError("this trainer has its own GradScaler already: use that one for it")
+        if hook.scaler is not self._scaler and self._first is None:
+            raise StateError(OTHER_SCALER)
+        hook.scaler, hook.results = self._scaler, self._results
+        hook.mark_scaled(self._first or hook.loss_scale)  # None if a loss is used again
         return hook
 
     def __repr__(self) -> str:

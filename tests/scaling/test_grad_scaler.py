@@ -1,3 +1,5 @@
+import copy
+import pickle
 from functools import partial
 
 import numpy as np
@@ -73,6 +75,41 @@ def test_states():
     assert "64" in repr(scaler)
     with pytest.raises(amp.ArgumentError, match="what state_dict"):
         other.load_state_dict({})
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copy_takes_over_the_trainers_between_updates(pickled):
+    """As in PyTorch; the other scaler may take them back."""
+    scaler, mine, control = amp.GradScaler(), setup(), setup()
+    first, *others = batches(5)
+    train(scaler, [mine], first)
+    plain([control], first)
+    other = pickle.loads(pickle.dumps(scaler)) if pickled else copy.deepcopy(scaler)  # noqa: S301
+    for i, data in enumerate(others):
+        train([other, scaler][i % 2], [mine], data)
+        plain([control], data)
+    assert_same_weights(mine[0], control[0])
+    with autograd.record():
+        loss = mine[0](nd.array(first)).sum()
+    scaler.scale(loss).backward()
+    for call in (lambda: other.step(mine[1], 4), lambda: other.unscale_(mine[1])):
+        with pytest.raises(amp.StateError, match="another GradScaler"):
+            call()
+    scaler.step(mine[1], 4)
+    other.scale(loss)
+    with pytest.raises(amp.StateError, match="stepped already"):
+        other.step(mine[1], 4)
+
+
+def test_a_loss_used_again_after_the_update_does_not_lower_the_scale_to_1():
+    scaler, (net, trainer) = amp.GradScaler(1024), setup()
+    with autograd.record():
+        scaled = scaler.scale((net(nd.ones((4, 4))) * 2.0**120).sum())
+    for scale in (512, 256):
+        scaled.backward(retain_graph=True)
+        scaler.step(trainer, 4)
+        scaler.update()
+        assert scaler.get_scale() == scale
 
 
 @pytest.mark.filterwarnings("ignore:nan or inf is detected")  # by MXNet's clipping

@@ -47,7 +47,6 @@ MIXED = [
     (amp.init_trainer, amp.GradScaler, "would scale them twice"),
     (amp.GradScaler, amp.init_trainer, "would scale them twice"),
     (amp.GradScaler, amp.scale_loss, "would scale them twice"),
-    (amp.GradScaler, amp.GradScaler, "own GradScaler"),
 ]
 
 

@@ -9,8 +9,8 @@ weights are right in the end):
 |---|---|---|
 | `scale_loss` | after `unscale` | after `unscale`, with a foreign gradient |
 | `backward` | | heads of several scales, or scaled beside unscaled heads; a loss scaled before its trainer's last `step`, or its GradScaler's last `update`; gradients of a trainer after `unscale`; an error has ended its `scale_loss` |
-| `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient; a loss used again |
-| `step` | twice before a GradScaler's `update` | a foreign gradient; a loss used again |
+| `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient; a loss used again; a copied GradScaler that scaled no loss |
+| `step` | twice before a GradScaler's `update` | the same |
 | `update` | before any `step` | |
 
 A loss is used again after its trainer's `step` or `unscale`. A gradient is foreign if the pass that wrote it was doubtful, or scaled without this trainer. A call
@@ -23,6 +23,7 @@ To run 400 other programs of 50 calls:
     MXAMP_EXAMPLES=400 MXAMP_SEED=3 scripts/test tests/scaling/test_state_machine.py::test_many_programs
 """
 
+import copy
 import ctypes
 import itertools
 import os
@@ -125,6 +126,7 @@ class Owner:
     scaler: Optional[amp.GradScaler] = None
     stage: str = "none"  #: or "scaled", "unscaled", "stepped", as in docs/loss-scaling.md
     used_again: bool = False  #: a loss that was scaled before the last step or `unscale`
+    copied: bool = False  #: another GradScaler scaled its earlier losses
     saved: Any = None  #: file and velocities
 
     @property
@@ -143,6 +145,7 @@ class Owner:
 
     def legality(self, action):
         foreign = any(weight.foreign for weight in self.fresh)
+        foreign |= self.copied and self.stage == "none"
         if self.stage != "stepped" and (foreign or self.used_again):
             return "doubtful"
         if (action, self.stage) in WRONG and (self.kind, self.stage) != ("GradScaler", "none"):
@@ -233,9 +236,11 @@ class Programs(RuleBasedStateMachine):
         scales=st.lists(SCALES, min_size=3, max_size=3),
         interval=INTERVALS,
         momentum=st.sampled_from([0.0, 0.5]),
+        stores=FLAG,
     )
-    def start(self, kinds, mode, scales, interval, momentum):
+    def start(self, kinds, mode, scales, interval, momentum, stores):
         self.momentum = momentum
+        self.stored = autograd.backward if stores else None  # MXNet's own
         if mode == "init":
             amp.init(policy=POLICY)
         elif mode == "automatic":
@@ -396,7 +401,9 @@ class Programs(RuleBasedStateMachine):
         late = is_scaled and any(one.stage == "unscaled" for one in touched.values())
         doubtful = spent or late or len(scales) > 1
         heads = [loss.array for loss in losses]
-        call = [heads[0].backward] if len(heads) == 1 else [autograd.backward, heads]
+        call = [heads[0].backward] if len(heads) == 1 else [self.stored or autograd.backward, heads]
+        if self.stored and next(self.numbers) % 2:
+            call = [self.stored, heads]
         raised = attempt("doubtful" if doubtful else "legal", *call, None, retain) is RAISED
         if raised or not retain:
             graphs = set().union(*(loss.graphs for loss in losses))
@@ -406,6 +413,7 @@ class Programs(RuleBasedStateMachine):
             owner.used_again |= again and any(owner in one.owners for one in scalings)
         for weight, owner in () if raised else touched.items():
             adds = weight.parameter.grad_req == "add"
+            weight.overflowed &= not adds or np.any(weight.gradient)  # 0 begins a new sum
             owned = all(owner in one.owners for one in scalings)
             weight.receive(gradients[weight], adds)
             weight.foreign = (is_scaled and (doubtful or not owned)) or (adds and weight.foreign)
@@ -526,6 +534,31 @@ class Programs(RuleBasedStateMachine):
             self.spend(owners[0], reuse)
             for one in owners:
                 one.stage = "unscaled" if one.stage == "unscaled" else "none"
+
+    @rule(pick=PICK)
+    def copy_grad_scaler(self, pick):
+        scaler = self.owner(pick).scaler
+        owners = [one for one in self.owners if scaler and one.scaler is scaler]
+        if owners and all(one.stage == "none" for one in owners):
+            owners[0].scaler, owners[0].copied = copy.deepcopy(scaler), True
+
+    @rule(chance=st.integers(0, 3), again=FLAG)
+    def shut_down(self, chance, again):
+        """Shut down, after which no trainer is decorated, and no scaled loss is of use."""
+        if chance:
+            return
+        amp.shutdown()
+        if again:
+            amp.init(policy=POLICY)
+        self.losses = [loss for loss in self.losses if not loss.scalings]
+        for owner in self.owners:
+            if owner.kind == "decorate":
+                owner.kind, owner.stage = "none", "unscaled" if owner.fresh else "none"
+            elif owner.kind == "scale_loss" and owner.stage == "scaled" and not owner.fresh:
+                owner.stage = "none"
+            for weight in owner.weights:
+                weight.unscaled = True
+                weight.overflowed |= weight.fresh and not weight.finite
 
     @rule(gradients=GRADIENTS, overflows=OVERFLOWS, way=PICK, pick=PICK)
     def train(self, gradients, overflows, way, pick):
