@@ -132,7 +132,9 @@ def _patched_init_optimizer(
             os.environ[_UPDATE_SWITCH] = before
     if shared is None:
         policy = current_policy()
-        if policy is not None and policy.target_dtype == "float16":
+        # SVRGModule's own method calls this one with an optimizer around the decorated one.
+        is_outermost = original is getattr(type(self).init_optimizer, "__wrapped__", original)
+        if policy is not None and policy.target_dtype == "float16" and is_outermost:
             logger.warning(NOT_DECORATED)
         return
     if checks and self._update_on_kvstore:

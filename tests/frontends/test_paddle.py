@@ -6,6 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
+from mxnet.contrib.svrg_optimization.svrg_module import SVRGModule
 from mxnet.module import Module
 
 import digits
@@ -88,6 +89,19 @@ def test_a_kvstore_that_updates_because_decorate_came_too_late():
     """
     result = run_python(code)
     assert "StateError: parameters are updated on the kvstore 'local'" in result.stderr
+
+
+def test_a_decorated_module_with_its_own_init_optimizer_does_not_warn(caplog):
+    amp.init("float16", ctx=mx.cpu())
+    optimizer = amp.decorate("sgd")
+    net = mx.sym.LinearRegressionOutput(
+        mx.sym.var("data") * mx.sym.var("weight"), mx.sym.var("label")
+    )
+    module = SVRGModule(net, label_names=["label"], update_freq=2)
+    module.bind([("data", (4, 1))], [("label", (4, 1))])
+    module.init_params(mx.init.One())
+    module.init_optimizer(optimizer=optimizer)
+    assert "nothing scales this module's losses" not in caplog.text
 
 
 def test_modules_where_auto_is_float32_update_as_plain_ones(monkeypatch):
