@@ -32,9 +32,9 @@ logger = logging.getLogger("mxamp")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DIFFERENT = (
-    "mixed precision is on already, with another policy than init() asks for ({before} "
-    "instead of {wanted}). Call mxamp.shutdown() before init() with other arguments, or use "
-    "mxamp.autocast() for a part of the program"
+    "init() was called before, with another policy than now ({before} instead of {wanted}). Call "
+    "mxamp.shutdown() before init() with other arguments, or use mxamp.autocast() for a part of "
+    "the program"
 )
 NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
