@@ -9,14 +9,7 @@ import pytest
 
 import mxamp as amp
 
-LATER = (
-    "rich",
-    "click",
-    "mxamp.convert",
-    "mxamp.debugging",
-    "mxamp.tools",
-    "mxamp.frontends",
-)
+LATER = ("rich", "click", "mxamp.convert", "mxamp.debugging", "mxamp.tools", "mxamp.frontends")
 PROGRAM = """
 import gc, json, sys, warnings
 warnings.simplefilter("ignore")

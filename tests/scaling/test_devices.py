@@ -6,15 +6,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from training import (
-    CONTEXTS,
-    assert_as_plain,
-    batches,
-    one_step,
-    poisoned,
-    setup,
-    weights,
-)
+from training import CONTEXTS, assert_as_plain, batches, one_step, poisoned, setup, weights
 
 SCALE = 1024
 

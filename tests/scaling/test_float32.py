@@ -10,14 +10,7 @@ from mxnet import autograd, nd
 import mxamp as amp
 from conftest import assert_unpatched
 from mxamp.framework import machine
-from training import (
-    CONTEXTS,
-    assert_same_weights,
-    batches,
-    poisoned,
-    setup,
-    train,
-)
+from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train
 
 
 @pytest.fixture(autouse=True)

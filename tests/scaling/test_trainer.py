@@ -8,15 +8,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import kind, randn, same
-from training import (
-    CONTEXTS,
-    assert_same_weights,
-    batches,
-    poisoned,
-    setup,
-    train,
-    weights,
-)
+from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train, weights
 
 SETTINGS = [
     ("sgd", {}), ("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {}),
