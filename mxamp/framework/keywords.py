@@ -26,8 +26,7 @@ def checked_call(function: Function) -> Function:
         try:
             return function(*args, **keywords)
         except TypeError:
-            named = inspect.signature(function).parameters
-            parameters = [name for name in named if name not in ("self", "cls")]
+            parameters = sorted(inspect.signature(function).parameters.keys() - {"self", "cls"})
             name = function.__qualname__.rpartition("<locals>.")[2].replace(".__init__", "")
             for keyword in keywords:
                 if keyword not in parameters:

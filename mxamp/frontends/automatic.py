@@ -37,7 +37,6 @@ UNKNOWN_VALUE = (
     f"{VARIABLE} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
     f"{', '.join(_OFF[1:])}, not {{!r}}: mixed precision stays off"
 )
-INSTEAD = f"set {VARIABLE}=bfloat16"
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
 OWN_AMP = (
     "%s imports mxamp: it runs in the precision that it asks for itself. To choose the precision "
@@ -90,7 +89,7 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     if not isinstance(chosen, Policy):
-        announce_float32(INSTEAD)
+        announce_float32(f"set {VARIABLE}=bfloat16")
         return
     switch_on(chosen)
     announce(chosen)

@@ -19,12 +19,7 @@ from ..policy import active, regions
 from ..policy.overrides import Conditional
 from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
-from .announcements import (
-    announce,
-    announce_float32,
-    warn_of_speed,
-    warn_of_unknown_layers,
-)
+from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
 from .table import casting
 
 logger = logging.getLogger("mxamp")

@@ -9,16 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import (
-    down,
-    kind,
-    operators_of,
-    randn,
-    same,
-    up,
-    values,
-    with_avx512,
-)
+from helpers import down, kind, operators_of, randn, same, up, values, with_avx512
 from models import model, policy_for
 from nets import convolutional, made, perceptron
 

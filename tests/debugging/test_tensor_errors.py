@@ -12,14 +12,7 @@ from planted import chain
 import mxamp as amp
 from helpers import operators_of, randn, values
 from models import model
-from nets import (
-    NETS,
-    attention,
-    convolutional,
-    decoder,
-    made,
-    perceptron,
-)
+from nets import NETS, attention, convolutional, decoder, made, perceptron
 
 compare = amp.debugging.compare
 

@@ -94,11 +94,9 @@ def test_a_kvstore_that_updates_because_decorate_came_too_late():
 def test_a_decorated_module_with_its_own_init_optimizer_does_not_warn(caplog):
     amp.init("float16", ctx=mx.cpu())
     optimizer = amp.decorate("sgd")
-    net = mx.sym.LinearRegressionOutput(
-        mx.sym.var("data") * mx.sym.var("weight"), mx.sym.var("label")
-    )
-    module = SVRGModule(net, label_names=["label"], update_freq=2)
-    module.bind([("data", (4, 1))], [("label", (4, 1))])
+    loss = mx.sym.MakeLoss(mx.sym.var("data") * mx.sym.var("weight"))
+    module = SVRGModule(loss, label_names=None, update_freq=2)
+    module.bind([("data", (4, 1))])
     module.init_params(mx.init.One())
     module.init_optimizer(optimizer=optimizer)
     assert "nothing scales this module's losses" not in caplog.text

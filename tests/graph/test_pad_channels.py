@@ -11,10 +11,7 @@ import mxamp as amp
 from helpers import operators_of, randn, same, with_avx512
 from mxamp.graph.ir import Graph
 from mxamp.graph.speed.fuse import FusionPass
-from mxamp.graph.speed.pad_channels import (
-    _ELEMENTWISE,
-    pad_channels,
-)
+from mxamp.graph.speed.pad_channels import _ELEMENTWISE, pad_channels
 
 pytestmark = pytest.mark.usefixtures("unfused")
 

@@ -9,12 +9,7 @@ from mxnet.gluon import nn, rnn
 import mxamp as amp
 from helpers import as_float32, kind, randn, same, values
 from mxamp.patches import cached_op
-from nets import (
-    NETS,
-    Control,
-    made,
-    separable,
-)
+from nets import NETS, Control, made, separable
 
 
 def run(net, data):

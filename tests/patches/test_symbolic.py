@@ -8,13 +8,7 @@ from mxnet import autograd, nd
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import as_float32, randn, same, values, with_avx512
-from nets import (
-    attention,
-    convolutional,
-    decoder,
-    embedded,
-    made,
-)
+from nets import attention, convolutional, decoder, embedded, made
 
 
 @pytest.fixture(autouse=True)

@@ -92,9 +92,8 @@ def test_a_copy_takes_over_the_trainers_between_updates(pickled):
     with autograd.record():
         loss = mine[0](nd.array(first)).sum()
     scaler.scale(loss).backward()
-    for call in (lambda: other.step(mine[1], 4), lambda: other.unscale_(mine[1])):
-        with pytest.raises(amp.StateError, match="another GradScaler"):
-            call()
+    with pytest.raises(amp.StateError, match="another GradScaler"):
+        other.unscale_(mine[1])
     scaler.step(mine[1], 4)
     other.scale(loss)
     with pytest.raises(amp.StateError, match="stepped already"):

@@ -238,12 +238,7 @@ def test_asynchronous_kvstores_are_refused():
         amp.init_trainer(trainer, amp.StaticLossScaler(8))
 
 
-OUTPUTS = [
-    "SoftmaxOutput",
-    "LinearRegressionOutput",
-    "LogisticRegressionOutput",
-    "MAERegressionOutput",
-]
+OUTPUTS = ["SoftmaxOutput", *(f"{loss}RegressionOutput" for loss in ("Linear", "Logistic", "MAE"))]
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
