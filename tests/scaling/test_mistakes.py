@@ -43,15 +43,11 @@ def test_a_run_that_only_skips_is_warned_of(way, caplog):
     assert net[0].weight.name in caplog.text
 
 
-MIXED = [
-    (amp.init_trainer, amp.GradScaler, "would scale them twice"),
-    (amp.GradScaler, amp.init_trainer, "would scale them twice"),
-    (amp.GradScaler, amp.scale_loss, "would scale them twice"),
-]
+MIXED = [(amp.init_trainer, amp.GradScaler), (amp.GradScaler, amp.init_trainer)]
 
 
-@pytest.mark.parametrize("first, second, words", MIXED)
-def test_two_ways_of_scaling_for_one_trainer(first, second, words):
+@pytest.mark.parametrize("first, second", [*MIXED, (amp.GradScaler, amp.scale_loss)])
+def test_two_ways_of_scaling_for_one_trainer(first, second):
     """The error says which of them to remove."""
     net, trainer = setup()
 
@@ -65,7 +61,7 @@ def test_two_ways_of_scaling_for_one_trainer(first, second, words):
             one_step(net, trainer, nd.array(batches(1)[0]), "GradScaler", amp.GradScaler(8))
 
     use(first)
-    with pytest.raises(amp.StateError, match=words):
+    with pytest.raises(amp.StateError, match="would scale them twice"):
         use(second)
 
 
