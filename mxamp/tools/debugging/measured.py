@@ -217,24 +217,18 @@ def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
     return found
 
 
-def gradients_of(loss: Any, net: Block, scale: float) -> dict[str, Any]:
-    """Return the gradients of a recorded loss, as NumPy arrays by name of the net's parameter.
+def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
+    """Return the gradients of a recorded loss by the net's parameters, as NumPy arrays.
 
     The loss is multiplied by `scale` for the backward pass, and the gradients are divided by it.
     """
-    params = [param for param in net.collect_params().values() if param.grad_req != "null"]
-    gradients = [param.list_grad()[0] for param in params]
+    params = net.collect_params()
     with suspended():
-        for gradient in gradients:
-            # backward skips parameters that the loss does not depend on
-            if gradient.stype == "default":
-                gradient[:] = 0
-            else:
-                mx.nd.sparse.zeros_like(gradient, out=gradient)
+        params.zero_grad()  # backward skips parameters that the loss does not depend on
         with autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
         with autograd.pause(), scaled_outputs(scale):
             _backward(heads)
-        dense = [one if one.stype == "default" else one.tostype("default") for one in gradients]
-        values = [cast(array, "float32").asnumpy() / np.float32(scale) for array in dense]
-    return {param.name: value for param, value in zip(params, values)}
+        found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
+        dense = [one if one.stype == "default" else one.tostype("default") for one in found]
+        return [cast(array, "float32").asnumpy() / np.float32(scale) for array in dense]

@@ -255,6 +255,9 @@ class MonitoredGraph:
     def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
         self._observer, self._symbol = observer, symbol
         self._graph = Graph.from_symbol(symbol)
+        # Static graphs don't call the monitor, nor do inlined ones.
+        self._op = CachedOp(symbol, [("inline_limit", "0")])
+        self._op._register_op_hook(self.on_output)
         blocks = [] if block is None else blocks_in(block)
         self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
@@ -268,20 +271,12 @@ class MonitoredGraph:
         # MXNet does not compute what nobody reads: its memory may hold anything.
         self._unread = {i for i, ops in readers.items() if ops <= _SHAPES}
 
-    @cached_property
-    def _op(self) -> CachedOp:
-        # Static graphs don't call the monitor, nor do inlined ones.
-        op = CachedOp(self._symbol, [("inline_limit", "0")])
-        op._register_op_hook(self.on_output)
-        return op
-
     def _register_op_hook(self, *hook: Any) -> None:
         """Take no hook of the user: a cached op has one."""
 
     def release(self) -> None:
         """Replace the monitor, which a later backward pass would call."""
-        if "_op" in vars(self):
-            check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
+        check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
     def __call__(self, *inputs: NDArray, **options: Any) -> Any:
         """Run the graph, observed."""

@@ -387,7 +387,7 @@ class _Model:
                 return outputs, np.zeros(0)
             scale = self._scale if policy and policy.target_dtype == "float16" else 1.0
             with region:
-                found = measured.gradients_of(loss, block, scale).values()
+                found = measured.gradients_of(loss, block, scale)
             gradients = np.concatenate([one.ravel() for one in found])
             if scale == 1 or np.isfinite(gradients).all():
                 return outputs, gradients
