@@ -93,13 +93,12 @@ class NumericsCheck(TensorObserver):
         for name, one in read.items():
             # The pass was finite so far, and infinities below 0 are masks.
             if one.bad - self._purpose - {"-inf"} and site.operator not in _COPIES:
-                self._report(self._finding("input", "forward", site, name, one, read))
+                self._report(self._finding("forward", site, name, one, read, "input"))
                 return
         constants = set(map(str, site.attributes.values()))
         self._purpose |= output.bad & constants
         if not output.bad <= held | constants:
-            kind = kind_of(site.operator, output)
-            self._report(self._finding(kind, "forward", site, "output", output, read))
+            self._report(self._finding("forward", site, "output", output, read))
 
     def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
         """Note that a graph runs, or which arrays with a gradient an eager call reads."""
@@ -143,8 +142,7 @@ class NumericsCheck(TensorObserver):
         gradient = Tensor(array)
         if not gradient.bad or self._is_skipped(site):
             return None
-        kind = kind_of(site.operator, gradient)
-        return self._finding(kind, "backward", site, f"gradient of {name}", gradient, {})
+        return self._finding("backward", site, f"gradient of {name}", gradient, {})
 
     def _first_fault(self) -> Finding | None:
         """Return the first finding of the backward pass, in the opposite order of the reads."""
@@ -186,9 +184,10 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ reports
 
     def _finding(
-        self, kind: str, phase: str, site: Site, name: str, tensor: Tensor, read: _Read
+        self, phase: str, site: Site, name: str, tensor: Tensor, read: _Read, kind: str = ""
     ) -> Finding:
         """Return the finding of a tensor, with statistics of it and of what the operator read."""
+        kind = kind or kind_of(site.operator, tensor)
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
         place = (site.block, site.node, site.operator, name)
         return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs)

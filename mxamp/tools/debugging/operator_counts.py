@@ -6,7 +6,6 @@ import threading
 from contextlib import nullcontext
 from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
-from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ...errors import unknown
@@ -139,7 +138,7 @@ class OperatorStats(Result, Observer):
         return [
             *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
-            patch_over(PolicyCachedOp, "__call__", self._call_graph),
+            patch_over(PolicyCachedOp, "__call__", self._run_op),
         ]
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
@@ -158,9 +157,7 @@ class OperatorStats(Result, Observer):
                 self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
 
-    def _call_graph(
-        self, original: Original, op: PolicyCachedOp, *args: NDArray, **options: Any
-    ) -> Any:
+    def _run_op(self, original: Original, op: PolicyCachedOp, *args: Any, **options: Any) -> Any:
         """Count a run of a hybridized block's graph."""
         self.on_graph(*op.graph_of(args))
         return original(op, *args, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, NamedTuple, Sequence, Tuple
+from typing import Any, Iterable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet import autograd
@@ -183,12 +183,14 @@ def compare(
         for batch in measured.batches_of(data, labeled=False):
             with measured.explained_errors(net, batch.inputs):
                 copy = copy or measured.copied(net, batch.inputs)
+                restart()
+                with autocast(enabled=False):
+                    plain = _Layers().of(copy, batch.inputs, train_mode)
+                restart()
                 # Dropout draws the same elements in one dtype alone.
-                runs = [
-                    _layers_of(copy, batch.inputs, one, train_mode, restart)
-                    for one in (None, chosen.override(fp32=["Dropout"]))
-                ]
-            _add_errors(errors, *runs)
+                with autocast(policy=chosen.override(fp32=["Dropout"])):
+                    mixed = _Layers().of(copy, batch.inputs, train_mode)
+            _add_errors(errors, plain, mixed)
     outputs = tuple(errors.values())
     roundoff = UNIT_ROUNDOFF[chosen.target_dtype]
     jump = next((error for error in outputs if error.is_jump(roundoff)), None)
@@ -205,6 +207,13 @@ class _Layers(TensorObserver):
         self._keys: dict[Tensor, Key] = {}
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
         self._before_cast: dict[Tensor, Tensor] = {}
+
+    def of(self, net: Block, inputs: Sequence[Any], train_mode: bool) -> dict[Key, _Layer]:
+        """Run a net on these inputs; return its layers."""
+        recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
+        with self.opened(), recording:
+            net(*inputs)
+        return self.layers
 
     def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
         """Record an output of a layer."""
@@ -230,22 +239,6 @@ class _Layers(TensorObserver):
 def _in_float32(tensor: Tensor) -> Any:
     """Return a tensor's values in float32; None if it holds no floating-point numbers."""
     return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
-
-
-def _layers_of(
-    net: Block,
-    inputs: Sequence[Any],
-    policy: Policy | None,
-    train_mode: bool,
-    restart: Callable[[], None],
-) -> dict[Key, _Layer]:
-    """Run a net under a policy, or in float32; return its layers in the order of execution."""
-    layers = _Layers()
-    restart()
-    recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
-    with autocast(enabled=policy is not None, policy=policy), layers.opened(), recording:
-        net(*inputs)
-    return layers.layers
 
 
 def _add_errors(
