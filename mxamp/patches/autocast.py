@@ -94,15 +94,8 @@ def init(
     A second call with the same arguments does nothing. After an error nothing is patched.
     """
     check_bool("tuned", tuned)
-    wanted = chosen_policy(
-        target_dtype,
-        target_precision_ops,
-        fp32_ops,
-        widest_ops,
-        conditional_fp32_ops,
-        policy=policy,
-        ctx=ctx,
-    )
+    lists = target_precision_ops, fp32_ops, widest_ops, conditional_fp32_ops
+    wanted = chosen_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
     end_worker_on_errors()

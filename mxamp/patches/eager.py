@@ -17,16 +17,7 @@ from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework import arrays as mx_arrays
-from ..framework.arrays import (
-    KIND_NAMES,
-    all_float32,
-    as_list,
-    cast,
-    dtype_code,
-    kind_code,
-    on_device,
-    shape_of,
-)
+from ..framework.arrays import KIND_NAMES, all_float32, as_list, cast, dtype_code, kind_code
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Original
@@ -78,6 +69,12 @@ _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 # The most decisions cached per operator: a scalar that changes with every call adds one each time.
 _MANY_DECISIONS = 4096
 
+_IS_VIEW = "is_view"
+#: Operators with oneDNN kernels that fall back for some arrays, on kernels that read no views.
+_NO_VIEWS = frozenset(
+    map(handle_of, ("Concat", "Pooling", "Reshape", "Flatten", "expand_dims", "broadcast_add"))
+)
+
 # Operators whose attributes `num_group` or `mode` a decision reads.
 _GROUPED = ("Convolution", "Deconvolution", "RNN")
 
@@ -116,6 +113,8 @@ class _Actions(Dict[int, Optional[Action]]):
         action = self._casting_action(handle) if self.policy is not None else None
         if self.policy is not None and handle in zero_gradient_inputs():
             action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
+        if self.policy is not None and handle in _NO_VIEWS:
+            action = _reading_no_views(action or _plain)
         if handle in LOSS_OUTPUT_HANDLES:
             action = _scaling_losses(action or _plain)
         self[handle] = action
@@ -171,6 +170,20 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
             return original(handle, copy_inputs_at(arrays, positions, call.is_np_op), *rest)
 
         return then(copied, call)
+
+    return action
+
+
+def _reading_no_views(then: Action) -> Action:
+    """Return an action for an operator that can't read views: it reads copies of them."""
+
+    def action(original: Invoke, call: Call) -> Any:
+        views = [hasattr(array.handle, _IS_VIEW) for array in call.arrays]
+        if any(views):
+            copy = functools.partial(mx_arrays.copy, is_np_op=call.is_np_op)
+            reads = [copy(a) if is_view else a for a, is_view in zip(call.arrays, views)]
+            call = call._replace(arrays=reads)
+        return then(original, call)
 
     return action
 
@@ -252,7 +265,7 @@ class _Casts:
             if len(self._decisions) >= _MANY_DECISIONS:
                 self._decisions.clear()
             decision = self._decisions[key] = self._decide_anew(codes, dict(attributes), kept)
-        if decision is None or self._cpu_only or on_device(arrays, self._policy.device):
+        if decision is None or self._cpu_only or mx_arrays.on_device(arrays, self._policy.device):
             return decision
         return None
 
@@ -269,7 +282,7 @@ class _Casts:
         """Return why the size of a call keeps it in float32, or None; cached."""
         arrays, recording = call.arrays, autograd.is_recording()
         # The numbers of units and channels are among the attributes, kernels may be lists.
-        key = (shape_of(arrays[0]), *call.keys, str(call.vals), recording)
+        key = (mx_arrays.shape_of(arrays[0]), *call.keys, str(call.vals), recording)
         if key not in self._kept:
             if len(self._kept) >= _MANY_DECISIONS:
                 self._kept.clear()
@@ -430,9 +443,8 @@ def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
     if decision.through is None:
         return outputs
-    if not isinstance(outputs, list):
-        return _round_output(outputs, 0, decision, is_np_op)
-    return [_round_output(array, i, decision, is_np_op) for i, array in enumerate(outputs)]
+    rounded = [_round_output(a, i, decision, is_np_op) for i, a in enumerate(as_list(outputs))]
+    return rounded if isinstance(outputs, list) else rounded[0]
 
 
 def _round_output(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
@@ -452,6 +464,14 @@ def _write_out(outputs: Any, out: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- other patches
+
+
+def patched_view(original: Original, self: NDArray, *args: Any, **keywords: Any) -> NDArray:
+    """Return a view, whose handle is marked if it is of bfloat16: arrays take no attributes."""
+    view = original(self, *args, **keywords)
+    if current_policy() is not None and dtype_code(view) == _BFLOAT16:
+        setattr(view.handle, _IS_VIEW, True)
+    return view
 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:

@@ -100,6 +100,7 @@ class Row(NamedTuple):
 
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _LEAVES = "the casts of a weight that is used several times share memory while autograd records"
+_VIEWS = "operators that can't read views of bfloat16 arrays read copies of them"
 _GRAPHS = "rewrites graphs that are about to run"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
@@ -112,6 +113,9 @@ ALL = (
     Row(autograd._RecordingStateScope, "__exit__", wrapping(eager.patched_exit), _LEAVES),
     Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
     Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
+    *(Row(NDArray, name, wrapping(eager.patched_view), _VIEWS)
+      for name in ("_at", "_slice", "reshape")),
+    Row(mx.np.ndarray, "reshape_view", wrapping(eager.patched_view), _VIEWS),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
     Row(HybridBlock, "_call_cached_op", wrapping(cached_op.patched_call_cached_op), _GRAPHS),
