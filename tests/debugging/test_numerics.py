@@ -248,6 +248,16 @@ def test_checked_programs_compute_the_same(program, hybridize):
     assert all(np.array_equal(one, other) for one, other in zip(plain, found))
 
 
+def test_an_output_of_which_an_operator_reads_the_shape_alone():
+    def both(F, x):
+        out = F.log(x)
+        return out, F.zeros_like(out)
+
+    net = nn.HybridLambda(both)
+    net.hybridize()
+    assert checked(lambda: net(nd.array([-1.0, 1.0]))).first.operator == "log"
+
+
 def test_uninitialized_padding_of_loops_is_no_fault():
     for _ in range(20):
         freed = nd.full((2, 3, 4), np.nan)

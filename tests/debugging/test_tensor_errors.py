@@ -34,6 +34,7 @@ class Plain(gluon.Block):
 
 
 def state(net):
+    mx.nd.waitall()  # MXNet permutes a deconvolution's weight while that runs
     params = net.collect_params().values()
     arrays = [p.data() for p in params] + [p.grad() for p in params if p.grad_req != "null"]
     return [values(array).tobytes() for array in arrays], random.getstate(), len(net._forward_hooks)

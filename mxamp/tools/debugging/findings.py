@@ -61,16 +61,10 @@ class Statistics:
         """Return the statistics of a tensor."""
         values = tensor.values
         finite = values[np.isfinite(values)].astype(np.float64)
-        nan, some = int(np.isnan(values).sum()), finite.size > 0
-        return cls(
-            tensor.dtype,
-            values.shape,
-            nan,
-            values.size - nan - finite.size,
-            float(finite.min()) if some else None,
-            float(finite.max()) if some else None,
-            float(finite.mean()) if some else None,
-        )
+        nan = int(np.isnan(values).sum())
+        inf = values.size - nan - finite.size
+        of_finite = [float(f(finite)) if finite.size else None for f in (np.min, np.max, np.mean)]
+        return cls(tensor.dtype, values.shape, nan, inf, *of_finite)
 
     def __str__(self) -> str:
         parts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "Inf")) if n]

@@ -34,12 +34,9 @@ NOT_ON_BATCH = (
     "arguments, and the label too only where a loss or a metric is given"
 )
 NO_LOSS_VALUE = "the loss must return an NDArray that is computed from the output, not {given}"
-NO_LABEL = (
-    "with a loss, a batch is a tuple of the net's inputs and the label, as a DataLoader yields it: "
-    "(data, label), not {given}"
-)
 NO_BATCH = (
-    "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, not {given}"
+    "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, and of the "
+    "label too where a loss or a metric is given: (data, label), not {given}"
 )
 NOT_A_NET = (
     "the model must be a Block, or a saved one as (symbol, arg_params, aux_params), not {given}"
@@ -81,15 +78,11 @@ def _checked_batch(batch: Any, labeled: bool) -> Batch:
     """Return an array, a dict or a list of arrays as a batch; raise `ArgumentError` for others."""
     parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     arrays = arrays_in(parts)
-    if not arrays:
+    if not arrays or len(parts) <= labeled:
         raise ArgumentError(NO_BATCH.format(given=shown(batch)))
     if not all(array.size for array in arrays):
         raise ArgumentError("a batch holds no elements")
-    if not labeled:
-        return Batch(parts)
-    if len(parts) == 1:
-        raise ArgumentError(NO_LABEL.format(given=f"one {type(batch).__name__}"))
-    return Batch(parts[:-1], parts[-1])
+    return Batch(parts[:-1], parts[-1]) if labeled else Batch(parts)
 
 
 def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:

@@ -103,6 +103,8 @@ class NumericsCheck(TensorObserver):
     def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
         """Note that a graph runs, or which arrays with a gradient an eager call reads."""
         if isinstance(reader, MonitoredGraph):
+            if not self._blocks():  # an executor's, whose forward pass begins a pass
+                self._end_pass()
             self._note_read(reader, None)
         elif autograd.is_recording():
             for name, array in zip(reader.names, inputs):
@@ -230,11 +232,6 @@ class NumericsCheck(TensorObserver):
             patch_over(Trainer, "_update", self._update),
             patch_over(Module, "update", self._update),
         ]
-
-    def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
-        """Run an executor's forward pass, which begins a pass through the program."""
-        self._end_pass()
-        return super()._forward(original, executor, *args, **inputs)
 
 
 def _can_lower_scale(owner: Any) -> bool:

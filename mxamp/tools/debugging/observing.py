@@ -253,23 +253,26 @@ class MonitoredGraph:
     """Runs a symbol, and hands each output that MXNet computes in it to an observer."""
 
     def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
-        self._observer, self._symbol = observer, symbol
+        self._observer, self._symbol = observer, symbol  # its id is a key
         self._graph = Graph.from_symbol(symbol)
         # Static graphs don't call the monitor, nor do inlined ones.
         self._op = CachedOp(symbol, [("inline_limit", "0")])
         self._op._register_op_hook(self.on_output)
         blocks = [] if block is None else blocks_in(block)
         self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
+        nodes = self._graph.nodes
+        self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
         readers: dict[int, set[str]] = {}
-        for i, node in enumerate(self._graph.nodes):
+        for i, node in enumerate(nodes):
             if not node.is_variable:
                 self._places.setdefault(node.name, []).append(i)
             for source, _ in node.inputs:
                 readers.setdefault(source, set()).add(node.op)
         # MXNet does not compute what nobody reads: its memory may hold anything.
         self._unread = {i for i, ops in readers.items() if ops <= _SHAPES}
+        self._unread.difference_update(i for i, _ in self._graph.heads)
 
     def _register_op_hook(self, *hook: Any) -> None:
         """Take no hook of the user: a cached op has one."""
@@ -286,13 +289,12 @@ class MonitoredGraph:
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
         """Context of a forward pass on these inputs."""
-        #: The tensors of the running forward pass; variables by name, all others by output.
-        self._variables = dict(zip(self._symbol.list_inputs(), map(Tensor, inputs)))
-        self._seen: dict[Output, Tensor] = {}
+        #: The tensors of the running forward pass.
+        self._seen: dict[Output, Tensor] = dict(zip(self._inputs, map(Tensor, inputs)))
         self._calls: Counter[str] = Counter()
         self._observer.on_begin(self, inputs)
         yield
-        self._seen, self._variables = {}, {}
+        self._seen = {}
         self._observer.on_end()
 
     def on_output(self, name: Any, *operator_and_handle: Any) -> None:
@@ -314,13 +316,8 @@ class MonitoredGraph:
             return
         output = self._seen[i, number] = Tensor(array)
         output.bad  # noqa: B018  # read at once, as another operator may write over it
-        inputs = [self._input(entry) for entry in self._graph.nodes[i].inputs]
+        inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
         self._observer.on_operator(self._site(i), inputs, output, number)
-
-    def _input(self, entry: Output) -> Tensor | None:
-        """Return an input of a node; None if the monitor did not name it."""
-        source = self._graph.nodes[entry[0]]
-        return self._variables.get(source.name) if source.is_variable else self._seen.get(entry)
 
     def _site(self, i: int) -> Site:
         """Return the site of a node."""

@@ -105,16 +105,12 @@ class Comparison(Result):
 
     def summary(self) -> str:
         """Return one line: where the error jumps first, and how many elements were lost."""
-        lost = sum(error.lost for error in self.outputs)
+        first, lost = self.first_jump, sum(error.lost for error in self.outputs)
         jump = "no layer at which the error jumps"
-        if self.first_jump is not None:
-            first = self.first_jump
+        if first is not None:
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
-        outputs = counted(len(self.outputs), "output")
-        return (
-            f"{self.dtype} against float32 in {outputs}: {jump}; "
-            f"{counted(lost, 'element')} not finite"
-        )
+        compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}"
+        return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
 
     def _tables(self) -> Iterable[Table]:
         worst = sorted(self.outputs, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
