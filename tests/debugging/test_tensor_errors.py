@@ -17,22 +17,6 @@ from nets import NETS, attention, convolutional, decoder, made, perceptron
 compare = amp.debugging.compare
 
 
-class Plain(gluon.Block):
-    """Computes with NumPy's shapes between its children: it can't be traced."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        with self.name_scope():
-            self.first = nn.Dense(8, in_units=4)
-            self.norm = nn.BatchNorm(in_channels=8)
-            self.dropout = nn.Dropout(dropout)
-            self.second = nn.Dense(3, in_units=8)
-
-    def forward(self, x):
-        hidden = self.dropout(self.norm(self.first(x)))
-        return self.second(hidden * float(hidden.shape[0]))
-
-
 def state(net):
     mx.nd.waitall()  # MXNet permutes a deconvolution's weight while that runs
     params = net.collect_params().values()
@@ -109,7 +93,8 @@ def test_a_net_is_left_bitwise_as_it_was(make):
 
 
 def test_both_runs_drop_the_same_elements():
-    net = Plain(dropout=0.5)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(8, in_units=4), nn.Dropout(0.5), nn.Dense(3, in_units=8))
     net.initialize()
     drawn = []
     for _ in range(2):

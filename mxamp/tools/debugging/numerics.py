@@ -236,11 +236,9 @@ class NumericsCheck(TensorObserver):
 
 def _can_lower_scale(owner: Any) -> bool:
     """Return whether a trainer or module skips a step that overflows, and lowers its loss scale."""
-    for name in ("_amp_loss_scaler", "_amp_scaling"):
-        scaler = getattr(getattr(owner, name, None), "scaler", None)
-        if scaler is not None:
-            return not scaler.is_lowest
-    return False
+    state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
+    scaler = getattr(state, "scaler", None)
+    return scaler is not None and not scaler.is_lowest
 
 
 @checked_call
