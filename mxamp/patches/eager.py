@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
+import mxnet as mx
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.ndarray import _internal as mx_internal
@@ -472,6 +473,13 @@ def patched_view(original: Original, self: NDArray, *args: Any, **keywords: Any)
     if current_policy() is not None and dtype_code(view) == _BFLOAT16:
         setattr(view.handle, _IS_VIEW, True)
     return view
+
+
+def patched_numpy_copyto(original: Original, self: mx.np.ndarray, other: Any) -> Any:
+    """Copy an array; to a device as `mx.nd` does: `mx.np` allocates no bfloat16 array."""
+    if isinstance(other, mx.Context) and dtype_code(self) == _BFLOAT16:
+        return self.as_nd_ndarray().copyto(other).as_np_ndarray()
+    return original(self, other)
 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:

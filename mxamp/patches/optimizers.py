@@ -101,8 +101,9 @@ def _sgd(optimizer: SGD, index: Any, weight: NDArray, grad: NDArray, state: Any)
     # MXNet takes rates and decays as lists of numbers, all else as text.
     lr = _float(optimizer._get_lr(index))
     lr_wd = lr * _float(optimizer._get_wd(index))
-    lr_rescale = lr * _parsed_number(optimizer.rescale_grad)
-    factor = _parsed_number(optimizer.momentum)
+    # `trainer.step(batch_size)` takes arrays of one element.
+    lr_rescale = lr * _parsed_number(as_float(optimizer.rescale_grad))
+    factor = _parsed_number(as_float(optimizer.momentum))
     arrays = [flat_view(weight, _float, write=True), flat_view(grad, _float)]
     if momentum is not None:
         arrays.append(flat_view(momentum, _float, write=True))
@@ -120,15 +121,12 @@ def _sgd(optimizer: SGD, index: Any, weight: NDArray, grad: NDArray, state: Any)
             np.add(w, change, out=w)
 
 
-def _parsed_number(value: Any) -> Any:
-    """Return a number as MXNet's operators parse it from text, where the last bit may differ."""
-    # `trainer.step(batch_size)` takes arrays of one element.
-    return _parse_by_mxnet(as_float(value))
-
-
 @functools.lru_cache(maxsize=256)
-def _parse_by_mxnet(value: float) -> Any:
-    """Return a number that an operator has parsed, by computing 0 - value * -1 (slow: cached)."""
+def _parsed_number(value: float) -> Any:
+    """Return a number as MXNet's operators parse it from text, where the last bit may differ.
+
+    An operator computes 0 - value * -1, which is slow: cached.
+    """
     arrays = [mx.nd.array([number], ctx=mx.cpu()) for number in (0, -1)]
     return _float(
         invoke(handle_of("sgd_update"), arrays, ["lr"], [value], None, False, False).asscalar()

@@ -10,7 +10,6 @@ skips no update. Callers that scale the losses themselves bind inside `scaled_ex
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import logging
 import math
@@ -47,6 +46,9 @@ logger = logging.getLogger("mxamp")
 
 #: Whether the code that binds scales the losses of its executors.
 _scaled: ContextVar[bool] = ContextVar("mxamp_scaled_executors", default=False)
+
+#: The handles of operators whose nodes can't be marked with a region.
+_UNMARKED = frozenset(map(handle_of, WRITTEN_BY_USERS))
 
 NOT_REACHED = (
     "autocast(enabled=False) around the custom operator %r only affects eager calls: MXNet "
@@ -121,10 +123,8 @@ class _Binding:
         dtypes: Mapping[str, str],
     ) -> None:
         read = Graph.from_symbol(symbol)
-        frozen, accumulated = (
-            frozenset(name for name, asked in grad_reqs.items() if asked == one)
-            for one in ("null", "add")
-        )
+        frozen = frozenset(name for name, asked in grad_reqs.items() if asked == "null")
+        accumulated = frozenset(name for name, asked in grad_reqs.items() if asked == "add")
         training = len(frozen) < len(grad_reqs)
         self._symbol = symbol
         self._usage = Usage(
@@ -272,7 +272,7 @@ def patched_symbol_creator(
 ) -> Any:
     """Mark a new node with the `autocast` region around it."""
     mark = active.current_mark()
-    if mark is not None and handle in _unmarked_handles():
+    if mark is not None and handle in _UNMARKED:
         # MXNet passes every attribute of such a node to the operator's constructor.
         op_type = dict(zip(keys, vals)).get("op_type", "")
         if mark.is_off and dict(custom_classes()).get(op_type) == "low":
@@ -281,9 +281,3 @@ def patched_symbol_creator(
         mark.has_nodes = True
         keys, vals = [*keys, regions.REGION], [*vals, mark.text]
     return original(handle, args, kwargs, keys, vals, *rest)
-
-
-@functools.lru_cache(maxsize=None)
-def _unmarked_handles() -> frozenset[int]:
-    """Return the handles of operators whose nodes can't be marked with a region."""
-    return frozenset(handle_of(name) for name in WRITTEN_BY_USERS)

@@ -116,6 +116,7 @@ ALL = (
     *(Row(NDArray, name, wrapping(eager.patched_view), _VIEWS)
       for name in ("_at", "_slice", "reshape")),
     Row(mx.np.ndarray, "reshape_view", wrapping(eager.patched_view), _VIEWS),
+    Row(mx.np.ndarray, "copyto", wrapping(eager.patched_numpy_copyto), "it knows no bfloat16"),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
     Row(HybridBlock, "_call_cached_op", wrapping(cached_op.patched_call_cached_op), _GRAPHS),
