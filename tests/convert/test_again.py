@@ -21,10 +21,7 @@ NET = S.FullyConnected(S.relu(NET, name="r"), num_hidden=8, no_bias=True, name="
 NET = S.softmax(NET, name="s")
 INPUTS = {"data": randn(4, 64, seed=3)}
 
-LISTS = {
-    "default": {},
-    "excluded": {"excluded_sym_names": ["a"]},
-}
+LISTS = {"default": {}, "excluded": {"excluded_sym_names": ["a"]}}
 WAYS = [
     pytest.param({"target_dtype": low, "cast_optional_params": offline, **LISTS[lists]},
                  id=f"{low}-{offline}-{lists}")

@@ -119,10 +119,7 @@ def test_what_it_shows():
         nd.relu(nd.relu(randn(2)))
         nd.exp(randn(2)).astype("float16")
     text = str(stats)
-    assert text.splitlines()[:2] == [
-        "operator  dtype    calls",
-        "relu      float32      2",
-    ]
+    assert text.splitlines()[:2] == ["operator  dtype    calls", "relu      float32      2"]
     assert "float32 to float16" in text
     assert repr(stats).startswith("<OperatorStats: ")
     with pytest.raises(amp.UnknownNameError, match="relu"):
