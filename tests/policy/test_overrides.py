@@ -1,4 +1,4 @@
-"""Layers that stay in float32, given as Gluon blocks."""
+"""Changes to a policy: layers that stay in float32, given as Gluon blocks, and lists replaced."""
 
 import pytest
 from mxnet.gluon import nn, rnn
@@ -67,3 +67,12 @@ def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
         block = exported(net, tmp_path)
     (names,) = layer_patterns("here", block)
     assert {"net_dense0_fwd", "net_head0_tanh0"} <= set(names)
+
+
+def test_a_replaced_list_leaves_the_other_lists_as_they_are():
+    policy = POLICY.override(low=["exp"], replace_lists=True)
+    assert policy.operators("low") == ["exp"]
+    assert policy.rule("FullyConnected").op_class == "neutral"
+    for name in ("softmax", "add_n", "Activation"):
+        assert policy.rule(name).op_class == POLICY.rule(name).op_class != "low"
+    assert policy.rule("Activation").conditions == POLICY.rule("Activation").conditions != ()

@@ -18,6 +18,7 @@ ALL = HEAD + GROUP + CONDITION + MISSING + SHAPE
 
 @pytest.mark.parametrize("device, more, warned", [
     ("cpu", "", True), ("cpu", MISSING, False), ("gpu", "", False),
+    ("cpu", '[[change]]\nwidest = ["exp"]\n', True),
 ])  # fmt: skip
 def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path, caplog):
     path = tmp_path / "own.toml"
@@ -48,6 +49,7 @@ def error_of(tmp_path, text):
         ('"few_rows"', '"long_sums"\nlimit = -1', "limit must be a whole number from 0, not -1"),
         ('["softrelu"]', '["softrelu"]\nbeyond_range = true', "give either values or beyond_range"),
         (SHAPE, "[keep_outputs]\nBatchNorm = ['x']", "BatchNorm must be a list of whole numbers"),
+        (SHAPE, "[[keep_outputs]]\nBatchNorm = [1]", "keep_outputs must be written as one table, [keep_outputs]"),
         ('"float16"', '"bfloat16"\ndevice = "gpu"', "MXNet has no bfloat16 kernels on GPUs"),
         (CONDITION, CONDITION + CONDITION + "override = true\n", "[[conditional]] table 2: operator 'Activation' has other"),
         ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
