@@ -89,6 +89,7 @@ WRONG = [
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
     (lambda: amp.convert_hybrid_block(SYMBOL), "must be a HybridBlock, not a Symbol"),
     (lambda: amp.convert_symbol(net()), "must be a Symbol, not Dense"),
+    (lambda: amp.register_half_function("layers", "dense"), "must be a module, not 'layers'"),
     # shapes, and arrays of wrong shapes
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"must be an NDArray, or .*, not \(2, 3\)"),
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),

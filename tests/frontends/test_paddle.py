@@ -33,6 +33,7 @@ def test_a_module_keeps_its_own_symbol_and_gets_an_optimizer_by_name():
     module = bound()
     module.init_optimizer(optimizer=optimizer)
     assert module._optimizer.rescale_grad == 1 / 4
+    assert optimizer.scaling.scaler.state_dict() == amp.LossScaler().state_dict()
     assert SCALE_INPUT in module._exec_group.execs[0].arg_dict
     assert SCALE_INPUT not in module.symbol.list_arguments()
 

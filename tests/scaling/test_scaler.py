@@ -23,6 +23,12 @@ def reference(steps, scale, growth, backoff, interval, low, high, hysteresis):
     return seen
 
 
+def test_the_scale_of_a_new_scaler_halves_at_once_and_doubles_after_2000_steps():
+    scaler = LossScaler()
+    assert (scaler.loss_scale, scaler.update(False)) == (2.0**16, 2.0**15)
+    assert [scaler.update(True) for _ in range(2000)][-2:] == [2.0**15, 2.0**16]
+
+
 @given(
     st.lists(st.booleans(), max_size=200), st.floats(1, 2.0**20), st.floats(1.01, 8),
     st.floats(0.05, 0.95), st.integers(1, 20), st.floats(2**-10, 1), st.floats(2.0**20, 2.0**120),
