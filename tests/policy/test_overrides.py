@@ -71,8 +71,6 @@ def test_recurrent_layers_and_symbol_blocks(net, tmp_path):
 
 def test_a_replaced_list_leaves_the_other_lists_as_they_are():
     policy = POLICY.override(low=["exp"], replace_lists=True)
-    assert policy.operators("low") == ["exp"]
     assert policy.rule("FullyConnected").op_class == "neutral"
     for name in ("softmax", "add_n", "Activation"):
         assert policy.rule(name).op_class == POLICY.rule(name).op_class != "low"
-    assert policy.rule("Activation").conditions == POLICY.rule("Activation").conditions != ()
