@@ -34,6 +34,7 @@ NO_MODEL = "a model must be (symbol, arg_params, aux_params) with NDArrays, not 
 NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred{why}: give them (--input NAME:1,3)"
 ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
 NOT_HERE = "the converted model does not run here, as one for GPUs does only on a GPU: {why}"
+NO_VALUES = "input {name!r} must be an array of numbers, not {given}: mx.nd.zeros(sizes) makes one"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
 _SEQUENCES = frozenset({"SequenceMask", "SequenceLast", "SequenceReverse"})
 #: Operators that keep indices and lengths as they are.
@@ -303,7 +304,7 @@ def finite_input(name: str, value: Any) -> NDArray:
     if not isinstance(value, NDArray):
         # A tuple is of sizes, by mistake.
         if isinstance(value, tuple) or np.asarray(value).dtype.kind not in "biuf":
-            raise ArgumentError(f"input {name!r} must be an array of numbers, not {shown(value)}")
+            raise ArgumentError(NO_VALUES.format(name=name, given=shown(value)))
         with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: see below
             array = nd.array(value)
     dtype = dtype_name(array.dtype)

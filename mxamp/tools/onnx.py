@@ -5,9 +5,11 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
+from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 
 from ..convert import outputs
+from ..convert.blocks import trace
 from ..convert.models import convert_model
 from ..convert.options import check_names
 from ..convert.outputs import Model, OutputError
@@ -21,6 +23,7 @@ from ..graph.edit import Edit, Names
 from ..graph.inspect import FLOATS, tensors_of
 from ..graph.ir import Graph, Output
 from ..policy.active import suspended
+from .debugging.measured import arrays_in
 from .onnx_operators import IR_VERSION, OPSET, Call, translate
 
 __all__ = ["export_onnx"]
@@ -29,7 +32,10 @@ __all__ = ["export_onnx"]
 TOLERANCE = 0.01
 
 MISSING = '{name} is not installed: pip install "onnx<1.18" onnxruntime, or mxamp[onnx]'
-NO_INPUTS = "inputs must map the names of inputs to arrays, or be a list of such dicts, not {given}"
+NO_INPUTS = (
+    "inputs must be values, not {given}: a dict of arrays by input name, for a block also the "
+    "arguments of a call, or a list of them. For sizes, give mx.nd.zeros(sizes)"
+)
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check=False writes it"
@@ -37,9 +43,9 @@ WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check
 
 @checked_call
 def export_onnx(
-    model: Model,
+    model: Union[Model, HybridBlock],
     path: Union[str, Path],
-    inputs: Union[Mapping[str, Any], Sequence[Mapping[str, Any]]],
+    inputs: Any,
     *,
     check: bool = True,
 ) -> Tuple[OutputError, ...]:
@@ -49,18 +55,20 @@ def export_onnx(
 
         model = mx.model.load_checkpoint("resnet", 0)
         amp.export_onnx(model, "resnet.onnx", [{"data": data}, {"data": larger_data}])
+        amp.export_onnx(net, "net.onnx", data)  # a HybridBlock
 
     A model in half precision, fused or not, is converted to float32 first.
 
     Parameters
     ----------
-    model : (Symbol, arg_params, aux_params)
+    model : HybridBlock, or (Symbol, arg_params, aux_params)
         Stays unchanged.
     path : str or Path
         The file to write or replace.
-    inputs : dict of str to array, or a list of dicts
-        Values for the inputs that are no parameters; labels may be left out. The exported model
-        takes any size where the shapes in several dicts differ. All other sizes are fixed.
+    inputs : dict of str to array, for a block also NDArray or tuple, or a list of them
+        Values for the inputs that are no parameters, by name; labels may be left out. For a block,
+        the arguments of a call. In a list, sizes that differ between the shapes of an input are
+        variable in the exported model. All other sizes are fixed.
     check : bool, default True
         Run the exported model in ONNX Runtime on all `inputs` before it is written.
 
@@ -87,20 +95,38 @@ def export_onnx(
         import onnxruntime
     except ImportError as error:
         raise InstallError(MISSING.format(name=error.name)) from None
+    # A tuple of arrays is one call.
+    several = isinstance(inputs, (list, tuple)) and all(isinstance(x, Mapping) for x in inputs)
+    listed = list(inputs) if several or isinstance(inputs, list) else [inputs]
     with suspended():
+        if isinstance(model, HybridBlock):
+            model, listed = model_of(model, listed)
         wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
-        examples = _checked_examples(wide, inputs)
-        content = _exported(onnx, wide, examples)
+        examples = checked_examples(wide, listed)
+        content = exported(onnx, wide, examples)
         errors = [_errors(onnxruntime, content, wide, given) for given in examples if check]
     write_file(path, content)
     return tuple(error for listed in errors for error in listed)
 
 
-def _checked_examples(model: Model, inputs: Any) -> List[Dict[str, NDArray]]:
+def model_of(block: HybridBlock, calls: Sequence[Any]) -> Tuple[Model, List[Mapping[str, Any]]]:
+    """Return a block as a saved model, and the arguments of calls as inputs by name."""
+    is_named = calls and isinstance(calls[0], Mapping)
+    if not is_named and not all(map(arrays_in, calls or [None])):
+        raise ArgumentError(NO_INPUTS.format(given=shown(calls[0] if calls else calls)))
+    traced = trace(block, None if is_named else calls[0])
+    values, used = traced.param_values(), traced.symbol.list_inputs()
+    auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
+    names = [one.name for one in traced.inputs]
+    named = calls if is_named else [dict(zip(names, arrays_in(call))) for call in calls]
+    listed = [{name: array for name, array in one.items() if name in used} for one in named]
+    return (traced.symbol, values, auxs), listed
+
+
+def checked_examples(model: Model, listed: Sequence[Any]) -> List[Dict[str, NDArray]]:
     """Return the inputs as arrays, with float32 for other floats and zeros for labels."""
-    listed = inputs if isinstance(inputs, (list, tuple)) else [inputs]
     if not (listed and all(isinstance(one, Mapping) for one in listed)):
-        raise ArgumentError(NO_INPUTS.format(given=shown(inputs)))
+        raise ArgumentError(NO_INPUTS.format(given=shown(listed[0] if listed else listed)))
     params, examples = {**model[1], **model[2]}, []
     for one in listed:
         check_names([*one], [n for n in model[0].list_inputs() if n not in params], "input")
@@ -125,7 +151,7 @@ def _without_fusion(graph: Graph) -> Graph:
     return edit.applied()
 
 
-def _exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> bytes:
+def exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> bytes:
     """Return the content of the ONNX file; raise, naming all operators that can't be exported."""
     make, params = onnx.helper, {**model[1], **model[2]}
     graph, given = _without_fusion(Graph.from_symbol(model[0])), {**params, **examples[0]}

@@ -1,7 +1,7 @@
 """MXNet's operators as ONNX's: by MXNet's own translations, corrected where those are wrong."""
 
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Sequence
 
 import numpy as np
 
@@ -57,7 +57,9 @@ def translate(call: Call) -> List[str]:
     """Add the nodes for a call; return the names of its outputs."""
     correct = _CORRECTIONS.get(call.node.operator)
     made = correct(call) if correct else None
-    names = _translated_by_mxnet(call) if made is None else [made]
+    names = (
+        _translated_by_mxnet(call) if made is None else [made] if isinstance(made, str) else made
+    )
     for one in call.nodes:
         one.name = one.output[0]  # ONNX Runtime's optimizer fails for nodes without a name
     return names
@@ -65,8 +67,6 @@ def translate(call: Call) -> List[str]:
 
 def _translated_by_mxnet(call: Call) -> List[str]:
     call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
-    one_layer = call.attrs.get("num_layers", "1") == "1"  # MXNet's for more don't load
-    call.require(one_layer, "several layers in one operator: stack RNNs of one layer each")
     op, inputs = _SAME.get(call.node.operator, call.node.operator), range(len(call.names))
     dtypes = [np.dtype(tensor.dtype) for tensor in call.inputs]
     node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in inputs]}
@@ -169,9 +169,53 @@ def _box_nms(c: Call) -> Any:
     return c("Pad", rows, c("Concat", [0] * 4, c("Sub", total, count), [0], axis=0), -1.0)
 
 
+#: ONNX's recurrent operators by MXNet's mode, and their gates in ONNX's order.
+_RECURRENT = {
+    "lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
+    "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,)),
+}  # fmt: skip
+
+
+def _rnn(c: Call) -> List[str]:
+    for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
+        c.require(c.attrs[name] == "None", f"{name}: unroll cells, such as contrib's LSTMPCell")
+    c.require(not is_true(c.attrs["use_sequence_length"]), "use_sequence_length")
+    (op, order), units = _RECURRENT[c.attrs["mode"]], int(c.attrs["state_size"])
+    sides, layers = 1 + is_true(c.attrs["bidirectional"]), int(c.attrs["num_layers"])
+    options = {"hidden_size": units, "direction": "bidirectional" if sides > 1 else "forward"}
+    more = {"gru": {"linear_before_reset": 1}, "rnn_relu": {"activations": ["Relu"] * sides}}
+    options.update(more.get(c.attrs["mode"], {}))
+    batch = c("Slice", c("Shape", c.names[0]), [1], [2])
+    (size,), x, width, rows = c.inputs[1].shape or (0,), c.names[0], c.shape[2], len(order) * units
+    # The parameters: first the weights of all layers and directions, then all biases.
+    weight, bias = 0, size - 2 * layers * sides * rows
+
+    def gates(begin: int, columns: int) -> List[Any]:
+        starts = [begin + k * units * columns for k in order]
+        return [c("Slice", c.names[1], [one], [one + units * columns]) for one in starts]
+
+    finals = []
+    for layer in range(layers):
+        of_data, of_state, biases = [], [], []
+        for _ in range(sides):
+            of_data += gates(weight, width)
+            of_state += gates(weight + rows * width, units)
+            biases += [*gates(bias, 1), *gates(bias + rows, 1)]
+            weight, bias = weight + rows * (width + units), bias + 2 * rows
+        shapes = (of_data, [sides, rows, -1]), (of_state, [sides, rows, -1]), (biases, [sides, -1])
+        read = [c("Reshape", c("Concat", *parts, axis=0), shape) for parts, shape in shapes]
+        states = [c("Slice", s, [layer * sides], [(layer + 1) * sides]) for s in c.names[2:]]
+        # The zeros of a layer without given states have a batch of 1.
+        states = [c("Expand", s, c("Concat", [sides], batch, [units], axis=0)) for s in states]
+        y, *last = c(op, x, *read, "", *states, outputs=1 + len(states), **options)
+        x, width = c("Reshape", c("Transpose", y, perm=[0, 2, 1, 3]), [0, 0, -1]), sides * units
+        finals.append(last)
+    return [x, *(c("Concat", *one, axis=0) for one in zip(*finals))]
+
+
 #: Translations in place of MXNet's. Those that return None correct the call for MXNet's.
-_CORRECTIONS: Dict[str, Callable[[Call], Optional[str]]] = {
+_CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
-    "L2Normalization": _l2_normalization, "Reshape": _reshape, "SoftmaxActivation": _softmax,
-    "SoftmaxOutput": _softmax, "_contrib_box_nms": _box_nms, "erf": lambda c: c("Erf", *c.names),
+    "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
+    "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax, "_contrib_box_nms": _box_nms,
 }  # fmt: skip

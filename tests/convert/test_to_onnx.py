@@ -32,7 +32,9 @@ def export(runtime, tmp_path):
 
     def export(model, *inputs, **options):
         path = tmp_path / "model.onnx"
-        errors = amp.export_onnx(model, path, inputs if len(inputs) > 1 else inputs[0], **options)
+        errors = amp.export_onnx(
+            model, path, [*inputs] if len(inputs) > 1 else inputs[0], **options
+        )
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         return errors, session
 
@@ -229,7 +231,7 @@ def test_without_its_packages_it_says_what_to_install(name, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("inputs, words", [
-    ({}, "inputs without a value: data"), ([], "must map the names"), ([1], "must map the names"),
+    ({}, "inputs without a value: data"), ([], "must be values"), ([1], "must be values"),
     ({"dta": nd.ones(2)}, "the closest is 'data'"), ({"data": nd.array([np.nan])}, "give finite values"),
     ([{"data": nd.ones(2)}, {}], "inputs without a value: data"),
 ])  # fmt: skip
@@ -252,16 +254,45 @@ def test_all_operators_that_cannot_be_exported_are_named(runtime, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_recurrent_layers_of_several_layers_are_named(export):
-    """ONNX Runtime can't load what MXNet makes of them."""
-    for layers, sides in ((1, 1), (1, 2), (2, 1)):
-        net = rnn.LSTM(16, layers, input_size=8, bidirectional=sides > 1)
-        model, data = model_of(net, randn(5, 2, 8)), {"data": randn(5, 2, 8)}
-        if layers == 1:
-            assert worst(export(model, data)[0]) < 1e-5
-        else:
-            with pytest.raises(amp.ArgumentError, match="RNN .several layers"):
-                export(model, data)
+@pytest.mark.parametrize(
+    "make", [rnn.LSTM, rnn.GRU, rnn.RNN, lambda *a, **o: rnn.RNN(*a, "tanh", **o)]
+)
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_recurrent_layers(make, layers, sides, export):
+    net = make(6, layers, bidirectional=sides > 1, input_size=5)
+    net.initialize(mx.init.Normal(0.5))
+    calls = [(data, [state + 0.5 for state in net.begin_state(data.shape[1])])
+             for data in (randn(7, 2, 5), randn(4, 3, 5))]  # fmt: skip
+    assert len(worst_of(export, net, calls)) == 2 * (1 + len(calls[0][1]))
+    worst_of(export, net, randn(7, 2, 5))  # states of zeros
+
+
+def worst_of(export, net, inputs):
+    errors, _ = export(net, inputs)
+    assert worst(errors) < 1e-5
+    return errors
+
+
+def test_recurrent_layers_that_onnx_does_not_have_are_named(export):
+    net = rnn.LSTM(6, input_size=5, projection_size=3)
+    net.initialize()
+    with pytest.raises(amp.ArgumentError, match="RNN .projection_size: unroll cells"):
+        export(net, randn(7, 2, 5))
+
+
+def test_a_block_is_exported_by_the_arguments_of_calls(export, runtime, tmp_path):
+    net = small()
+    net.initialize()
+    one, other = randn(2, 3, 12, 12), randn(1, 3, 9, 14)
+    assert worst(export(net, [one, (other,)])[0]) < 1e-5
+    net.hybridize()
+    net(one)
+    assert worst(export(net, {"data": one})[0]) < 1e-5
+    assert worst(export(amp.convert_hybrid_block(net, "float16"), one)[0]) < 1e-5
+    for sizes in ((2, 3, 12, 12), [2, 3, 12, 12], [(2, 3)], {"data": (2, 3, 12, 12)}, None, []):
+        with pytest.raises(amp.ArgumentError, match=r"not .*mx\.nd\.zeros"):
+            amp.export_onnx(net, tmp_path / "n.onnx", sizes)
 
 
 def test_wrong_values_are_not_written(export, tmp_path, monkeypatch):
