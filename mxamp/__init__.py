@@ -25,7 +25,7 @@ _GONE = {
     "LayerCost": "tune(...).kept, the layers that stay in float32",
     "OutputError": "what compare_models(...) returns",
     "Plan": "what explain(...) returns",
-    "Trial": "tune(...).trials",
+    "Trial": "tune(...).timings",
     "Tuning": "what tune(...) returns",
     "draw": "explain(...).to_dot(), the graph in Graphviz's language",
 }

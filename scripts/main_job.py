@@ -223,10 +223,10 @@ def show_speeds(found: Any, console: Console) -> None:
     """Print the times of `amp.benchmark`, without their spread, and its summary."""
     cores = "1 core" if threads() == 1 else f"{threads()} cores"
     title = f"amp.benchmark: ResNet-18, {IMAGES} images of {SIZE} x {SIZE}, {cores}"
-    shown = table(title, "float32 ms", f"{found.dtype} ms", "times as fast")
+    shown = table(title, "precision", "ms", "times as fast")
     for one in found.timings:
-        times = f"{one.float32_ms:.0f}", f"{one.low_ms:.0f}", f"{one.speedup:.2f}"
-        shown.add_row(f"{one.task}, {one.mode}", *times)
+        times = one.precision, f"{one.milliseconds:.0f}", f"{one.speedup:.2f}"
+        shown.add_row(f"{one.task}, {one.way}", *times)
     console.print(shown)
     console.print(found.summary(), highlight=False)
     console.print("float16 is not timed: MXNet computes it on CPUs correctly, but slowly.")

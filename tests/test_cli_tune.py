@@ -124,7 +124,7 @@ def test_a_model_with_numpy_semantics(models, out):
 
 
 # found.md 26: the printed command gives the speed that was promised.
-@pytest.mark.parametrize("way", ["plain", "converted", "fused"])
+@pytest.mark.parametrize("way", ["plain", "converted", "fused", "openvino"])
 def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, monkeypatch):
     measured, converted = module._Search.tuning, {}
     monkeypatch.setattr(module._Search, "tuning", lambda self: replace(measured(self), way=way))
@@ -132,6 +132,9 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
     last = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml").splitlines()[-1]
     if way == "plain":
         assert "run the model as it is" in last and "run the model as it is" in out.read_text()
+        return
+    if way == "openvino":
+        assert "p.toml: mxamp export-onnx m --out m.onnx" in last
         return
     command = last.partition(": mxamp ")[2].split()
     CliRunner().invoke(main, command)

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from helpers import ROOT
 from mxamp.framework.machine import onednn_features
-from mxamp.tools.tuning.benchmark import Benchmark, Timing
+from mxamp.tools.tuning.benchmark import Benchmark
+from mxamp.tools.tuning.forms import Timing
 
 BASH = shutil.which("bash")
 BENCH = ROOT / "scripts" / "bench"
@@ -62,10 +63,10 @@ def main_job():
 
 def test_the_main_job_fits_into_80_columns(main_job):
     rows = [main_job.Row("converted bfloat16", 0.9844, 16_777_216, 120, 55_400, 0.00012)]
-    modes = {"hybridized": 1.9, "converted": 10.0}
+    ways = {"autocast": 1.9, "fused": 10.0}
     timings = [
-        Timing("inference", mode, 12_345.6, 1_234.5, ratio, (ratio - 0.1, ratio + 0.1))
-        for mode, ratio in modes.items()
+        Timing("inference", way, "bfloat16", 1_234.5, ratio, (ratio - 0.1, ratio + 0.1))
+        for way, ratio in ways.items()
     ]
     speeds = Benchmark("bfloat16", tuple(timings))
     console = Console(width=80, file=io.StringIO())
@@ -75,7 +76,7 @@ def test_the_main_job_fits_into_80_columns(main_job):
     for heading in ("accuracy", "scale", "skipped", "bytes", "max diff", "times as fast"):
         assert heading in text
     assert "\u2026" not in text
-    assert "inference, converted" in text
+    assert "inference, fused" in text
     assert "For serving, convert the model" in " ".join(text.split())
 
 

@@ -7,7 +7,7 @@ import click
 from ..convert.outputs import compare_models
 from ..convert.saved import load_model, saved_semantics
 from ..tools.debugging.measured import Batch, block_of
-from ..tools.tuning.turns import Timed, step_function, time_in_turns
+from ..tools.tuning.forms import PLAIN, Form, time_in_turns
 from .inputs import Named, checked_batch, input_values
 from .options import input_options, model_options, split_prefix
 from .output import examples, print_errors
@@ -36,8 +36,9 @@ def compare(prefix: str, epoch: int, other: str, inputs: Named, dtypes: Named) -
             block, batches = block_of(one, [Batch((checked_batch(one, values, dict(dtypes)),))])
             # Under other flags, fused operators pack their weights anew at each call.
             block.hybridize(static_alloc=True, static_shape=True)
-            ways.append(Timed(step_function(block, next(batches), None)))
+            ways.append(Form(PLAIN, block, next(batches)))
         time_in_turns([ways], time.monotonic() + _BUDGET)
-    (before, *_), (after, speedup, (low, high)) = (way.measured(ways[0]) for way in ways)
-    times = f"{before:.3g} ms before, {after:.3g} ms after"
-    click.echo(f"{times}: {speedup:.3g} times as fast (quartiles {low:g} and {high:g})")
+    before, after = (way.timing(ways[0]) for way in ways)
+    times = f"{before.milliseconds:.3g} ms before, {after.milliseconds:.3g} ms after"
+    low, high = after.quartiles
+    click.echo(f"{times}: {after.speedup:.3g} times as fast (quartiles {low:g} and {high:g})")

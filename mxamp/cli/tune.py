@@ -68,9 +68,10 @@ def tune(
         options = {"rtol": given["rtol"], "budget": given["budget"]}
         options["timed"] = not given["accuracy_only"]
         tuning = tune_model(model, batches, policy=start, **options)
-    use = "run the model as it is, in float32"
-    if tuning.way != "plain":
-        name = shlex.quote(prefix)
+    name, use = shlex.quote(prefix), "run the model as it is, in float32"
+    if tuning.way == "openvino":
+        use = f"mxamp export-onnx {name} --out {name}.onnx, with the inputs as given here"
+    elif tuning.way != "plain":
         use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
     click.echo("\n".join([str(tuning), *notes, f"{out}: {use}"]))

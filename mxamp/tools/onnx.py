@@ -118,8 +118,10 @@ def model_of(block: HybridBlock, calls: Sequence[Any]) -> Tuple[Model, List[Mapp
     values, used = traced.param_values(), traced.symbol.list_inputs()
     auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
     names = [one.name for one in traced.inputs]
-    named = calls if is_named else [dict(zip(names, arrays_in(call))) for call in calls]
-    listed = [{name: array for name, array in one.items() if name in used} for one in named]
+    named: Sequence[Any] = (
+        calls if is_named else [dict(zip(names, arrays_in(call))) for call in calls]
+    )
+    listed: List[Any] = [{n: array for n, array in one.items() if n in used} for one in named]
     return (traced.symbol, values, auxs), listed
 
 

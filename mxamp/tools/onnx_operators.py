@@ -182,8 +182,14 @@ def _rnn(c: Call) -> List[str]:
     c.require(not is_true(c.attrs["use_sequence_length"]), "use_sequence_length")
     (op, order), units = _RECURRENT[c.attrs["mode"]], int(c.attrs["state_size"])
     sides, layers = 1 + is_true(c.attrs["bidirectional"]), int(c.attrs["num_layers"])
-    options = {"hidden_size": units, "direction": "bidirectional" if sides > 1 else "forward"}
-    more = {"gru": {"linear_before_reset": 1}, "rnn_relu": {"activations": ["Relu"] * sides}}
+    options: Dict[str, Any] = {
+        "hidden_size": units,
+        "direction": "bidirectional" if sides > 1 else "forward",
+    }
+    more: Dict[str, Any] = {
+        "gru": {"linear_before_reset": 1},
+        "rnn_relu": {"activations": ["Relu"] * sides},
+    }
     options.update(more.get(c.attrs["mode"], {}))
     batch = c("Slice", c("Shape", c.names[0]), [1], [2])
     (size,), x, width, rows = c.inputs[1].shape or (0,), c.names[0], c.shape[2], len(order) * units
@@ -217,5 +223,6 @@ def _rnn(c: Call) -> List[str]:
 _CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
-    "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax, "_contrib_box_nms": _box_nms,
+    "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,
+    "_contrib_box_nms": _box_nms,
 }  # fmt: skip

@@ -13,7 +13,10 @@ import mxamp as amp
 import nets
 from helpers import randn, with_avx512
 from mxamp.cli.main import main
+from mxamp.convert.outputs import output_error
+from mxamp.framework import machine
 from mxamp.tools import onnx_operators
+from mxamp.tools.openvino import OpenVINO
 
 ZOO = gluon.model_zoo.vision
 S = mx.sym
@@ -135,6 +138,35 @@ def test_networks_of_any_precision_compute_the_same_in_float32(name, conversion,
     shapes = (session.run(None, {"data": x.asnumpy()})[0].shape for x in (data, other))
     wanted = [a if a == b else None for a, b in zip(*shapes)]
     assert [size if isinstance(size, int) else None for size in written.shape] == wanted
+
+
+@pytest.mark.parametrize("name", ["resnet18", "lstm", "attention"])
+def test_openvino_serves_blocks(name, runtime):
+    pytest.importorskip("openvino")
+    make, data, other = {
+        **NETS,
+        "resnet18": (lambda: ZOO.resnet18_v1(thumbnail=True), *NETS["resnet18"][1:]),
+    }[name]
+    net = make()
+    net.initialize(mx.init.Xavier())
+    net(data)
+    served = OpenVINO(net, [(data,), (other,)], "bfloat16")
+    assert served.precision == ("bfloat16" if machine.computes_bfloat16() else "float32") or (
+        "avx512" in machine.cpu_features()  # where OpenVINO may emulate bfloat16
+    )
+    for x in (data, other):
+        error = output_error(name, net(x).asnumpy(), served(x)[0].asnumpy())
+        assert error.lost == 0 and error.relative < (
+            1e-5 if served.precision == "float32" else 0.05
+        )
+
+
+def test_without_openvino_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    said = "OpenVINO was not timed: openvino is not installed: pip install"
+    assert said in str(amp.benchmark(net, randn(4, 3), budget=0.01))
 
 
 # ---------------------------------------------------------------------- operators

@@ -1,5 +1,7 @@
 """`benchmark` times a block in both precisions, leaves it as it was, and says what to do."""
 
+import time
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ from mxnet.gluon import nn
 import mxamp as amp
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
+from mxamp.tools.debugging.measured import Batch
 from mxamp.tools.tuning import benchmark as module
-from mxamp.tools.tuning.benchmark import Benchmark, Timing
-from mxamp.tools.tuning.turns import Timed
+from mxamp.tools.tuning import forms
+from mxamp.tools.tuning.benchmark import Benchmark
+from mxamp.tools.tuning.forms import Form, Timing, time_in_turns
 
 KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing
 
@@ -28,35 +32,38 @@ def benchmarked(net, batch, *arguments, dtype="bfloat16"):
     return amp.benchmark(net, batch, *arguments, target_dtype=dtype, budget=0.01)
 
 
-def test_it_times_training_and_inference_in_both_modes(monkeypatch):
-    names = [(task, mode) for task in ("training", "inference") for mode in ("eager", "hybridized")]
-    times = {("training", "hybridized"): 5.0, ("training", "eager"): 20.0}
+def test_it_times_training_and_inference_in_each_form(monkeypatch):
+    times = {("training", "bfloat16"): 5.0}
 
     def made_up(groups, ends):
-        for name, (plain, *lows) in zip(names, groups):
-            plain.seconds = [0.01] * 3
-            for low in lows:
-                low.seconds = [times.get(name, 10.0) / 1e3] * 3
+        for task, group in zip(("training", "inference"), groups):
+            for form in group:
+                form.seconds = [times.get((task, form.precision), 10.0) / 1e3] * 3
 
     monkeypatch.setattr(module, "time_in_turns", made_up)
     net, data = small_net()
     found = benchmarked(net, (data, mx.nd.zeros(6)), gluon.loss.SoftmaxCrossEntropyLoss())
-    assert [(t.task, t.mode, t.speedup) for t in found.timings] == [
-        ("training", "eager", 0.5), ("training", "hybridized", 2.0), ("inference", "eager", 1.0),
-        ("inference", "hybridized", 1.0), *[("inference", "converted", 1.0)] * KERNELS,
+    rows = [t for t in found.timings if t.way != "openvino"]
+    assert [(t.task, t.way, t.precision, t.speedup) for t in rows] == [
+        ("training", "plain", "float32", 1.0), ("training", "autocast", "bfloat16", 2.0),
+        ("inference", "plain", "float32", 1.0), ("inference", "autocast", "bfloat16", 1.0),
+        *[("inference", "fused", "bfloat16", 1.0)] * KERNELS,
     ]  # fmt: skip
-    assert (found.dtype, found.timings[1].low_ms) == ("bfloat16", pytest.approx(5))
+    assert [t.error is None for t in rows][:4] == [True, True, False, False]
+    assert 0 == rows[2].error <= rows[3].error < 0.05
     said = "bfloat16 trains this model 2 times as fast as float32, and runs it as fast"
     assert said in str(found)
 
 
-def test_ways_take_turns():
+def test_forms_take_turns():
     order = []
-    ways = [Timed(lambda name=name: order.append(name)) for name in ("plain", "low")]
-    ways[0].mean_seconds = ways[1].mean_seconds = lambda repeats=1: 0.02
-    module.time_in_turns([ways], 0)
-    assert [len(way.seconds) for way in ways] == [3, 3]
-    assert ways[1].measured(ways[0]) == (20, 1, (1, 1))
+    made = [Form("plain", name, Batch(())) for name in ("plain", "low")]
+    for form in made:
+        form.run = lambda name=form.block: order.append(name) or time.sleep(0.02)
+    time_in_turns([made], 0)
+    assert [len(form.seconds) for form in made] == [3, 3]
+    assert order[-4:] == ["plain", "low"] * 2
+    assert 15 < made[1].timing(made[0]).milliseconds < 200
 
 
 def state_of(net):
@@ -100,9 +107,7 @@ def test_each_step_sees_its_policy_its_mode_and_whether_autograd_records(on):
     probe.add(net)
     with amp.autocast("bfloat16", enabled=on):
         benchmarked(probe, data)
-    flags = False, True
-    wanted = {(d, a, t) for d in (None, "bfloat16") for a in flags for t in flags}
-    assert seen >= wanted
+    assert seen >= {(d, True, t) for d in (None, "bfloat16") for t in (False, True)}
 
 
 def test_nets_that_do_not_train_or_hybridize():
@@ -110,7 +115,7 @@ def test_nets_that_do_not_train_or_hybridize():
     net.collect_params().setattr("grad_req", "null")
     assert {t.task for t in benchmarked(net, data).timings} == {"inference"}
     python = nn.HybridLambda(lambda F, x: x * x.shape[0])  # symbols have no shape
-    assert {t.mode for t in benchmarked(python, data).timings} == {"eager"}
+    assert {t.way for t in benchmarked(python, data).timings} == {"eager"}
 
 
 def test_a_saved_model_always_runs_its_graph(tmp_path):
@@ -120,18 +125,19 @@ def test_a_saved_model_always_runs_its_graph(tmp_path):
     net.export(str(tmp_path / "net"))
     model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
     found = benchmarked(model, {"data": data})
-    assert [t.mode for t in found.timings][-1] == ["hybridized", "converted"][KERNELS]
+    ways = [t.way for t in found.timings if t.way != "openvino"]
+    assert ways[-1] == ["autocast", "fused"][KERNELS]
 
 
 def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(monkeypatch):
     net, data = small_net()
-    made, convert = [], module.convert_hybrid_block
+    made, convert = [], forms.convert_hybrid_block
 
     def watched(*args, **options):
         made.append(options["fuse"])
         return convert(*args, **options)
 
-    monkeypatch.setattr(module, "convert_hybrid_block", watched)
+    monkeypatch.setattr(forms, "convert_hybrid_block", watched)
     for dtype in ("bfloat16", "float16"):
         benchmarked(net, data, dtype=dtype)
     assert made == [True, False]  # the fused kernels are oneDNN's
@@ -139,17 +145,19 @@ def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(m
     def fails(*_, **__):
         raise amp.ArgumentError("no")
 
-    monkeypatch.setattr(module, "convert_hybrid_block", fails)
-    assert "converted" not in {t.mode for t in benchmarked(net, data).timings}
+    monkeypatch.setattr(forms, "convert_hybrid_block", fails)
+    found = benchmarked(net, data)
+    assert "fused" not in {t.way for t in found.timings}
+    assert "The model does not run fused: no." in found.notes
 
 
 # ---------------------------------------------------------------------- the sentence
 
 
-def report(*speeds):
-    tasks = [("training", "hybridized"), ("inference", "hybridized"), ("inference", "converted")]
+def report(*speeds, way="fused"):
+    tasks = [("training", "autocast"), ("inference", "autocast"), ("inference", way)]
     timings = [
-        Timing(*task, 10.0, 10 / (sum(pair) / 2), sum(pair) / 2, pair)
+        Timing(*task, "bfloat16", 10 / (sum(pair) / 2), sum(pair) / 2, pair)
         for task, pair in zip(tasks, speeds)
     ]
     return Benchmark("bfloat16", tuple(timings)).summary()
@@ -168,6 +176,13 @@ def report(*speeds):
 )  # fmt: skip
 def test_the_sentence(speeds, said):
     assert said in report(*speeds)
+
+
+def test_openvino_is_recommended_where_it_is_the_fastest():
+    said = report((1.7, 1.9), (1.5, 1.6), (2.0, 2.2), way="openvino")
+    assert (
+        "export the model by `export_onnx`, and run it on OpenVINO: it then runs 2.1 times" in said
+    )
 
 
 def test_a_converted_model_that_is_no_faster_is_not_recommended():

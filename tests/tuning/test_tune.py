@@ -14,9 +14,10 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
+from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
+from mxamp.tools.tuning.forms import seconds_of
 from mxamp.tools.tuning.tune import smallest_set
-from mxamp.tools.tuning.turns import seconds_of
 from tuned import TUNING
 
 KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing
@@ -138,10 +139,11 @@ def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
 
 def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     net, data = dense(64, 64), mx.nd.random.normal(shape=(64, 64))
-    speeds = {"plain": 4.0, "converted": 3.0, "fused": 2.0}
-    monkeypatch.setattr(module._Form, "mean_seconds", lambda self, _=1: speeds[self.way])
+    speeds = {"plain": 4.0, "converted": 3.0, "fused": 2.0, "openvino": 5.0}
+    monkeypatch.setattr(forms.Form, "mean_seconds", lambda self, _=1: speeds[self.way])
     tuning = amp.tune(net, data, target_dtype="bfloat16")
-    assert [(trial.way, trial.precision, trial.speedup) for trial in tuning.trials] == [
+    rows = [one for one in tuning.timings if one.way != "openvino"]
+    assert [(one.way, one.precision, one.speedup) for one in rows] == [
         ("plain", "float32", 1.0), *[("converted", "bfloat16", 4 / 3)] * KERNELS,
         ("fused", "float32", 2.0), *[("fused", "bfloat16", 2.0)] * KERNELS,
     ]  # fmt: skip
@@ -153,14 +155,14 @@ def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     assert "run the model as it is" in str(tuning)
     speeds["autocast"] = 2.0
     tuning = amp.tune(net, (data, mx.nd.zeros((64, 64))), LOSS, target_dtype="bfloat16")
-    assert [trial.way for trial in tuning.trials] == ["plain", *["autocast"] * KERNELS]
-    assert tuning.way == tuning.trials[-1].way and "Tuned for training" in str(tuning)
+    assert [one.way for one in tuning.timings] == ["plain", *["autocast"] * KERNELS]
+    assert tuning.way == tuning.timings[-1].way and "Tuned for training" in str(tuning)
 
 
 def test_channels_that_hold_a_model_back_are_named(monkeypatch):
     net = nn.Conv2D(12, 3, prefix="odd_")
     net.initialize()
-    monkeypatch.setattr(module._Form, "mean_seconds", lambda _self, _=1: 1.0)
+    monkeypatch.setattr(forms.Form, "mean_seconds", lambda _self, _=1: 1.0)
     tuning = amp.tune(net, mx.nd.ones((2, 3, 8, 8)), target_dtype="bfloat16")
     assert ("no multiple of 16: odd_fwd." in str(tuning)) == KERNELS
 
@@ -177,7 +179,7 @@ def test_a_budget_that_is_too_short_gives_float32():
 @pytest.mark.parametrize("after", [3, 8])
 def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
     net, data, names = chain(40, [10, 30], "overflow")
-    errors, calls = module._Model.errors, []
+    errors, calls = forms.Model.measure, []
 
     def interrupted(self, *arguments):
         calls.append(arguments)
@@ -187,7 +189,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch, after):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        monkeypatch.setattr(module._Model, "errors", interrupted)
+        monkeypatch.setattr(forms.Model, "measure", interrupted)
         tuning = tuned(net, data, target_dtype="float16")
     finally:
         signal.signal(signal.SIGINT, before)
@@ -229,7 +231,7 @@ HALF.cast("float16")
     [
         ({"rtol": 0}, "`rtol` must be a positive"),
         ({"min_metric": 0.5}, "min_metric needs it"),
-        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "with a loss, a batch is a tuple"),
+        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, r"of the label too where a loss or a metric"),
         ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
         ({"net": 3}, "the model must be a Block"),
         ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
@@ -256,7 +258,7 @@ def test_float32_models_that_are_no_baseline():
 def test_float16_on_a_cpu_is_not_timed_and_many_batches_are_cut():
     net, data = small()
     tuning = amp.tune(net, (data for _ in itertools.count()), target_dtype="float16")
-    assert "Nothing was timed" in str(tuning) and tuning.policy.lowers and not tuning.trials
+    assert "Nothing was timed" in str(tuning) and tuning.policy.lowers and not tuning.timings
 
 
 def test_budgets():

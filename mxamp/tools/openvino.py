@@ -1,0 +1,47 @@
+"""OpenVINO: a form of a model for inference on CPUs, from the ONNX file that mxamp writes."""
+
+from typing import Any, List, Sequence
+
+import mxnet as mx
+from mxnet.gluon import HybridBlock
+
+from ..convert.models import convert_model
+from ..errors import InstallError
+from ..framework import machine
+from .debugging.measured import arrays_in
+from .onnx import checked_examples, exported, model_of
+
+MISSING = 'OpenVINO was not timed: {name} is not installed: pip install "mxamp[openvino]"'
+_HINTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+class OpenVINO:
+    """A float32 block in OpenVINO, called as the block is; the outputs come as a flat list.
+
+    `calls` are arguments of calls, of all sizes that it takes. `precision` is the dtype that it
+    computes in: bfloat16 only if that is asked for, on a CPU that has it.
+    """
+
+    def __init__(self, block: HybridBlock, calls: Sequence[Any], dtype: str) -> None:
+        try:
+            import onnx
+            import openvino
+        except ImportError as error:
+            raise InstallError(MISSING.format(name=error.name)) from None
+        model, named = model_of(block, calls)
+        model = convert_model(*model, target_dtype="float32")
+        self._names = list(named[0])
+        core = openvino.Core()
+        read = core.read_model(exported(onnx, model, checked_examples(model, named)), b"")
+        hint = "bf16" if dtype == "bfloat16" else "f32"
+        options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": machine.threads()}
+        self._compiled = core.compile_model(read, "CPU", options)
+        found = self._compiled.get_property("INFERENCE_PRECISION_HINT")
+        self.precision = _HINTS[found.to_string()]
+
+    def __call__(self, *inputs: Any) -> List[Any]:
+        """Run the model once."""
+        given = dict(zip(self._names, arrays_in(inputs)))
+        used = [next(name for name in one.names if name in given) for one in self._compiled.inputs]
+        found = self._compiled({name: given[name].asnumpy() for name in used})
+        return [mx.nd.array(found[one]) for one in self._compiled.outputs]

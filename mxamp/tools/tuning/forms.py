@@ -1,0 +1,314 @@
+"""The forms that a model runs in, with their errors, timed in turns.
+
+In each round every form of a group runs once, float32 first, and the ratio to float32 in the same
+round counts: a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Callable, Iterable, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import MXNetError, autograd
+from mxnet.gluon import Block, Trainer
+
+from ...convert.models import convert_hybrid_block
+from ...convert.outputs import Distance, error_reason
+from ...errors import AmpError, ArgumentError, InstallError
+from ...framework.arrays import cast
+from ...framework.machine import dtype_name
+from ...framework.tables import text_table
+from ...framework.wording import shortened, shown
+from ...graph.ir import Graph
+from ...patches.autocast import autocast
+from ...policy.active import pop_region, push_policy
+from ...policy.policy import Policy
+from ...scaling.trainer import init_trainer, scale_loss
+from ..debugging import measured
+from ..debugging.measured import Batch, arrays_in, loss_of
+from ..openvino import OpenVINO
+
+TRAINING, INFERENCE = "training", "inference"
+#: The forms: a block as it is, or hybridized, with mixed precision off or under a policy;
+#: then those of inference alone, with parameters of their own.
+EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
+CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
+
+BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
+NOT_FLOAT32 = "parameter {name!r} is {dtype}: give a float32 model, or convert it to float32 first"
+NOT_RUN = "The model does not run {way}: {why}."
+ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
+#: The least seconds of a turn: fast forms run several times in one.
+_SHORTEST = 0.01
+#: Rounds that are timed whatever the budget, and at most.
+_LEAST, _MOST = 3, 15
+#: The channels of a block of oneDNN's layouts, and the speed below which odd ones are named.
+_BLOCK, _HELD_BACK = 16, 1.5
+
+Loss = Optional[Callable[[Any, Any], Any]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A timed form of a model, in the results of `benchmark` and `tune`.
+
+    Parameters
+    ----------
+    task : str
+        "training" (forward pass, backward pass and an update by SGD) or "inference".
+    way : str
+        "plain" (hybridized, mixed precision off), "autocast" (hybridized, under the policy),
+        "eager" (both, of a block that can't be traced), "converted", "fused" or "openvino"
+        (exported by `export_onnx`, on OpenVINO).
+    precision : str
+        "float32", "bfloat16" or "float16".
+    milliseconds : float
+        The median time of a run.
+    speedup : float
+        The time of float32 in the same task divided by the form's, the median over rounds.
+    quartiles : tuple of float
+        The first and third quartile of that ratio.
+    error : float, optional
+        The largest relative error of an output; infinite where finite elements were lost. None for
+        training in `benchmark`.
+    within : bool, optional
+        Whether the form is within the tolerance of `tune`.
+    """
+
+    task: str
+    way: str
+    precision: str
+    milliseconds: float
+    speedup: float
+    quartiles: tuple[float, float]
+    error: float | None = None
+    within: bool | None = None
+
+
+def table(timings: Sequence[Timing]) -> str:
+    """Return timings as a text table, without the columns that are empty."""
+    names = [field.name for field in fields(Timing)]
+    columns = list(zip(names, *map(astuple, timings)))
+    heads, *rows = zip(*(one for one in columns if one[1:].count(None) < len(timings)))
+    return text_table(heads, rows)
+
+
+class Form:
+    """A form of a model on one batch, ready to be timed, with its errors and times.
+
+    It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
+    runs on the same values.
+    """
+
+    #: The errors against float32, as in `Tuning`, and whether they are within its tolerance.
+    error: float | None = None
+    gradient_error: float | None = None
+    metric: float | None = None
+    within: bool | None = None
+
+    def __init__(
+        self, way: str, block: Any, batch: Batch, policy: Policy | None = None, loss: Loss = None
+    ) -> None:
+        self.way, self.policy, self.block = way, policy, block
+        self.precision = policy.target_dtype if policy and policy.lowers else "float32"
+        #: The policy that the block runs under; a block with parameters of its own needs none.
+        self.inside = policy if way in (EAGER, AUTOCAST) else None
+        self.seconds: list[float] = []
+        self._batch, self._loss = batch, loss
+        if loss is not None:
+            params = [p for p in block.collect_params().values() if p.grad_req != "null"]
+            self._trainer = Trainer(params, "sgd", {"learning_rate": 0}, kvstore=None)
+            if self.inside is not None:
+                with autocast(policy=policy):
+                    init_trainer(self._trainer)
+
+    def run(self) -> None:
+        """Run the batch once."""
+        push_policy(self.inside)
+        try:
+            if self._loss is None:
+                with autograd.pause(train_mode=False):
+                    self.block(*self._batch.inputs)
+            else:
+                with autograd.record():
+                    output = self.block(*self._batch.inputs)
+                    losses = arrays_in(loss_of(self._loss, output, self._batch.label))
+                checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
+                with checked as scaled:
+                    autograd.backward(scaled)
+                self._trainer.step(1, ignore_stale_grad=True)
+            mx.nd.waitall()
+        finally:
+            pop_region()
+
+    def mean_seconds(self, repeats: int = 1) -> float:
+        """Run the model `repeats` times; return the mean seconds of a run."""
+        began = time.perf_counter()
+        for _ in range(repeats):
+            self.run()
+        return (time.perf_counter() - began) / repeats
+
+    def timing(self, plain: Form) -> Timing:
+        """Return the median time, and the median and quartiles of the ratio to `plain`."""
+        ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        task = INFERENCE if self._loss is None else TRAINING
+        times = statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
+        return Timing(task, self.way, self.precision, *times, self.error, self.within)
+
+
+class Model:
+    """A copy of a float32 model with its own parameters, its batches, and float32's results.
+
+    `restart` makes the random numbers of each run the same.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batches: Iterable[Batch],
+        loss: Loss,
+        restart: Callable[[], None],
+        most: int,
+    ) -> None:
+        self.loss, self._restart, self._scale = loss, restart, 2.0**16
+        self._is_saved = not isinstance(model, Block)
+        if self._is_saved:
+            model, batches = measured.block_of(model, batches)
+        self.batches = list(itertools.islice(batches, most))
+        for param in model.collect_params().values():
+            dtype = dtype_name(param.dtype)
+            if "float" in dtype and dtype != "float32":
+                raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
+        with measured.explained_errors(model, self.batches[0].inputs):
+            self.block = measured.copied(model, self.batches[0].inputs)
+        self.is_traced = bool(getattr(self.block, "_cached_graph", None))
+        if self.is_traced:
+            self.block.hybridize(static_alloc=True, static_shape=True)
+        self.context = arrays_in(self.batches[0].inputs)[0].context
+        self.plain: list[Any] = []
+        for batch in self.batches:
+            with measured.explained_errors(model, batch.inputs):
+                self.plain.append(self._run(batch, None, self.block))
+        #: Sentences on the forms that do not run.
+        self.notes: list[str] = []
+
+    def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
+        """Return a form of the model."""
+        block = self.block
+        if way in (CONVERTED, FUSED):
+            options: Any = {"policy": policy, "cast_optional_params": True, "fuse": way == FUSED}
+            block = convert_hybrid_block(block, ctx=self.context, **options)
+            if self._is_saved:
+                block._source = None  # its files hold a graph that is not tuned to shapes
+        elif way == OPENVINO and policy:
+            block = OpenVINO(block, [one.inputs for one in self.batches], policy.target_dtype)
+        form = Form(way, block, self.batches[0], policy, loss)
+        form.precision = getattr(block, "precision", form.precision)
+        return form
+
+    def serving(
+        self, ways: Iterable[tuple[str, Policy]], measure: Callable[[Form], Any]
+    ) -> list[Form]:
+        """Return forms with their errors; `notes` says why a form does not run."""
+        forms: list[Form] = []
+        for way, policy in ways:
+            try:
+                form = self.form(way, policy, self.loss)
+                measure(form)
+                forms.append(form)
+            except InstallError as error:  # noqa: PERF203
+                self.notes.append(f"{error}.")
+            except (AmpError, MXNetError) as error:
+                why = error_reason(error) if isinstance(error, MXNetError) else str(error)
+                self.notes.append(NOT_RUN.format(way=way, why=why.rstrip(".")))
+        return forms
+
+    def measure(self, form: Form) -> list[Any]:
+        """Write the errors of a form over all batches into it; return its outputs by batch."""
+        runs = [self._run(batch, form.inside, form.block) for batch in self.batches]
+        outputs, gradients = Distance(), Distance()
+        for plain, run in zip(self.plain, runs):
+            for i, pair in enumerate(zip(plain[0], run[0])):
+                outputs.add(str(i), *pair)
+            gradients.add("gradients", plain[1], run[1])
+        both = (math.inf if one.lost else one.relative for one in (outputs, gradients))
+        form.error, gradient_error = both
+        form.gradient_error = None if self.loss is None else gradient_error
+        return [outputs for outputs, _ in runs]
+
+    def _run(self, batch: Batch, policy: Policy | None, block: Any) -> Any:
+        """Run a batch under a policy, or in float32; scale float16's loss as training would."""
+        training = self.loss is not None
+        # Dropout draws the same elements in one dtype alone.
+        still = policy and policy.override(fp32=["Dropout"])
+        region = autocast(enabled=policy is not None, policy=still)
+        while True:
+            self._restart()
+            recording = autograd.record() if training else autograd.pause(train_mode=False)
+            with region, recording:
+                output = block(*batch.inputs)
+                loss = loss_of(self.loss, output, batch.label) if self.loss else None
+            dense = [array.tostype("default") for array in arrays_in(output)]
+            outputs = [cast(array, "float32").asnumpy() for array in dense]
+            if loss is None:
+                return outputs, np.zeros(0)
+            scale = self._scale if policy and policy.target_dtype == "float16" else 1.0
+            with region:
+                found = measured.gradients_of(loss, block, scale)
+            gradients = np.concatenate([one.ravel() for one in found])
+            if scale == 1 or np.isfinite(gradients).all():
+                return outputs, gradients
+            self._scale /= 4
+
+
+def time_in_turns(groups: Sequence[Sequence[Form]], ends: float) -> None:
+    """Time the forms of each group in turns, its first one being float32.
+
+    There are at least 3 rounds, and at most 15; none begins after the monotonic time `ends`.
+    """
+    for form in (form for forms in groups for form in forms):
+        form.mean_seconds(2)  # the first run makes the graph, the second one the memory
+    repeats = [max(1, math.ceil(_SHORTEST / forms[0].mean_seconds())) for forms in groups]
+    count = 0
+    while count < _LEAST or (count < _MOST and time.monotonic() < ends):
+        for forms, times in zip(groups, repeats):
+            for form in forms:
+                form.seconds.append(form.mean_seconds(times))
+        count += 1
+
+
+def seconds_of(budget: Any) -> float:
+    """Return a `budget` argument, a number or a text such as "5m", as seconds.
+
+    >>> seconds_of("90s"), seconds_of("5m"), seconds_of(30)
+    (90.0, 300.0, 30.0)
+    """
+    found = _DURATION.fullmatch(str(budget))
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0 < seconds < math.inf:
+        raise ArgumentError(BUDGET.format(given=shown(budget)))
+    return seconds
+
+
+def channels_note(block: Block, timings: Iterable[Timing]) -> list[str]:
+    """Return a note that names convolutions with odd channels, if bfloat16 gains little."""
+    graph = getattr(block, "_cached_graph", None)
+    nodes = Graph.from_symbol(graph[1]).all_nodes if graph else ()
+    convolutions = [node for node in nodes if node.operator == "Convolution"]
+    names = [one.name for one in convolutions if int(one.attrs["num_filter"]) % _BLOCK]
+    speeds = [one.speedup for one in timings if one.precision == "bfloat16"]
+    if not names or not speeds or max(speeds) >= _HELD_BACK:
+        return []
+    return [ODD_CHANNELS.format(names=shortened(names))]
