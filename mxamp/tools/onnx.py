@@ -1,7 +1,7 @@
 """Export to ONNX in float32, checked in ONNX Runtime before the file is written."""
 
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -19,9 +19,10 @@ from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name
 from ..framework.wording import shown
-from ..graph.edit import Edit, Names
+from ..graph.edit import Names
 from ..graph.inspect import FLOATS, tensors_of
 from ..graph.ir import Graph, Output
+from ..graph.speed.fuse import unfused
 from ..policy.active import suspended
 from .debugging.measured import arrays_in
 from .onnx_operators import IR_VERSION, OPSET, Call, translate
@@ -97,78 +98,60 @@ def export_onnx(
         raise InstallError(MISSING.format(name=error.name)) from None
     # A tuple of arrays is one call.
     several = isinstance(inputs, (list, tuple)) and all(isinstance(x, Mapping) for x in inputs)
-    listed = list(inputs) if several or isinstance(inputs, list) else [inputs]
+    calls = list(inputs) if several or isinstance(inputs, list) else [inputs]
     with suspended():
-        if isinstance(model, HybridBlock):
-            model, listed = model_of(model, listed)
-        wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
-        examples = checked_examples(wide, listed)
+        wide, examples, _ = float32_model(model, calls)
         content = exported(onnx, wide, examples)
         errors = [_errors(onnxruntime, content, wide, given) for given in examples if check]
     write_file(path, content)
     return tuple(error for listed in errors for error in listed)
 
 
-def model_of(block: HybridBlock, calls: Sequence[Any]) -> Tuple[Model, List[Mapping[str, Any]]]:
-    """Return a block as a saved model, and the arguments of calls as inputs by name."""
-    is_named = calls and isinstance(calls[0], Mapping)
-    if not is_named and not all(map(arrays_in, calls or [None])):
+def float32_model(
+    model: Union[Model, HybridBlock], calls: Sequence[Any]
+) -> Tuple[Model, List[Dict[str, NDArray]], List[str]]:
+    """Return a saved model in float32, its inputs for each call, and the arguments of a block.
+
+    The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
+    are names; the inputs lack those that the block does not use.
+    """
+    is_block, names = isinstance(model, HybridBlock), []
+    if not calls or not all(isinstance(x, Mapping) or (is_block and arrays_in(x)) for x in calls):
         raise ArgumentError(NO_INPUTS.format(given=shown(calls[0] if calls else calls)))
-    traced = trace(block, None if is_named else calls[0])
-    values, used = traced.param_values(), traced.symbol.list_inputs()
-    auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
-    names = [one.name for one in traced.inputs]
-    named: Sequence[Any] = (
-        calls if is_named else [dict(zip(names, arrays_in(call))) for call in calls]
-    )
-    listed: List[Any] = [{n: array for n, array in one.items() if n in used} for one in named]
-    return (traced.symbol, values, auxs), listed
-
-
-def checked_examples(model: Model, listed: Sequence[Any]) -> List[Dict[str, NDArray]]:
-    """Return the inputs as arrays, with float32 for other floats and zeros for labels."""
-    if not (listed and all(isinstance(one, Mapping) for one in listed)):
-        raise ArgumentError(NO_INPUTS.format(given=shown(listed[0] if listed else listed)))
-    params, examples = {**model[1], **model[2]}, []
-    for one in listed:
-        check_names([*one], [n for n in model[0].list_inputs() if n not in params], "input")
+    if isinstance(model, HybridBlock):
+        traced = trace(model, None if isinstance(calls[0], Mapping) else calls[0])
+        values, used = traced.param_values(), traced.symbol.list_inputs()
+        auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
+        model, names = (traced.symbol, values, auxs), [one.name for one in traced.inputs]
+        named = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
+        calls = [{name: x[name] for name in x if name in used} for x in named]
+    wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
+    params, examples = {**wide[1], **wide[2]}, []
+    for one in calls:
+        check_names([*one], [n for n in wide[0].list_inputs() if n not in params], "input")
         given = {name: outputs.finite_input(name, value) for name, value in one.items()}
         floats = {n: a for n, a in given.items() if dtype_name(a.dtype) in FLOATS}
         given.update({name: cast(array, "float32") for name, array in floats.items()})
-        examples.append({**given, **outputs.zeros_for_missing(model[0], {**params, **given})})
-    return examples
-
-
-def _without_fusion(graph: Graph) -> Graph:
-    """Return the graph with oneDNN's fused operators taken apart."""
-    edit = Edit(graph, {})
-    for i, node in enumerate(graph.nodes):
-        if node.op.startswith("_sg_mkldnn"):
-            made: Dict[Output, Output] = {}
-            given = iter(node.inputs)
-            for j, part in enumerate(node.subgraphs[0].nodes):
-                read = part.with_inputs([made[entry] for entry in part.inputs])
-                made[j, 0] = next(given) if part.is_variable else edit.add_node(read)
-            edit.redirect((i, 0), made[node.subgraphs[0].heads[0]])
-    return edit.applied()
+        examples.append({**given, **outputs.zeros_for_missing(wide[0], {**params, **given})})
+    return wide, examples, names
 
 
 def exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> bytes:
     """Return the content of the ONNX file; raise, naming all operators that can't be exported."""
     make, params = onnx.helper, {**model[1], **model[2]}
-    graph, given = _without_fusion(Graph.from_symbol(model[0])), {**params, **examples[0]}
-    arrays = {name: given[name] for name in graph.input_names}
-    dtypes = {name: dtype_name(array.dtype) for name, array in arrays.items()}
-    tensors, *others = (
-        tensors_of(graph, dtypes, {name: {**params, **one}[name].shape for name in arrays})
-        for one in examples
-    )
+    graph = unfused(Graph.from_symbol(model[0]))
+    arrays = [{name: {**params, **one}[name] for name in graph.input_names} for one in examples]
+    dtypes = {name: dtype_name(array.dtype) for name, array in arrays[0].items()}
+    tensors = [
+        tensors_of(graph, dtypes, {name: array.shape for name, array in one.items()})
+        for one in arrays
+    ]
     names: Dict[Output, str] = {}
     nodes, constants, refused = [], [], []
     for i, node in enumerate(graph.nodes):
         made = [node.name] * node.num_outputs
         if not node.is_variable:
-            read, known = [names[e] for e in node.inputs], [tensors[e] for e in node.inputs]
+            read, known = [names[e] for e in node.inputs], [tensors[0][e] for e in node.inputs]
             call = Call(onnx, f"{i}/{node.name}", node, read, known)
             try:
                 made = translate(call)
@@ -179,38 +162,28 @@ def exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> byt
         names.update({(i, k): name for k, name in enumerate(made)})
     if refused:
         raise ArgumentError(NOT_EXPORTED.format(operators="; ".join(dict.fromkeys(refused))))
-
-    def described(name: str, dtype: str, shape: Any = None) -> Any:
-        code = make.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        return make.make_tensor_value_info(name, code, shape)
-
-    heads = dict(zip(map(Names(arrays).make_unique, model[0].list_outputs()), graph.heads))
+    heads = dict(zip(map(Names(dtypes).make_unique, model[0].list_outputs()), graph.heads))
     nodes += [make.make_node("Identity", [names[head]], [name]) for name, head in heads.items()]
-    used, inputs = {name for node in nodes for name in node.input}, []
-    for name, array in arrays.items():
-        if name in used and name in params:
-            constants.append(onnx.numpy_helper.from_array(array.asnumpy(), name))
-        elif name in used:
-            shape = _common_sizes(example[name].shape for example in examples)
-            inputs.append(described(name, dtypes[name], shape))
-    found = [
-        described(
-            name, tensors[head].dtype, _common_sizes(one[head].shape for one in (tensors, *others))
-        )
-        for name, head in heads.items()
-    ]
+    used = {name for node in nodes for name in node.input}
+    inputs = []
+    for name in [name for name in dtypes if name in used]:
+        if name in params:
+            constants.append(onnx.numpy_helper.from_array(params[name].asnumpy(), name))
+        else:
+            inputs.append(_described(make, name, [one[name] for one in arrays]))
+    found = [_described(make, name, [one[head] for one in tensors]) for name, head in heads.items()]
     content = make.make_graph(nodes, "mxnet", inputs, found, constants)
     opsets = [make.make_opsetid("", OPSET)]
     proto = make.make_model(content, opset_imports=opsets, ir_version=IR_VERSION)
     return bytes(proto.SerializeToString())
 
 
-def _common_sizes(shapes: Iterable[Any]) -> Optional[List[Optional[int]]]:
-    """Return the sizes that all shapes share, with None for others; None if a shape is unknown."""
-    known = list(shapes)
-    if None in known:
-        return None
-    return [sizes[0] if len({*sizes}) == 1 else None for sizes in zip(*known)]
+def _described(make: Any, name: str, tensors: Sequence[Any]) -> Any:
+    """Return the description of an input or output: sizes that differ in `tensors` are variable."""
+    shapes = [one.shape for one in tensors]
+    sizes = None if None in shapes else [n[0] if len({*n}) == 1 else None for n in zip(*shapes)]
+    code = make.np_dtype_to_tensor_dtype(np.dtype(tensors[0].dtype))
+    return make.make_tensor_value_info(name, code, sizes)
 
 
 def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -> List[OutputError]:

@@ -55,21 +55,18 @@ class Call:
 
 def translate(call: Call) -> List[str]:
     """Add the nodes for a call; return the names of its outputs."""
-    correct = _CORRECTIONS.get(call.node.operator)
-    made = correct(call) if correct else None
-    names = (
-        _translated_by_mxnet(call) if made is None else [made] if isinstance(made, str) else made
-    )
+    correct = _CORRECTIONS.get(call.node.operator, _translated_by_mxnet)
+    made = correct(call) or _translated_by_mxnet(call)
     for one in call.nodes:
         one.name = one.output[0]  # ONNX Runtime's optimizer fails for nodes without a name
-    return names
+    return [made] if isinstance(made, str) else made
 
 
 def _translated_by_mxnet(call: Call) -> List[str]:
     call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
-    op, inputs = _SAME.get(call.node.operator, call.node.operator), range(len(call.names))
+    op, count = _SAME.get(call.node.operator, call.node.operator), len(call.names)
     dtypes = [np.dtype(tensor.dtype) for tensor in call.inputs]
-    node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in inputs]}
+    node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in range(count)]}
     node["attrs"] = {**_DEFAULTS.get(op, {}), **call.node.attrs}
     tensors = [[SimpleNamespace(name=n, dtype=d)] for n, d in zip(call.names, dtypes)]
     more = {"initializer": call.constants, "idx": call.name, "opset_version": OPSET}
@@ -169,52 +166,44 @@ def _box_nms(c: Call) -> Any:
     return c("Pad", rows, c("Concat", [0] * 4, c("Sub", total, count), [0], axis=0), -1.0)
 
 
-#: ONNX's recurrent operators by MXNet's mode, and their gates in ONNX's order.
+#: By MXNet's mode: ONNX's recurrent operator, its gates in ONNX's order, and its activations.
 _RECURRENT = {
-    "lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
-    "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,)),
-}  # fmt: skip
+    "lstm": ("LSTM", (0, 3, 1, 2), ["Sigmoid", "Tanh", "Tanh"]),
+    "gru": ("GRU", (1, 0, 2), ["Sigmoid", "Tanh"]),
+    "rnn_tanh": ("RNN", (0,), ["Tanh"]),
+    "rnn_relu": ("RNN", (0,), ["Relu"]),
+}
 
 
 def _rnn(c: Call) -> List[str]:
     for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
         c.require(c.attrs[name] == "None", f"{name}: unroll cells, such as contrib's LSTMPCell")
     c.require(not is_true(c.attrs["use_sequence_length"]), "use_sequence_length")
-    (op, order), units = _RECURRENT[c.attrs["mode"]], int(c.attrs["state_size"])
-    sides, layers = 1 + is_true(c.attrs["bidirectional"]), int(c.attrs["num_layers"])
-    options: Dict[str, Any] = {
-        "hidden_size": units,
-        "direction": "bidirectional" if sides > 1 else "forward",
-    }
-    more: Dict[str, Any] = {
-        "gru": {"linear_before_reset": 1},
-        "rnn_relu": {"activations": ["Relu"] * sides},
-    }
-    options.update(more.get(c.attrs["mode"], {}))
+    op, order, activations = _RECURRENT[c.attrs["mode"]]
+    units, layers = int(c.attrs["state_size"]), int(c.attrs["num_layers"])
+    sides = 1 + is_true(c.attrs["bidirectional"])
+    options: Dict[str, Any] = {"linear_before_reset": 1} if op == "GRU" else {}
+    options["direction"] = "bidirectional" if sides > 1 else "forward"
+    options.update(hidden_size=units, activations=activations * sides)
     batch = c("Slice", c("Shape", c.names[0]), [1], [2])
-    (size,), x, width, rows = c.inputs[1].shape or (0,), c.names[0], c.shape[2], len(order) * units
-    # The parameters: first the weights of all layers and directions, then all biases.
-    weight, bias = 0, size - 2 * layers * sides * rows
-
-    def gates(begin: int, columns: int) -> List[Any]:
-        starts = [begin + k * units * columns for k in order]
-        return [c("Slice", c.names[1], [one], [one + units * columns]) for one in starts]
-
-    finals = []
+    gates, widths = len(order), [c.shape[2], *[sides * units] * (layers - 1)]
+    # First the weights of all layers and directions, then the biases, each of data and of states.
+    sizes = [n for width in widths for n in [width, units] * sides] + [1] * (2 * layers * sides)
+    parts = c("Split", c.names[1], np.repeat(sizes, gates) * units, outputs=len(sizes) * gates)
+    joined = [
+        c("Concat", *(parts[n * gates + k] for k in order), axis=0) for n in range(len(sizes))
+    ]
+    weights, biases = np.reshape(joined, (2, layers, sides, 2))
+    x, finals = c.names[0], []
     for layer in range(layers):
-        of_data, of_state, biases = [], [], []
-        for _ in range(sides):
-            of_data += gates(weight, width)
-            of_state += gates(weight + rows * width, units)
-            biases += [*gates(bias, 1), *gates(bias + rows, 1)]
-            weight, bias = weight + rows * (width + units), bias + 2 * rows
-        shapes = (of_data, [sides, rows, -1]), (of_state, [sides, rows, -1]), (biases, [sides, -1])
-        read = [c("Reshape", c("Concat", *parts, axis=0), shape) for parts, shape in shapes]
+        read = [c("Concat", *one, axis=0) for one in (*weights[layer].T, biases[layer].ravel())]
+        shapes = [sides, gates * units, -1], [sides, gates * units, -1], [sides, -1]
+        read = [c("Reshape", name, shape) for name, shape in zip(read, shapes)]
         states = [c("Slice", s, [layer * sides], [(layer + 1) * sides]) for s in c.names[2:]]
         # The zeros of a layer without given states have a batch of 1.
         states = [c("Expand", s, c("Concat", [sides], batch, [units], axis=0)) for s in states]
         y, *last = c(op, x, *read, "", *states, outputs=1 + len(states), **options)
-        x, width = c("Reshape", c("Transpose", y, perm=[0, 2, 1, 3]), [0, 0, -1]), sides * units
+        x = c("Reshape", c("Transpose", y, perm=[0, 2, 1, 3]), [0, 0, -1])
         finals.append(last)
     return [x, *(c("Concat", *one, axis=0) for one in zip(*finals))]
 

@@ -5,11 +5,10 @@ from typing import Any, List, Sequence
 import mxnet as mx
 from mxnet.gluon import HybridBlock
 
-from ..convert.models import convert_model
 from ..errors import InstallError
 from ..framework import machine
 from .debugging.measured import arrays_in
-from .onnx import checked_examples, exported, model_of
+from .onnx import exported, float32_model
 
 MISSING = 'OpenVINO was not timed: {name} is not installed: pip install "mxamp[openvino]"'
 _HINTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -28,11 +27,9 @@ class OpenVINO:
             import openvino
         except ImportError as error:
             raise InstallError(MISSING.format(name=error.name)) from None
-        model, named = model_of(block, calls)
-        model = convert_model(*model, target_dtype="float32")
-        self._names = list(named[0])
+        model, examples, self._names = float32_model(block, calls)
         core = openvino.Core()
-        read = core.read_model(exported(onnx, model, checked_examples(model, named)), b"")
+        read = core.read_model(exported(onnx, model, examples), b"")
         hint = "bf16" if dtype == "bfloat16" else "f32"
         options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": machine.threads()}
         self._compiled = core.compile_model(read, "CPU", options)

@@ -16,6 +16,7 @@ from mxamp.cli.main import main
 from mxamp.convert.outputs import output_error
 from mxamp.framework import machine
 from mxamp.tools import onnx_operators
+from mxamp.tools.onnx import float32_model
 from mxamp.tools.openvino import OpenVINO
 
 ZOO = gluon.model_zoo.vision
@@ -159,6 +160,20 @@ def test_openvino_serves_blocks(name, runtime):
         assert error.lost == 0 and error.relative < (
             1e-5 if served.precision == "float32" else 0.05
         )
+
+
+class Unused(gluon.HybridBlock):
+    """The first argument less the third."""
+
+    def hybrid_forward(self, F, a, b, c):
+        return a - c
+
+
+def test_arguments_keep_their_names_where_one_is_not_used(export):
+    call = [nd.array([5, 6]), nd.ones(3), nd.array([1, 2])]
+    _, (given,), names = float32_model(Unused(), [call])
+    assert {name: names.index(name) for name in given} == dict(zip(given, (0, 2)))
+    assert worst(export(Unused(), tuple(call))[0]) == 0
 
 
 def test_without_openvino_one_sentence_says_what_to_install(monkeypatch):
@@ -370,6 +385,3 @@ def test_the_command(saved, runtime):
     assert given.shape == [2, 4]
     assert "--input" in run("m --input dta:2,4 --out n.onnx", 2)
     assert "a file that this command reads" in run("m --out m-symbol.json --force", 2)
-
-
-# ---------------------------------------------------------------------- the zoo

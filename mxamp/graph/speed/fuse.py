@@ -94,20 +94,26 @@ def _without_shared_weights(graph: Graph) -> Graph:
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
     """
-    view, edit = View(graph, {}), Edit(graph, {})
+    view = View(graph, {})
+    return unfused(
+        graph, lambda node: node.op == _FUSED_DENSE and view.reads(node.inputs[1][0]) > 1
+    )
+
+
+def unfused(
+    graph: Graph, where: Callable[[Node], bool] = lambda node: node.op.startswith("_sg_mkldnn")
+) -> Graph:
+    """Return the graph with the original operators of those fused operators `where` it is true."""
+    edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if node.op != _FUSED_DENSE or view.reads(node.inputs[1][0]) == 1:
-            continue
-        [body] = node.subgraphs
-        outside = iter(node.inputs)
-        outputs: list[Output] = []
-        for inner in body.nodes:
-            if inner.is_variable:
-                outputs.append(next(outside))
-            else:
-                inputs = [outputs[k] for k, _ in inner.inputs]
-                outputs.append(edit.add_node(inner.with_inputs(inputs)))
-        edit.redirect((i, 0), outputs[body.heads[0][0]])
+        if where(node):
+            [body] = node.subgraphs
+            outside = iter(node.inputs)
+            made: dict[Output, Output] = {}
+            for k, inner in enumerate(body.nodes):
+                read = inner.with_inputs([made[output] for output in inner.inputs])
+                made[k, 0] = next(outside) if inner.is_variable else edit.add_node(read)
+            edit.redirect((i, 0), made[body.heads[0]])
     return edit.applied()
 
 
