@@ -100,7 +100,7 @@ WRONG = [
     (lambda: amp.tune(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
     (lambda: amp.tune(net(), X, LOSS), r"\(data, label\)"),
     (lambda: amp.tune(net(), (X, X), "sce"), "loss must be a function of .*, not 'sce'"),
-    (lambda: amp.tune(net(), (X, X), lambda output, label: 0.5), "the loss must return .*, not 0.5"),
+    (lambda: amp.tune(net(), (X, X), lambda output, label: 0.5), "loss must be .*, not 0.5"),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
     (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense; MXNet calls it 'FullyConnected'"),

@@ -37,7 +37,7 @@ def compare(prefix: str, epoch: int, other: str, inputs: Named, dtypes: Named) -
             # Under other flags, fused operators pack their weights anew at each call.
             block.hybridize(static_alloc=True, static_shape=True)
             ways.append(Form(PLAIN, block, next(batches)))
-        time_in_turns([ways], time.monotonic() + _BUDGET)
+        time_in_turns(ways, time.monotonic() + _BUDGET)
     before, after = (way.timing(ways[0]) for way in ways)
     times = f"{before.milliseconds:.3g} ms before, {after.milliseconds:.3g} ms after"
     low, high = after.quartiles

@@ -10,7 +10,7 @@ from ..framework import machine
 from .debugging.measured import arrays_in
 from .onnx import exported, float32_model
 
-MISSING = 'OpenVINO was not timed: {name} is not installed: pip install "mxamp[openvino]"'
+MISSING = '{name} is not installed: pip install "mxamp[openvino]"'
 _HINTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 

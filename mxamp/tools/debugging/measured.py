@@ -33,7 +33,10 @@ NOT_ON_BATCH = (
     "block {name!r} does not run on this batch of {arrays}: {why}. A batch holds the net's "
     "arguments, and the label too only where a loss or a metric is given"
 )
-NO_LOSS_VALUE = "the loss must return an NDArray that is computed from the output, not {given}"
+NO_LOSS = (
+    "loss must be a function of the net's output and the label that returns an NDArray computed "
+    "from the output, not {given}"
+)
 NO_BATCH = (
     "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, and of the "
     "label too where a loss or a metric is given: (data, label), not {given}"
@@ -48,14 +51,6 @@ class Batch(NamedTuple):
 
     inputs: tuple[Any, ...]
     label: Any = None
-
-
-def check_loss(loss: Any) -> None:
-    """Raise `ArgumentError` unless the loss is None or can be called."""
-    if loss is not None and not callable(loss):
-        raise ArgumentError(
-            f"loss must be a function of the net's output and the label, not {shown(loss)}"
-        )
 
 
 def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
@@ -202,11 +197,11 @@ def arrays_in(value: Any) -> list[NDArray]:
     return arrays
 
 
-def loss_of(loss: Callable[[Any, Any], Any], output: Any, label: Any) -> Any:
-    """Return the loss of an output; raise `ArgumentError` if the function returns no array."""
-    found = loss(output, label)
-    if not arrays_in(found):
-        raise ArgumentError(NO_LOSS_VALUE.format(given=shown(found)))
+def loss_of(loss: Any, output: Any, label: Any) -> Any:
+    """Return the loss of an output; raise `ArgumentError` unless `loss` returns an array."""
+    found = loss(output, label) if callable(loss) else loss
+    if found is loss or not arrays_in(found):
+        raise ArgumentError(NO_LOSS.format(given=shown(found)))
     return found
 
 

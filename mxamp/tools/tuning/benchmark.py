@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any, Callable
-
-from mxnet.gluon import Block, HybridBlock
 
 from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype, device_kind
 from ...patches.autocast import autocast
 from ...policy.policy import Policy
 from ..debugging import measured
-from .forms import (
-    AUTOCAST,
-    CONVERTED,
-    EAGER,
-    FUSED,
-    INFERENCE,
-    OPENVINO,
-    PLAIN,
-    TRAINING,
-    Model,
-    Timing,
-    channels_note,
-    seconds_of,
-    table,
-    time_in_turns,
-)
+from . import forms
+from .forms import HOW, Model, Timing, channels_note, seconds_of, table, time_in_turns
 
 #: Ratios within this distance of 1 are "as fast"; a wider spread around 1 is noise.
 _AS_FAST = 0.05
 
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
 SERVING = "For serving, {how}: it then {speed}."
-HOW = {
-    CONVERTED: "convert the model with `cast_optional_params=True`",
-    FUSED: "convert the model with `fuse=True`",
-    OPENVINO: "export the model by `export_onnx`, and run it on OpenVINO",
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,15 +49,16 @@ class Benchmark:
     def summary(self) -> str:
         """Return whether low precision pays for this model, and what to do, in a few sentences."""
         lowered = [one for one in self.timings if one.precision == self.dtype]
-        best = {one.task: one for one in lowered if one.way in (EAGER, AUTOCAST)}
+        best = {one.task: one for one in lowered if one.way in (forms.EAGER, forms.AUTOCAST)}
         speeds = map(_speed, best.values(), (" this model", " it"), (" as float32", ""))
         said = [f"{self.dtype} {', and '.join(speeds)}.", *self.notes]
         serving = [one for one in self.timings if one.way in HOW]
-        fastest = max(serving, key=lambda one: one.quartiles[0], default=best[INFERENCE])
+        fastest = max(serving, key=lambda one: one.quartiles[0], default=best[forms.INFERENCE])
         if all(one.quartiles[1] < 1 for one in (*best.values(), *serving)):
             said.append(NOT_PAID)
-        elif fastest.way in HOW and fastest.quartiles[0] > max(1, best[INFERENCE].speedup):
-            said.append(SERVING.format(how=HOW[fastest.way], speed=_speed(fastest, "", "")))
+        elif fastest.way in HOW and fastest.quartiles[0] > max(1, best[forms.INFERENCE].speedup):
+            how = HOW[fastest.way].format(precision=fastest.precision)
+            said.append(SERVING.format(how=how, speed=_speed(fastest, "", "")))
         return " ".join(said)
 
     def __str__(self) -> str:
@@ -89,7 +70,7 @@ class Benchmark:
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
     """Return the speed against float32 in words, "too noisy to tell" where it can't be told."""
-    does = f"{'trains' if timing.task == TRAINING else 'runs'}{model}"
+    does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
     low, high = timing.quartiles
     if not low <= 1 <= high:
         return f"{does} {timing.speedup:.2g} times as fast{reference}"
@@ -146,26 +127,25 @@ def benchmark(
 
     Holds two copies of the model, and the converted model.
     """
-    measured.check_loss(loss)
-    ends = time.monotonic() + seconds_of(budget)
-    batches = measured.batches_of(batch, labeled=loss is not None)
+    began, seconds = time.monotonic(), seconds_of(budget)
+    batches = itertools.islice(measured.batches_of(batch, labeled=loss is not None), 1)
     with autocast(enabled=False), measured.alike_numbers() as restart:
-        model = Model(net, batches, None, restart, most=1)
+        model = Model(net, batches, restart)
         device = device_kind(model.context)
         policy = Policy.default(target_dtype or default_dtype(device), device)
-        traced = model.is_traced and (not isinstance(net, Block) or isinstance(net, HybridBlock))
-        pair = ((PLAIN, None), (AUTOCAST, policy)) if traced else ((EAGER, None), (EAGER, policy))
-        groups = [[model.form(way, one) for way, one in pair]]
-        serving = [(FUSED if policy.target_dtype == "bfloat16" else CONVERTED, policy)]
-        if device == "cpu":
-            serving.append((OPENVINO, policy))
-        for form in groups[0]:
-            model.measure(form)
-        groups[0] += model.serving(serving if traced else (), model.measure)
+        lowered = model.form(forms.AUTOCAST if model.is_traced else forms.EAGER, policy)
+        model.measure(lowered)
+        groups = [[model.plain, lowered]]
+        if model.is_traced:
+            ways = [forms.FUSED if policy.target_dtype == "bfloat16" else forms.CONVERTED]
+            ways += [forms.OPENVINO] * (device == "cpu")
+            groups[0] += model.forms((way, policy) for way in ways)
         if any(p.grad_req != "null" and p._data for p in model.block.collect_params().values()):
             step = loss or (lambda output, _: output)
-            groups.insert(0, [model.form(way, one, step) for way, one in pair])
-        time_in_turns(groups, ends)
-    timings = tuple(form.timing(forms[0]) for forms in groups for form in forms)
+            pair = (model.plain, lowered)
+            groups.insert(0, [model.form(one.way, one.policy, step) for one in pair])
+        for count, group in enumerate(groups, 1):
+            time_in_turns(group, began + seconds * count / len(groups))
+    timings = tuple(form.timing(group[0]) for group in groups for form in group)
     notes = model.notes + channels_note(model.block, timings)
     return Benchmark(policy.target_dtype, timings, tuple(notes))

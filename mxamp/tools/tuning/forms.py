@@ -1,12 +1,11 @@
 """The forms that a model runs in, with their errors, timed in turns.
 
-In each round every form of a group runs once, float32 first, and the ratio to float32 in the same
+In each round every form runs once, float32 first, and the ratio to float32 in the same
 round counts: a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -22,7 +21,7 @@ from mxnet.gluon import Block, Trainer
 
 from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
-from ...errors import AmpError, ArgumentError, InstallError
+from ...errors import AmpError, ArgumentError
 from ...framework.arrays import cast
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
@@ -44,8 +43,16 @@ CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
 NOT_FLOAT32 = "parameter {name!r} is {dtype}: give a float32 model, or convert it to float32 first"
-NOT_RUN = "The model does not run {way}: {why}."
+NOT_RUN = "Form {way} does not run: {why}."
 ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
+#: What a user does to have a form of inference.
+HOW = {
+    CONVERTED: "convert the model with `cast_optional_params=True`",
+    # Under other flags, fused operators pack their weights anew at each call.
+    FUSED: "convert the model with `fuse=True` and hybridize(static_alloc=True, static_shape=True)",
+    OPENVINO: "export the model by `export_onnx`, and run it on OpenVINO in {precision} (its "
+    "INFERENCE_PRECISION_HINT)",
+}
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
@@ -111,17 +118,17 @@ class Form:
     runs on the same values.
     """
 
-    #: The errors against float32, as in `Tuning`, and whether they are within its tolerance.
+    #: The errors against float32, and the metric, as in `Tuning`.
     error: float | None = None
     gradient_error: float | None = None
     metric: float | None = None
-    within: bool | None = None
 
     def __init__(
         self, way: str, block: Any, batch: Batch, policy: Policy | None = None, loss: Loss = None
     ) -> None:
-        self.way, self.policy, self.block = way, policy, block
-        self.precision = policy.target_dtype if policy and policy.lowers else "float32"
+        self.way, self.block, self.policy = way, block, policy
+        own = policy.target_dtype if policy and policy.lowers else "float32"
+        self.precision: str = block.precision if way == OPENVINO else own
         #: The policy that the block runs under; a block with parameters of its own needs none.
         self.inside = policy if way in (EAGER, AUTOCAST) else None
         self.seconds: list[float] = []
@@ -133,17 +140,21 @@ class Form:
                 with autocast(policy=policy):
                     init_trainer(self._trainer)
 
+    def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
+        """Return the output for a batch; in training also the losses."""
+        if self._loss is None:
+            with autograd.pause(train_mode=False):
+                return self.block(*batch.inputs), []
+        with autograd.record():
+            output = self.block(*batch.inputs)
+            return output, arrays_in(loss_of(self._loss, output, batch.label))
+
     def run(self) -> None:
         """Run the batch once."""
         push_policy(self.inside)
         try:
-            if self._loss is None:
-                with autograd.pause(train_mode=False):
-                    self.block(*self._batch.inputs)
-            else:
-                with autograd.record():
-                    output = self.block(*self._batch.inputs)
-                    losses = arrays_in(loss_of(self._loss, output, self._batch.label))
+            losses = self.forward(self._batch)[1]
+            if losses:
                 checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
                 with checked as scaled:
                     autograd.backward(scaled)
@@ -159,13 +170,13 @@ class Form:
             self.run()
         return (time.perf_counter() - began) / repeats
 
-    def timing(self, plain: Form) -> Timing:
+    def timing(self, plain: Form, within: bool | None = None) -> Timing:
         """Return the median time, and the median and quartiles of the ratio to `plain`."""
         ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         task = INFERENCE if self._loss is None else TRAINING
         times = statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
-        return Timing(task, self.way, self.precision, *times, self.error, self.within)
+        return Timing(task, self.way, self.precision, *times, self.error, within)
 
 
 class Model:
@@ -178,15 +189,15 @@ class Model:
         self,
         model: Any,
         batches: Iterable[Batch],
-        loss: Loss,
         restart: Callable[[], None],
-        most: int,
+        loss: Loss = None,
+        metric: Any = None,
     ) -> None:
-        self.loss, self._restart, self._scale = loss, restart, 2.0**16
+        self.loss, self._metric, self._restart, self._scale = loss, metric, restart, 2.0**16
         self._is_saved = not isinstance(model, Block)
         if self._is_saved:
             model, batches = measured.block_of(model, batches)
-        self.batches = list(itertools.islice(batches, most))
+        self.batches = list(batches)
         for param in model.collect_params().values():
             dtype = dtype_name(param.dtype)
             if "float" in dtype and dtype != "float32":
@@ -197,96 +208,91 @@ class Model:
         if self.is_traced:
             self.block.hybridize(static_alloc=True, static_shape=True)
         self.context = arrays_in(self.batches[0].inputs)[0].context
-        self.plain: list[Any] = []
+        #: The model in float32, and its outputs and gradients by batch.
+        self.plain, self.results = self.form(PLAIN if self.is_traced else EAGER), []
         for batch in self.batches:
             with measured.explained_errors(model, batch.inputs):
-                self.plain.append(self._run(batch, None, self.block))
+                self.results.append(self._run(batch, self.plain))
+        self.measure(self.plain)
         #: Sentences on the forms that do not run.
         self.notes: list[str] = []
 
     def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
-        """Return a form of the model."""
+        """Return a form of the model, which trains with a loss."""
         block = self.block
         if way in (CONVERTED, FUSED):
-            options: Any = {"policy": policy, "cast_optional_params": True, "fuse": way == FUSED}
+            options: Any = {"policy": policy, **convert_options(way)}
             block = convert_hybrid_block(block, ctx=self.context, **options)
             if self._is_saved:
                 block._source = None  # its files hold a graph that is not tuned to shapes
         elif way == OPENVINO and policy:
             block = OpenVINO(block, [one.inputs for one in self.batches], policy.target_dtype)
-        form = Form(way, block, self.batches[0], policy, loss)
-        form.precision = getattr(block, "precision", form.precision)
-        return form
+        return Form(way, block, self.batches[0], policy, loss or self.loss)
 
-    def serving(
-        self, ways: Iterable[tuple[str, Policy]], measure: Callable[[Form], Any]
-    ) -> list[Form]:
+    def forms(self, ways: Iterable[tuple[str, Policy | None]]) -> list[Form]:
         """Return forms with their errors; `notes` says why a form does not run."""
         forms: list[Form] = []
         for way, policy in ways:
             try:
-                form = self.form(way, policy, self.loss)
-                measure(form)
+                form = self.form(way, policy)
+                self.measure(form)
                 forms.append(form)
-            except InstallError as error:  # noqa: PERF203
-                self.notes.append(f"{error}.")
-            except (AmpError, MXNetError) as error:
-                why = error_reason(error) if isinstance(error, MXNetError) else str(error)
-                self.notes.append(NOT_RUN.format(way=way, why=why.rstrip(".")))
+            except (AmpError, MXNetError) as error:  # noqa: PERF203
+                self.notes.append(NOT_RUN.format(way=way, why=error_reason(error)))
         return forms
 
-    def measure(self, form: Form) -> list[Any]:
-        """Write the errors of a form over all batches into it; return its outputs by batch."""
-        runs = [self._run(batch, form.inside, form.block) for batch in self.batches]
+    def measure(self, form: Form) -> None:
+        """Write the errors of a form over all batches, and its metric, into it."""
         outputs, gradients = Distance(), Distance()
-        for plain, run in zip(self.plain, runs):
-            for i, pair in enumerate(zip(plain[0], run[0])):
+        if self._metric is not None:
+            self._metric.reset()
+        for batch, plain in zip(self.batches, self.results):
+            arrays, gradient = self._run(batch, form)
+            for i, pair in enumerate(zip(plain[0], arrays)):
                 outputs.add(str(i), *pair)
-            gradients.add("gradients", plain[1], run[1])
-        both = (math.inf if one.lost else one.relative for one in (outputs, gradients))
-        form.error, gradient_error = both
-        form.gradient_error = None if self.loss is None else gradient_error
-        return [outputs for outputs, _ in runs]
+            gradients.add("gradients", plain[1], gradient)
+            if self._metric is not None:
+                self._metric.update(arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
+                form.metric = float(self._metric.get()[1])
+        form.error = math.inf if outputs.lost else outputs.relative
+        if self.loss is not None:
+            form.gradient_error = math.inf if gradients.lost else gradients.relative
 
-    def _run(self, batch: Batch, policy: Policy | None, block: Any) -> Any:
-        """Run a batch under a policy, or in float32; scale float16's loss as training would."""
-        training = self.loss is not None
+    def _run(self, batch: Batch, form: Form) -> tuple[list[Any], Any]:
+        """Return a form's outputs and gradients; scale float16's loss as training would."""
         # Dropout draws the same elements in one dtype alone.
-        still = policy and policy.override(fp32=["Dropout"])
-        region = autocast(enabled=policy is not None, policy=still)
+        still = form.inside and form.inside.override(fp32=["Dropout"])
         while True:
+            scale = self._scale if still and still.target_dtype == "float16" else 1.0
             self._restart()
-            recording = autograd.record() if training else autograd.pause(train_mode=False)
-            with region, recording:
-                output = block(*batch.inputs)
-                loss = loss_of(self.loss, output, batch.label) if self.loss else None
-            dense = [array.tostype("default") for array in arrays_in(output)]
-            outputs = [cast(array, "float32").asnumpy() for array in dense]
-            if loss is None:
-                return outputs, np.zeros(0)
-            scale = self._scale if policy and policy.target_dtype == "float16" else 1.0
-            with region:
-                found = measured.gradients_of(loss, block, scale)
-            gradients = np.concatenate([one.ravel() for one in found])
+            with autocast(enabled=still is not None, policy=still):
+                output, losses = form.forward(batch)
+                found = measured.gradients_of(losses, form.block, scale) if losses else []
+            gradients = np.concatenate([np.zeros(0, "float32"), *(one.ravel() for one in found)])
             if scale == 1 or np.isfinite(gradients).all():
-                return outputs, gradients
+                dense = [array.tostype("default") for array in arrays_in(output)]
+                return [cast(array, "float32").asnumpy() for array in dense], gradients
             self._scale /= 4
 
 
-def time_in_turns(groups: Sequence[Sequence[Form]], ends: float) -> None:
-    """Time the forms of each group in turns, its first one being float32.
+def convert_options(way: str) -> dict[str, bool]:
+    """Return the arguments of `convert_hybrid_block` for a form."""
+    return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
+
+
+def time_in_turns(forms: Sequence[Form], ends: float) -> None:
+    """Time forms in turns, the first one being float32.
 
     There are at least 3 rounds, and at most 15; none begins after the monotonic time `ends`.
     """
-    for form in (form for forms in groups for form in forms):
+    for form in forms:
         form.mean_seconds(2)  # the first run makes the graph, the second one the memory
-    repeats = [max(1, math.ceil(_SHORTEST / forms[0].mean_seconds())) for forms in groups]
-    count = 0
-    while count < _LEAST or (count < _MOST and time.monotonic() < ends):
-        for forms, times in zip(groups, repeats):
-            for form in forms:
-                form.seconds.append(form.mean_seconds(times))
-        count += 1
+    repeats = max(1, math.ceil(_SHORTEST / forms[0].mean_seconds()))
+    for count in range(_MOST):
+        if count >= _LEAST and time.monotonic() >= ends:
+            break
+        for form in forms:
+            form.seconds.append(form.mean_seconds(repeats))
 
 
 def seconds_of(budget: Any) -> float:

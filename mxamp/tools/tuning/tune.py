@@ -7,6 +7,7 @@ are accurate enough are then timed once, in turns with float32.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -29,20 +30,8 @@ from ...scaling.scaler import positive_number
 from ..debugging import measured
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
-from .forms import (
-    AUTOCAST,
-    CONVERTED,
-    FUSED,
-    OPENVINO,
-    PLAIN,
-    Form,
-    Model,
-    Timing,
-    channels_note,
-    seconds_of,
-    table,
-    time_in_turns,
-)
+from . import forms
+from .forms import HOW, Form, Model, Timing, channels_note, seconds_of, table, time_in_turns
 
 #: The number of batches of `data` that are used.
 MOST_BATCHES = 16
@@ -67,16 +56,7 @@ NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
 OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a better policy."
-EXPORT = (
-    "Export it by amp.export_onnx(net, 'net.onnx', data), and run that file on OpenVINO in "
-    "{precision}: the setting INFERENCE_PRECISION_HINT."
-)
-STATIC = "Call hybridize(static_alloc=True, static_shape=True), or weights are packed at each call."
-_HEADER = """\
-# Tuned by mxamp.tune: `Policy.load` ignores these comments.
-# Form: {way}
-# {report}
-"""
+USE = "To run it, {how}."
 
 
 @dataclass(frozen=True)
@@ -134,8 +114,7 @@ class Tuning:
 
             fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
         """
-        casts = self.way in (CONVERTED, FUSED)
-        return {"cast_optional_params": casts, "fuse": self.way == FUSED}
+        return forms.convert_options(self.way)
 
     def save(self, path: str | Path) -> None:
         """Write the policy to a TOML file, under comments that say how it was tuned.
@@ -144,8 +123,10 @@ class Tuning:
         whole. Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing
         fails.
         """
-        header = _HEADER.format(way=self.way, report="\n# ".join(self.notes))
-        write_file(path, (header + self.policy.to_toml()).encode())
+        first = "Tuned by mxamp.tune: `Policy.load` ignores these comments."
+        lines = "\n".join([first, f"Form: {self.way}", *self.notes]).splitlines()
+        text = "".join(f"# {line}\n" for line in lines)
+        write_file(path, (text + self.policy.to_toml()).encode())
 
     def __str__(self) -> str:
         report = "\n".join(self.notes)
@@ -229,7 +210,6 @@ def tune(
     """
     base = policy_for(target_dtype or (None if policy else machine.default_dtype()), policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
-    measured.check_loss(loss)
     if metric is not None or min_metric is not None:
         if metric is None or loss is not None or not isinstance(net, Block):
             raise ArgumentError(METRIC_ALONE)
@@ -239,13 +219,13 @@ def tune(
     began, seconds = time.monotonic(), seconds_of(budget)
     with autocast(enabled=False), measured.alike_numbers() as restart:
         labeled = loss is not None or metric is not None
-        batches = measured.batches_of(data, labeled)
-        model = Model(net, batches, loss, restart, MOST_BATCHES)
+        batches = itertools.islice(measured.batches_of(data, labeled), MOST_BATCHES)
+        model = Model(net, batches, restart, loss, metric)
         if not model.is_traced:
             raise ArgumentError(NO_GRAPH.format(name=net.name))
         if machine.device_kind(model.context) != base.device:
             raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=model.context))
-        search = _Search(model, base, timed, rtol, metric, min_metric)
+        search = _Search(model, base, timed, rtol, min_metric)
         search.run(began + _FOR_SEARCH * seconds, began + seconds)
         return search.tuning()
 
@@ -279,19 +259,17 @@ class _Search:
     """A search for the policy of one model, with what it has measured so far."""
 
     def __init__(
-        self, model: Model, base: Policy, timed: bool, rtol: Any, metric: Any, least: float | None
+        self, model: Model, base: Policy, timed: bool, rtol: float | None, least: float | None
     ) -> None:
-        self._model, self._base, self._metric = model, base, metric
-        arrays = (array for outputs, gradients in model.plain for array in (*outputs, gradients))
+        self._model, self._base, self.best = model, base, model.plain
+        arrays = (array for outputs, gradients in model.results for array in (*outputs, gradients))
         if not all(np.isfinite(array).all() for array in arrays):
             raise StateError(NOT_FINITE)
+        found = model.plain.metric
         default = TRAINING_OUTPUTS if model.loss else OUTPUTS
-        self._tolerance = rtol or (math.inf if metric else default)
-        self._gradient_tolerance, self._least = rtol or GRADIENTS, -math.inf
-        self.plain = self.best = model.form(PLAIN, None, model.loss)
-        self._measure(self.plain)
-        if self.plain.metric is not None:
-            found = self.plain.metric
+        self._tolerance = rtol or (default if found is None else math.inf)
+        self._gradient_tolerance = rtol or GRADIENTS
+        if found is not None:
             self._least = found - 0.01 * abs(found) if least is None else least
             if not found >= self._least:
                 raise StateError(BELOW.format(wanted=self._least, found=found))
@@ -301,38 +279,31 @@ class _Search:
         self.timed = timed and (base.target_dtype, base.device) != ("float16", "cpu")
         self._ends = math.inf
 
-    def _measure(self, form: Form) -> None:
-        """Write the errors of a form, and whether they are within the tolerance, into it."""
-        outputs = self._model.measure(form)
-        within = form.error is not None and form.error <= self._tolerance
-        form.within = within and (form.gradient_error or 0.0) <= self._gradient_tolerance
-        if self._metric is not None:
-            self._metric.reset()
-            for batch, arrays in zip(self._model.batches, outputs):
-                self._metric.update(measured.arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
-            form.metric = float(self._metric.get()[1])
-            form.within = form.within and form.metric >= self._least
+    def _is_within(self, form: Form) -> bool:
+        """Return whether the errors of a form, and its metric, are within the tolerance."""
+        if (form.gradient_error or 0.0) > self._gradient_tolerance:
+            return False
+        metric = form.metric is None or form.metric >= self._least
+        return metric and form.error is not None and form.error <= self._tolerance
 
     def run(self, search_ends: float, ends: float) -> None:
         """Search, and time the forms, until the budget or Ctrl-C ends it."""
-        self._ends, notes = search_ends, self._model.notes
-        notes += [] if self.timed else [NOT_TIMED]
+        self._ends, base, model = search_ends, self._base, self._model
+        model.notes += [] if self.timed else [NOT_TIMED]
         try:
-            if self.timed and self._base.rule("Convolution").missing:
-                notes.append(NO_KERNELS)  # such a form takes a hundred times as long
+            if self.timed and base.rule("Convolution").missing:
+                model.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
             elif not self._works(frozenset()):
                 smallest_set(self._works, self._ordered_layers())
             if self.timed:
-                self.forms = list(dict.fromkeys([self.plain, self.best]))
-                if self._model.loss is None and self._base.device == "cpu":
-                    policies = dict.fromkeys([self._base.in_float32(), self.best.policy])
-                    ways = [(FUSED, one) for one in policies if one]
-                    self.forms += self._model.serving(
-                        [*ways, (OPENVINO, self._base)], self._measure
-                    )
-                time_in_turns([self.forms], ends)
+                self.forms = list(dict.fromkeys([model.plain, self.best]))
+                if model.loss is None and base.device == "cpu":
+                    policies = dict.fromkeys([base.in_float32(), self.best.policy])
+                    fused = [(forms.FUSED, one) for one in policies if one]
+                    self.forms += model.forms([*fused, (forms.OPENVINO, base.in_float32())])
+                time_in_turns(self.forms, ends)
         except KeyboardInterrupt:
-            notes.append(STOPPED)
+            model.notes.append(STOPPED)
 
     def _works(self, kept: frozenset[str]) -> bool:
         """Return whether the model is accurate enough with layers in float32; record the best.
@@ -343,12 +314,12 @@ class _Search:
             self._model.notes.append(OUT_OF_TIME)
             return True
         policy = self._base.override(fp32_layers=[self._pattern(name) for name in sorted(kept)])
-        way = CONVERTED if self._model.loss is None else AUTOCAST
-        forms = self._model.serving([(way, policy)], self._measure)
-        if not forms or not forms[0].within:
+        way = forms.CONVERTED if self._model.loss is None else forms.AUTOCAST
+        found = self._model.forms([(way, policy)])
+        if not found or not self._is_within(found[0]):
             return False
         if self.kept is None or len(kept) < len(self.kept):
-            self.kept, self.best = kept, forms[0]
+            self.kept, self.best = kept, found[0]
         return True
 
     def _ordered_layers(self) -> list[str]:
@@ -380,23 +351,23 @@ class _Search:
 
     def tuning(self) -> Tuning:
         """Return the result: the fastest form that is accurate, or the best if none was timed."""
-        model, best, notes = self._model, self.best, [*dict.fromkeys(self._model.notes)]
-        timed = {one: one.timing(self.plain) for one in self.forms if len(one.seconds) > 1}
+        model, best, plain, speed = self._model, self.best, self._model.plain, ""
+        made = [form for form in self.forms if len(form.seconds) > 1]
+        timed = {form: form.timing(plain, self._is_within(form)) for form in made}
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
-            good = [form for form in fast if form.within]
-            best = max(good, key=lambda form: timed[form].speedup, default=self.plain)
-            notes += channels_note(model.block, timed.values())
+            good = [form for form in fast if timed[form].within]
+            best = max(good, key=lambda form: timed[form].speedup, default=plain)
+        notes = [*dict.fromkeys(model.notes), *channels_note(model.block, timed.values())]
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
-        export = EXPORT.format(precision=best.precision)
-        advice = {PLAIN: [FLOAT32] * complete, FUSED: [STATIC], OPENVINO: [export]}
-        notes += advice.get(best.way, [])
-        plain = best.way in (PLAIN, OPENVINO)
-        policy = best.policy if best.policy and not plain else self._base.in_float32()
+        if best.way in HOW:
+            notes.append(USE.format(how=HOW[best.way].format(precision=best.precision)))
+        elif best is plain and complete:
+            notes.append(FLOAT32)
+        policy = best.policy or self._base.in_float32()
         kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
-        chosen, speed = timed.get(best), ""
-        if chosen and best.way != PLAIN:
-            speed = f", {chosen.speedup:.3g} times as fast as plain float32"
+        if best in timed and best is not plain:
+            speed = f", {timed[best].speedup:.3g} times as fast as plain float32"
         names = ("error", best.error), ("gradients", best.gradient_error), ("metric", best.metric)
         figures = [f"{name} {one:.4g}" for name, one in names if one is not None]
         report = (
@@ -407,4 +378,4 @@ class _Search:
         )
         errors = best.error or 0.0, best.gradient_error, best.metric
         texts, rows = (*report, *notes), tuple(timed.values())
-        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, chosen)
+        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, timed.get(best))
