@@ -269,7 +269,6 @@ class State:
         statistics = gradients.trainers.get(self.trainer)
         if self.scaler.scales and self.scaler.checks and statistics is not None:
             statistics.after_step(finite, partial(running_statistics, self.trainer))
-        self.publish(report)
         self._notify(report)
         self._log(report)
         return not finite
@@ -295,7 +294,8 @@ class State:
         return StepReport(finite, self._scale, self.scaler.loss_scale, names)
 
     def _notify(self, report: StepReport) -> None:
-        """Call the functions of `debugging.on_step`."""
+        """Publish a step's report, and call the functions of `debugging.on_step` with it."""
+        self.publish(report)
         for function in tuple(vars(self.trainer).get("_amp_observers", ())):
             function(report)
 

@@ -20,6 +20,7 @@ def test_every_kind_of_trainer(kind):
     data[1] = poisoned(data[1])
 
     def report(step):
+        assert trainer.amp_last_step is step
         reports.append(step)
         weights.append(net[0].weight.data().asnumpy())
 
@@ -57,7 +58,7 @@ def test_a_function_may_remove_its_own_hook():
 
 def test_wrong_arguments():
     _, trainer = setup()
-    with pytest.raises(amp.ArgumentError, match="takes a gluon.Trainer, not 3"):
+    with pytest.raises(amp.ArgumentError, match="must be a gluon.Trainer, not 3"):
         on_step(3, print)
     with pytest.raises(amp.StateError, match="init_trainer"):
         on_step(trainer, print)

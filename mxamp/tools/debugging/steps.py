@@ -7,9 +7,8 @@ from typing import Any, Callable
 
 from mxnet.gluon import Trainer
 
-from ...errors import ArgumentError, StateError
-from ...framework.wording import shown
-from ...scaling.trainer import State, StepReport
+from ...errors import StateError
+from ...scaling.trainer import StepReport, state_of
 
 NO_REPORTS = (
     "this trainer makes no reports of its steps: call mxamp.init_trainer(trainer) before on_step, "
@@ -39,9 +38,7 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
     `remove()`. Raises `StateError` for a trainer without mxamp's loss scaler;
     `init_trainer` gives it one.
     """
-    if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"on_step takes a gluon.Trainer, not {shown(trainer)}")
-    if not isinstance(getattr(trainer, "_amp_loss_scaler", None), State):
+    if state_of(trainer) is None:
         raise StateError(NO_REPORTS)
     observers = vars(trainer).setdefault("_amp_observers", [])
     observers.append(function)
@@ -51,8 +48,6 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
 
 
 class StepHook(ExitStack):
-    """Calls a function after each step of a trainer, until `remove()`."""
+    """Calls a function after each step of a trainer, until `remove()`; a second one is a no-op."""
 
-    def remove(self) -> None:
-        """Stop calling the function; a second call is a no-op."""
-        self.close()
+    remove = ExitStack.close
