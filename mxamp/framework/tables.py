@@ -1,13 +1,6 @@
 """Tables of results as text."""
 
-from typing import Any, Mapping, Sequence
-
-#: The colors of precisions in `Plan.to_dot`.
-PRECISION_COLORS: Mapping[str, str] = {
-    "float16": "#8fd18f",
-    "bfloat16": "#8fd18f",
-    "float32": "#f5d76e",
-}
+from typing import Any, Sequence
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -6,7 +6,7 @@ import fnmatch
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
@@ -18,7 +18,7 @@ from ...convert.symbols import widened_for
 from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
 from ...framework.operators import resolve
-from ...framework.tables import PRECISION_COLORS
+from ...framework.tables import text_table
 from ...framework.wording import counted, one_of, shown
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.casts.insert import rewrite
@@ -28,27 +28,27 @@ from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
 from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_model_in_float16
-from ...patches.cached_op import PolicyCachedOp, Source
+from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.overrides import Layers
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
-from .results import Result, Table
 
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = CONVERTED, INFERENCE, TRAINING = ("converted", "inference", "training")
+#: Colors of `to_dot`; that of low precision is `_LOW`.
+_COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
 #: The mode of a plan of a model that has half precision already, without another conversion.
 AS_IT_IS = "as it is"
 
+HINT = "Gluon adds _fwd to the name of a layer"
 NO_MODEL = "explain takes a Symbol, or a HybridBlock, which has its own params, not {given}"
 #: The reason of casts that conversions keep.
 ROUNDS = "rounds on purpose: only casts back read it"
-_GLUON = "_fwd"  # Gluon's suffix for the operator of a layer
 
 
-@dataclass(frozen=True)
-class NodePlan:
+class NodePlan(NamedTuple):
     """One operator of the graph: the dtype it computes in ("as is": untouched), and why."""
 
     name: str
@@ -58,8 +58,7 @@ class NodePlan:
     inputs: tuple[tuple[str, str | None], ...] = ()  #: (name, the dtype it is cast to or None)
 
 
-@dataclass(frozen=True)
-class Cast:
+class Cast(NamedTuple):
     """One inserted cast: after which node, to which dtype."""
 
     source: str
@@ -67,7 +66,7 @@ class Cast:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Result):
+class Plan:
     """The precision of each operator of a graph, and why; `explain` makes one and describes it.
 
     ::
@@ -102,10 +101,7 @@ class Plan(Result):
         for node in self.nodes:
             if node.name == name:
                 return node
-        hint = f"The plan has {counted(len(self), 'operator')}"
-        if f"{name}{_GLUON}" in self:
-            hint += f". Gluon adds {_GLUON} to the name of a layer"
-        raise unknown("operator name", name, [node.name for node in self.nodes], hint)
+        raise unknown("operator name", name, [node.name for node in self.nodes], HINT)
 
     @checked_call
     def filter(
@@ -133,24 +129,27 @@ class Plan(Result):
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
-    def _tables(self) -> Iterable[Table]:
-        rows = [(node.name, node.operator, node.precision, node.reason) for node in self.nodes]
-        yield ("name", "operator", "precision", "reason"), rows
+    def __str__(self) -> str:
+        headings = ("name", "operator", "precision", "reason")
+        rows = [[getattr(node, heading) for heading in headings] for node in self.nodes]
+        return f"{text_table(headings, rows)}\n\n{self.summary()}"
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.summary()}>"
 
     def to_dot(self) -> str:
         """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
 
         Known parameters are left out.
         """
-        lines = ["digraph plan {", '  node [shape=box style="filled,rounded" fillcolor="#e8e8e8"]']
+        lines = ["digraph plan {", '  node [shape=box style="filled,rounded"]']
+        drawn = {*self.inputs, *(node.name for node in self.nodes)}
+        lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
         for node in self.nodes:
-            color = PRECISION_COLORS.get(node.precision, "#e8e8e8")
             label, tooltip = _quoted(f"{node.name}\n{node.operator}"), _quoted(node.reason)
+            color = _COLORS.get(node.precision, _LOW)
             about = f'label={label} tooltip={tooltip} fillcolor="{color}"'
             lines.append(f"  {_quoted(node.name)} [{about}]")
-        lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
-        drawn = {*self.inputs, *(node.name for node in self.nodes)}
-        for node in self.nodes:
             for source, dtype in node.inputs:
                 label = f" [label={_quoted(dtype)}]" if dtype else ""
                 if source in drawn:
@@ -254,63 +253,67 @@ def explain(
     StateError
         A block that has not run yet, without `example_inputs`.
     """
-    if mode is not None and mode not in MODES:
+    if mode not in (None, *MODES):
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    given_shapes = checked_shapes("input_shapes", input_shapes)
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = checked_shapes("input_shapes", input_shapes)
     if isinstance(model, HybridBlock) and params is None:
         traced = trace(model, example_inputs)
         symbol, params = traced.symbol, traced.param_values()
-        input_dtypes, shapes = traced.input_dtypes(input_dtypes), {**traced.example_shapes}
+        input_dtypes = traced.input_dtypes(input_dtypes)
+        shapes = {**traced.example_shapes, **shapes}
     elif isinstance(model, Symbol):
         symbol, read = model, set(model.list_inputs())
         params = {n: array for n, array in (params or {}).items() if n in read}
     else:
         raise ArgumentError(NO_MODEL.format(given=shown(model)))
-    is_chosen = policy is not None or target_dtype is not None
-    source: Source | None = None if is_chosen else getattr(model, "_source", None)
-    if not is_chosen:
-        policy = current_policy() if source is None else source.policy
-        op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
-        run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
+    source: Source | None = None
+    if policy is None and target_dtype is None:
+        source = getattr(model, "_source", None)
+        policy, mode, run = _in_force(model, source, mode)
         if run is not None:
-            policy, mode = run.policy, mode or (TRAINING if run.training else INFERENCE)
             input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
-        elif policy is not None and source is None:
-            mode = mode or INFERENCE
     graph = Graph.from_symbol(symbol) if source is None else source.graph
     dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in params.items()}, input_dtypes)
-    data = [name for name in graph.input_names if name not in params]
+    data = tuple(name for name in graph.input_names if name not in params)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
-        as_it_is = tuple(_nodes_as_they_are(graph, dtypes))
-        counts = Counter(node.precision for node in as_it_is)
-        target = max(TARGETS, key=lambda dtype: counts[dtype])
-        return Plan(target, as_it_is, tuple(_inserted_casts(graph)), tuple(data), AS_IT_IS)
-    mode = mode or CONVERTED
+        nodes = tuple(_nodes_as_they_are(graph, dtypes))
+        target = max(TARGETS, key=[node.precision for node in nodes].count)
+        return Plan(target, nodes, tuple(_inserted_casts(graph)), data, AS_IT_IS)
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_model_in_float16(policy)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
-    check_names(list(given_shapes), graph.input_names, "input")
-    of_params = {name: array.shape for name, array in params.items()}
-    shapes = {**of_params, **({} if mode == CONVERTED else {**shapes, **given_shapes})}
+    check_names(list(input_shapes or ()), graph.input_names, "input")
     stored: frozenset[str] = frozenset() if source is None else source.stored
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
     roundings: tuple[str, ...] = ()
-    if mode == CONVERTED and source is None:
+    converting = mode in (None, CONVERTED)
+    if converting and source is None:
         graph, variables, roundings = widened_for(
             without_copies_before_casts(graph), policy, dtypes, params, True
         )
         dtypes.update(dict.fromkeys(variables, "float32"))
-    usage = Usage(
-        dtypes, shapes, stored=stored, training=mode == TRAINING, converting=mode == CONVERTED
-    )
+    # A conversion serves data of any shape.
+    shapes = {**{n: a.shape for n, a in params.items()}, **({} if converting else shapes)}
+    usage = Usage(dtypes, shapes, stored=stored, training=mode == TRAINING, converting=converting)
     result = rewrite(graph, policy, usage, choose(graph, policy, usage))
     nodes = tuple(
         _node_plan(graph, node, why.precision, ROUNDS if node.name in roundings else why.reason)
         for graph, node, why in result.decided()
     )
     target = policy.target_dtype if policy.lowers else "float32"
-    return Plan(target, nodes, tuple(_inserted_casts(result.graph)), tuple(data), mode)
+    return Plan(target, nodes, tuple(_inserted_casts(result.graph)), data, mode or CONVERTED)
+
+
+def _in_force(
+    model: Symbol | HybridBlock, source: Source | None, mode: str | None
+) -> tuple[Policy | None, str | None, LastGraph | None]:
+    """Return the policy and mode that a model has run in, or would run in, and its last graph."""
+    policy = current_policy() if source is None else source.policy
+    op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
+    run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
+    if run is not None:
+        return run.policy, mode or (TRAINING if run.training else INFERENCE), run
+    return policy, mode or (INFERENCE if policy and source is None else None), None
 
 
 def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
