@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import logging
-from typing import Any, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, ContextManager, Iterable, Mapping, NamedTuple, Sequence
 
 from mxnet import autograd
 from mxnet.executor import Executor
@@ -207,17 +206,15 @@ class NumericsCheck(TensorObserver):
         if found is not None and self._on == "raise":
             raise NumericsError(found)
 
-    @contextlib.contextmanager
-    def checking(self) -> Iterator[NumericsCheck]:
-        """Context of the check; yields it."""
-        with self.opened():
-            yield self
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__()
         self._reads.clear()
-        # The overflow of a gradient that no later step has shown to be harmless.
-        found, self._overflow = self._overflow, None
-        if found is not None:
-            self._report(found)
-        self._end_pass()
+        if error[0] is None:
+            # The overflow of a gradient that no later step has shown to be harmless.
+            found, self._overflow = self._overflow, None
+            if found is not None:
+                self._report(found)
+            self._end_pass()
 
     # ------------------------------------------------------------------ patches
 
@@ -297,4 +294,4 @@ def check_numerics(
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
     skipped = [skip] if isinstance(skip, str) else name_list("skip", skip)
-    return NumericsCheck(on, skipped).checking()
+    return NumericsCheck(on, skipped)

@@ -54,7 +54,7 @@ def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
     return Patch(owner, name, wrapping(function), on_top=True)
 
 
-class Observer(PatchSet):
+class Observer(PatchSet, contextlib.ContextDecorator):
     """Observes what runs between `open` and `close`, in all threads of the process."""
 
     def __init__(self) -> None:
@@ -70,14 +70,12 @@ class Observer(PatchSet):
             patch_over(Executor, "forward", self._forward),
         ]
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Any]:
-        """Context in which calls are observed; it yields the observer."""
+    def __enter__(self) -> Any:
         self.open()
-        try:
-            yield self
-        finally:
-            self.close()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""

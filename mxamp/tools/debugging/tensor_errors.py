@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Iterable, NamedTuple, Sequence, Tuple
+from typing import Any, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet import autograd
@@ -14,6 +14,7 @@ from ...convert.outputs import Distance
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.machine import dtype_name
+from ...framework.tables import text_table
 from ...framework.wording import counted, shown
 from ...graph.casts.builder import HALVES
 from ...graph.casts.insert import PRECISION
@@ -22,7 +23,6 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from . import measured
 from .observing import Inputs, Site, Tensor, TensorObserver
-from .results import Result, Table
 
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
 JUMP = 8.0
@@ -80,7 +80,7 @@ class TensorError(Distance):
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Result):
+class Comparison:
     """The errors that mixed precision adds to a net; printing gives a table, worst first.
 
     ::
@@ -112,9 +112,13 @@ class Comparison(Result):
         compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}"
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
 
-    def _tables(self) -> Iterable[Table]:
+    def __str__(self) -> str:
         worst = sorted(self.outputs, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
-        yield _HEADINGS, [[getattr(error, name) for name in _HEADINGS] for error in worst]
+        rows = [[getattr(error, name) for name in _HEADINGS] for error in worst]
+        return f"{text_table(_HEADINGS, rows)}\n\n{self.summary()}"
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {self.summary()}>"
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -207,7 +211,7 @@ class _Layers(TensorObserver):
     def of(self, net: Block, inputs: Sequence[Any], train_mode: bool) -> dict[Key, _Layer]:
         """Run a net on these inputs; return its layers."""
         recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
-        with self.opened(), recording:
+        with self, recording:
             net(*inputs)
         return self.layers
 
