@@ -61,7 +61,7 @@ class Gpu(NamedTuple):
 
     name: str
     driver: str
-    capability: str = ""  #: such as "8.6"; no number if the driver does not report it
+    capability: str  #: such as "8.6"; no number if the driver does not report it
 
 
 def examine() -> tuple[dict[str, str], list[Finding]]:
@@ -72,22 +72,19 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
     gpus, gpu_error = query_gpus()
     device, error = import_mxnet()
     wheels = installed_wheels()
-    listed = ", ".join(f"{name} {version}" for name, version in wheels.items())
     usable = ", ".join(sorted(machine.onednn_features()))
-    system = f"{platform.python_version()} on {platform.platform()}"
     variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
     facts = {
         "mxamp": __version__,
-        "MXNet": f"{'' if device else 'not importable: '}{listed or 'no wheel is installed'}",
-        "NumPy, Python": f"{np.__version__}, {system}",
+        "MXNet": ", ".join(map(" ".join, wheels.items())) or "no wheel is installed",
+        "NumPy, Python": f"{np.__version__}, {platform.python_version()} on {platform.platform()}",
         "CPU": f"{machine.cpu_name()}; oneDNN may use {usable or 'no avx512'}",
         "processors": f"{processors():g}; threads of MXNet's kernels: {machine.threads()}",
         **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
         **{name: without_folders(os.environ[name]) for name in variables},
         "dtype 'auto'": machine.fast_dtype(device or "cpu"),
     }
-    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device)]
-    found += _cpu(device)
+    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu(device)]
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
 
 
@@ -113,39 +110,33 @@ def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> I
     """Yield findings on GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
     cuda = WHEEL in wheels
     for gpu in dict.fromkeys(gpus):
-        known = gpu.capability[:1].isdigit()
-        if known and release(gpu.capability)[0] not in MAJORS:
+        if gpu.capability[:1].isdigit() and release(gpu.capability)[0] not in MAJORS:
             what = f"MXNet's wheels have no code for {gpu.name}, compute capability "
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"
             yield Finding(PROBLEM if cuda else NOTE, what + gpu.capability, advice)
         elif wheels and not cuda:
             what = f"{gpu.name} is not used: the installed MXNet is a CPU build"
             yield Finding(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
-        if cuda and release(gpu.driver) < release(DRIVER):
-            what = f"driver {gpu.driver} is too old for {WHEEL}, which needs {DRIVER}"
-            yield Finding(PROBLEM, what, f"install driver {DRIVER} or later")
     if error:
-        advice = "check the NVIDIA driver: nvidia-smi has to work before MXNet can use a GPU"
-        yield Finding(PROBLEM if cuda else NOTE, error, advice)
+        advice = "check the NVIDIA driver, or install a newer one: nvidia-smi has to list the GPUs"
+        yield Finding(PROBLEM if cuda and device != "gpu" else NOTE, error, advice)
     if gpus and cuda and device == "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        advice = "check the driver, and the container's access to GPUs"
-        yield Finding(PROBLEM, f"nvidia-smi finds {gpus[0].name}, and MXNet no GPU", advice)
+        what = f"nvidia-smi finds {gpus[0].name}, driver {gpus[0].driver}, and MXNet no GPU"
+        advice = f"install driver {DRIVER} or later, and check the container's access to GPUs"
+        yield Finding(PROBLEM, what, advice)
 
 
 def _cpu(device: str) -> Iterator[Finding]:
     """Yield findings on the CPU's bfloat16 instructions and the threads of MXNet's kernels."""
     usable, threads = processors(), machine.threads()
     cores = max(1, int(min(machine.processors() // machine.threads_per_core(), usable)))
-    advice = f"set OMP_NUM_THREADS={cores} before Python starts"
-    if threads > max(usable, 1):
-        what = f"MXNet's kernels run on {threads} threads, which is slow: the process may use "
-        yield Finding(PROBLEM, f"{what}{usable:g} processors", advice)
-    if threads < cores and "OMP_NUM_THREADS" not in os.environ:
-        what = f"MXNet's kernels use {threads} of {cores} cores"
-        yield Finding(NOTE, what, f"{advice}, if nothing else runs on them")
-    lost = sorted(machine.cpu_features() - machine.onednn_features())
-    if lost:
-        what = f"DNNL_MAX_CPU_ISA keeps oneDNN from instructions of this CPU: {', '.join(lost)}"
+    too_many = threads > max(usable, 1)
+    if too_many or (threads < cores and "OMP_NUM_THREADS" not in os.environ):
+        what = f"MXNet's kernels run on {threads} threads, slower than on the {cores} cores here"
+        advice = f"set OMP_NUM_THREADS={cores} before Python starts, if nothing else runs here"
+        yield Finding(PROBLEM if too_many else NOTE, what, advice)
+    if machine.onednn_features() < machine.cpu_features():
+        what = "DNNL_MAX_CPU_ISA keeps oneDNN from instructions that this CPU has"
         yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
     elif machine.fast_dtype(device or "cpu") == "float32":
         what = "this CPU, or its virtual machine, has no bfloat16 instructions: float32 is faster"
@@ -179,12 +170,8 @@ def query_gpus() -> tuple[list[Gpu], str]:
     """
     if not shutil.which("nvidia-smi"):
         return [], ""
-    # Drivers before 470 have no compute_cap.
-    for fields in ("name,driver_version,compute_cap", "name,driver_version"):
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-        status, output, errors = _run(command, _GPU_SECONDS)
-        if "compute_cap" not in output + errors:
-            break
+    query = "--query-gpu=name,driver_version,compute_cap"
+    status, output, errors = _run(["nvidia-smi", query, "--format=csv,noheader"], _GPU_SECONDS)
     if status:
         text = " ".join((output + errors).split())
         return [], "" if "no devices" in text.lower() else f"nvidia-smi failed: {text[:200]}"

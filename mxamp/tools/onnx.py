@@ -1,5 +1,6 @@
 """Export to ONNX in float32, checked in ONNX Runtime before the file is written."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 
@@ -32,7 +33,7 @@ __all__ = ["export_onnx"]
 #: The largest relative error that the check accepts.
 TOLERANCE = 0.01
 
-MISSING = '{name} is not installed: pip install "onnx<1.18" onnxruntime, or mxamp[onnx]'
+MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
 NO_INPUTS = (
     "inputs must be values, not {given}: a dict of arrays by input name, for a block also the "
     "arguments of a call, or a list of them. For sizes, give mx.nd.zeros(sizes)"
@@ -44,11 +45,7 @@ WRONG = "output {name!r} has a relative error of {error:.3g}: not written; check
 
 @checked_call
 def export_onnx(
-    model: Union[Model, HybridBlock],
-    path: Union[str, Path],
-    inputs: Any,
-    *,
-    check: bool = True,
+    model: Union[Model, HybridBlock], path: Union[str, Path], inputs: Any, *, check: bool = True
 ) -> Tuple[OutputError, ...]:
     """Write a model as ONNX, in float32, for ONNX Runtime, OpenVINO and others.
 
@@ -91,20 +88,22 @@ def export_onnx(
         onnx or ONNX Runtime is missing.
     """
     check_file_path(path)
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        raise InstallError(MISSING.format(name=error.name)) from None
-    # A tuple of arrays is one call.
-    several = isinstance(inputs, (list, tuple)) and all(isinstance(x, Mapping) for x in inputs)
-    calls = list(inputs) if several or isinstance(inputs, list) else [inputs]
+    onnx, runtime = packages("onnx", "onnxruntime")
+    calls = inputs if isinstance(inputs, list) else [inputs]
     with suspended():
         wide, examples, _ = float32_model(model, calls)
         content = exported(onnx, wide, examples)
-        errors = [_errors(onnxruntime, content, wide, given) for given in examples if check]
+        errors = [_errors(runtime, content, wide, given) for given in examples if check]
     write_file(path, content)
     return tuple(error for listed in errors for error in listed)
+
+
+def packages(*names: str) -> List[Any]:
+    """Return packages by name; raise, saying how to install them, if one is missing."""
+    try:
+        return [import_module(name) for name in names]
+    except ImportError as error:
+        raise InstallError(MISSING.format(name=error.name)) from None
 
 
 def float32_model(

@@ -138,8 +138,7 @@ def _box_nms(c: Call) -> Any:
     c.require(corners and len(c.shape) == 3, "other than corners, in a batch")  # noqa: PLR2004
 
     def columns(rows: str, index: str, count: int = 1) -> Any:
-        begin = int(c.attrs[index])
-        return c("Slice", rows, [begin], [begin + count], [2])
+        return c("Gather", rows, [int(c.attrs[index]) + k for k in range(count)], axis=2)
 
     def best(rows: str, scores: str) -> Any:
         scores, order = c("TopK", scores, count, axis=1, outputs=2)
@@ -190,15 +189,14 @@ def _rnn(c: Call) -> List[str]:
     # First the weights of all layers and directions, then the biases, each of data and of states.
     sizes = [n for width in widths for n in [width, units] * sides] + [1] * (2 * layers * sides)
     parts = c("Split", c.names[1], np.repeat(sizes, gates) * units, outputs=len(sizes) * gates)
-    joined = [
-        c("Concat", *(parts[n * gates + k] for k in order), axis=0) for n in range(len(sizes))
-    ]
-    weights, biases = np.reshape(joined, (2, layers, sides, 2))
+    ordered = np.reshape(parts, (-1, gates))[:, order]
+    weights, biases = ordered.reshape(2, layers, sides, 2, gates)
     x, finals = c.names[0], []
     for layer in range(layers):
-        read = [c("Concat", *one, axis=0) for one in (*weights[layer].T, biases[layer].ravel())]
-        shapes = [sides, gates * units, -1], [sides, gates * units, -1], [sides, -1]
-        read = [c("Reshape", name, shape) for name, shape in zip(read, shapes)]
+        of_data, of_states = weights[layer].swapaxes(0, 1)
+        rows = [sides, gates * units, -1]
+        given = (of_data, rows), (of_states, rows), (biases[layer], [sides, -1])
+        read = [c("Reshape", c("Concat", *one.ravel(), axis=0), sizes) for one, sizes in given]
         states = [c("Slice", s, [layer * sides], [(layer + 1) * sides]) for s in c.names[2:]]
         # The zeros of a layer without given states have a batch of 1.
         states = [c("Expand", s, c("Concat", [sides], batch, [units], axis=0)) for s in states]

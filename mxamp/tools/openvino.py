@@ -5,12 +5,10 @@ from typing import Any, List, Sequence
 import mxnet as mx
 from mxnet.gluon import HybridBlock
 
-from ..errors import InstallError
 from ..framework import machine
 from .debugging.measured import arrays_in
-from .onnx import exported, float32_model
+from .onnx import exported, float32_model, packages
 
-MISSING = '{name} is not installed: pip install "mxamp[openvino]"'
 _HINTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -22,11 +20,7 @@ class OpenVINO:
     """
 
     def __init__(self, block: HybridBlock, calls: Sequence[Any], dtype: str) -> None:
-        try:
-            import onnx
-            import openvino
-        except ImportError as error:
-            raise InstallError(MISSING.format(name=error.name)) from None
+        onnx, openvino = packages("onnx", "openvino")
         model, examples, self._names = float32_model(block, calls)
         core = openvino.Core()
         read = core.read_model(exported(onnx, model, examples), b"")
