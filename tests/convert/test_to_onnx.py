@@ -1,6 +1,7 @@
 """ONNX: MXNet's values in ONNX Runtime, for all that is exported, and errors for the rest."""
 
 import sys
+from functools import partial
 
 import mxnet as mx
 import numpy as np
@@ -62,7 +63,7 @@ def worst(errors):
 def small():
     net = nn.HybridSequential()
     net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D())
-    net.add(nn.HybridLambda(lambda F, x: x * 0.3 + 1.5), nn.Dense(5))
+    net.add(nn.HybridLambda(lambda F, x: x * 0.3 + 1.5), nn.PReLU(in_channels=8), nn.Dense(5))
     return net
 
 
@@ -81,24 +82,17 @@ class SelfAttention(gluon.HybridBlock):
         return out * 0.5 * (1 + F.erf(F.LeakyReLU(out, act_type="gelu")))
 
 
-class Recurrent(gluon.HybridBlock):
-    """An LSTM over time, and a dense layer."""
-
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.lstm = rnn.LSTM(16, input_size=8)
-            self.out = nn.Dense(5, flatten=False, in_units=16)
-
-    def hybrid_forward(self, F, x):
-        return self.out(self.lstm(x))
+def recurrent():
+    net = nn.HybridSequential()
+    net.add(rnn.LSTM(16, input_size=8), nn.Dense(5, flatten=False))
+    return net
 
 
 #: A net, its data, and data of other sizes.
 NETS = {
     "small": (small, randn(2, 3, 12, 12), randn(1, 3, 9, 14)),
     "attention": (SelfAttention, randn(2, 7, 8), randn(3, 5, 8)),
-    "lstm": (Recurrent, randn(6, 2, 8), randn(6, 2, 8)),
+    "lstm": (recurrent, randn(6, 2, 8), randn(6, 2, 8)),
     "resnet18": (ZOO.resnet18_v1, randn(2, 3, 32, 32), randn(1, 3, 64, 32)),
     "mobilenet_v2": (ZOO.mobilenet_v2_0_25, randn(2, 3, 32, 32), randn(1, 3, 64, 32)),
 }
@@ -196,8 +190,9 @@ def test_codes_of_reshape_from_the_left_and_as_text_from_the_right(shape, export
     (lambda x: S.LogisticRegressionOutput(x, S.var("label")), (4, 3)),
     (lambda x: S.SoftmaxActivation(x), (4, 3, 2)),
     (lambda x: S.SoftmaxActivation(x, mode="channel"), (4, 3, 5, 2)),
+    *((partial(S.L2Normalization, mode=mode), (4, 3, 5)) for mode in ("instance", "channel", "spatial")),
 ])  # fmt: skip
-def test_softmaxes_and_loss_layers_without_labels(make, shape, export):
+def test_softmaxes_norms_and_loss_layers_without_labels(make, shape, export):
     errors, session = export((make(S.var("data")), {}, {}), {"data": randn(*shape)})
     assert worst(errors) < 1e-6
     assert [given.name for given in session.get_inputs()] == ["data"]
