@@ -112,9 +112,8 @@ class Plan:
         `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
         "float32" and "as is".
         """
-        if operator is not None:
-            operator = resolve(operator).name
-        if precision is not None and precision not in PRECISIONS:
+        operator = None if operator is None else resolve(operator).name
+        if precision not in (None, *PRECISIONS):
             raise ArgumentError(f"precision must be {one_of(PRECISIONS)}, not {shown(precision)}")
         kept = tuple(
             node
@@ -147,8 +146,8 @@ class Plan:
         lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
         for node in self.nodes:
             label, tooltip = _quoted(f"{node.name}\n{node.operator}"), _quoted(node.reason)
-            color = _COLORS.get(node.precision, _LOW)
-            about = f'label={label} tooltip={tooltip} fillcolor="{color}"'
+            color = _quoted(_COLORS.get(node.precision, _LOW))
+            about = f"label={label} tooltip={tooltip} fillcolor={color}"
             lines.append(f"  {_quoted(node.name)} [{about}]")
             for source, dtype in node.inputs:
                 label = f" [label={_quoted(dtype)}]" if dtype else ""
@@ -272,7 +271,7 @@ def explain(
         policy, mode, run = _in_force(model, source, mode)
         if run is not None:
             input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
-    graph = Graph.from_symbol(symbol) if source is None else source.graph
+    graph, _, stored = source or (Graph.from_symbol(symbol), policy, frozenset())
     dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in params.items()}, input_dtypes)
     data = tuple(name for name in graph.input_names if name not in params)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
@@ -283,7 +282,6 @@ def explain(
     warn_of_model_in_float16(policy)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     check_names(list(input_shapes or ()), graph.input_names, "input")
-    stored: frozenset[str] = frozenset() if source is None else source.stored
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
     roundings: tuple[str, ...] = ()
     converting = mode in (None, CONVERTED)

@@ -94,16 +94,15 @@ def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterato
         param.cast(values[name].dtype)
         param._load_init(values[name], [current_context()])
 
-    def ordered_batches() -> Iterator[Batch]:
-        for batch in batches:
-            by_name = batch.inputs[0]
-            if not isinstance(by_name, Mapping):
-                raise ArgumentError("the inputs of a saved model are given by name, as a dict")
-            known = {name: array for name, array in by_name.items() if name in names}
-            known.update(zeros_for_missing(symbol, {**values, **known}))
-            yield Batch(tuple(known[name] for name in names))
+    def ordered(batch: Batch) -> Batch:
+        by_name = batch.inputs[0]
+        if not isinstance(by_name, Mapping):
+            raise ArgumentError("the inputs of a saved model are given by name, as a dict")
+        known = {name: array for name, array in by_name.items() if name in names}
+        known.update(zeros_for_missing(symbol, {**values, **known}))
+        return Batch(tuple(known[name] for name in names))
 
-    return block, ordered_batches()
+    return block, map(ordered, batches)
 
 
 def blocks_in(net: Block) -> list[Block]:

@@ -23,6 +23,7 @@ from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObser
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
+_BACKWARD = (Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
@@ -171,7 +172,9 @@ class NumericsCheck(TensorObserver):
 
     def _update(self, original: Original, owner: Any, *args: Any, **options: Any) -> Any:
         """Update the parameters, then count the step."""
-        can_lower = _can_lower_scale(owner)
+        # With loss scaling, a step that overflows is skipped, and lowers the scale.
+        state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
+        can_lower = not getattr(getattr(state, "scaler", None), "is_lowest", True)
         results = original(owner, *args, **options)
         found = self._overflow
         if found is not None and not (can_lower and found.step == self._step):
@@ -222,20 +225,11 @@ class NumericsCheck(TensorObserver):
         """Return the patches of calls, graphs, executors, backward passes and updates."""
         return [
             *super().patches(),
-            patch_over(Executor, "backward", self._run_backward),
-            patch_over(NDArray, "backward", self._run_backward),
-            patch_over(autograd, "backward", self._run_backward),
+            *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
             patch_over(autograd, "grad", self._run_backward),
             patch_over(Trainer, "_update", self._update),
             patch_over(Module, "update", self._update),
         ]
-
-
-def _can_lower_scale(owner: Any) -> bool:
-    """Return whether a trainer or module skips a step that overflows, and lowers its loss scale."""
-    state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
-    scaler = getattr(state, "scaler", None)
-    return scaler is not None and not scaler.is_lowest
 
 
 @checked_call

@@ -242,21 +242,20 @@ class TensorObserver(Observer):
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
         """Return a symbol's graph; a new one belongs to the block that is executing."""
         if id(symbol) not in self._graphs:
-            block = self._blocks()[-1] if self._blocks() else None
-            self._graphs[id(symbol)] = MonitoredGraph(self, symbol, block)
+            blocks = [inner for block in self._blocks()[-1:] for inner in blocks_in(block)]
+            self._graphs[id(symbol)] = MonitoredGraph(self, symbol, blocks)
         return self._graphs[id(symbol)]
 
 
 class MonitoredGraph:
     """Runs a symbol, and hands each output that MXNet computes in it to an observer."""
 
-    def __init__(self, observer: TensorObserver, symbol: Symbol, block: Block | None) -> None:
+    def __init__(self, observer: TensorObserver, symbol: Symbol, blocks: list[Block]) -> None:
         self._observer, self._symbol = observer, symbol  # its id is a key
         self._graph = Graph.from_symbol(symbol)
         # Static graphs don't call the monitor, nor do inlined ones.
         self._op = CachedOp(symbol, [("inline_limit", "0")])
         self._op._register_op_hook(self.on_output)
-        blocks = [] if block is None else blocks_in(block)
         self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
         nodes = self._graph.nodes
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]

@@ -177,6 +177,8 @@ def compare(
         raise ArgumentError(NOT_A_NET.format(given=shown(net)))
     for param in net.collect_params().values():
         _require_float32(param.name, dtype_name(param.dtype))
+    # Dropout draws the same elements in one dtype alone.
+    rounding = chosen.override(fp32=["Dropout"])
     copy: Block | None = None
     errors: dict[Key, TensorError] = {}
     with measured.alike_numbers() as restart:
@@ -184,13 +186,17 @@ def compare(
             with measured.explained_errors(net, batch.inputs):
                 copy = copy or measured.copied(net, batch.inputs)
                 restart()
-                with autocast(enabled=False):
-                    plain = _Layers().of(copy, batch.inputs, train_mode)
+                plain = _Layers().of(copy, batch.inputs, train_mode, autocast(enabled=False))
                 restart()
-                # Dropout draws the same elements in one dtype alone.
-                with autocast(policy=chosen.override(fp32=["Dropout"])):
-                    mixed = _Layers().of(copy, batch.inputs, train_mode)
-            _add_errors(errors, plain, mixed)
+                mixed = _Layers().of(copy, batch.inputs, train_mode, autocast(policy=rounding))
+            for key, layer in plain.items():
+                _require_float32(key[0], layer.precision)
+                other = mixed.get(key)
+                # A policy may replace nodes by faster equivalents.
+                if other is not None and other.values.shape == layer.values.shape:
+                    name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
+                    error = TensorError(name, layer.block, layer.operator, other.precision)
+                    errors.setdefault(key, error).include(layer, other)
     outputs = tuple(errors.values())
     roundoff = UNIT_ROUNDOFF[chosen.target_dtype]
     jump = next((error for error in outputs if error.is_jump(roundoff)), None)
@@ -208,10 +214,10 @@ class _Layers(TensorObserver):
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
         self._before_cast: dict[Tensor, Tensor] = {}
 
-    def of(self, net: Block, inputs: Sequence[Any], train_mode: bool) -> dict[Key, _Layer]:
-        """Run a net on these inputs; return its layers."""
+    def of(self, net: Block, inputs: Any, train_mode: bool, cast: Any) -> dict[Key, _Layer]:
+        """Run a net on these inputs, in the context `cast`; return its layers."""
         recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
-        with self, recording:
+        with cast, self, recording:
             net(*inputs)
         return self.layers
 
@@ -239,20 +245,6 @@ class _Layers(TensorObserver):
 def _in_float32(tensor: Tensor) -> Any:
     """Return a tensor's values in float32; None if it holds no floating-point numbers."""
     return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
-
-
-def _add_errors(
-    errors: dict[Key, TensorError], plain: dict[Key, _Layer], mixed: dict[Key, _Layer]
-) -> None:
-    """Add the errors of one batch's layers in mixed precision to those of other batches."""
-    for key, layer in plain.items():
-        _require_float32(key[0], layer.precision)
-        other = mixed.get(key)
-        # A policy may replace nodes by faster equivalents.
-        if other is not None and other.values.shape == layer.values.shape:
-            name = f"{key[0]}[{key[2]}]" if key[2] else key[0]
-            error = TensorError(name, layer.block, layer.operator, other.precision)
-            errors.setdefault(key, error).include(layer, other)
 
 
 def _require_float32(name: str, precision: str) -> None:
