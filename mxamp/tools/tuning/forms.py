@@ -6,13 +6,14 @@ round counts: a machine that slows down slows all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, fields
-from typing import Any, Callable, Iterable, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -28,7 +29,7 @@ from ...framework.tables import text_table
 from ...framework.wording import shortened, shown
 from ...graph.ir import Graph
 from ...patches.autocast import autocast
-from ...policy.active import pop_region, push_policy
+from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
@@ -151,24 +152,21 @@ class Form:
 
     def run(self) -> None:
         """Run the batch once."""
-        push_policy(self.inside)
-        try:
-            losses = self.forward(self._batch)[1]
-            if losses:
-                checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
-                with checked as scaled:
-                    autograd.backward(scaled)
-                self._trainer.step(1, ignore_stale_grad=True)
-            mx.nd.waitall()
-        finally:
-            pop_region()
+        losses = self.forward(self._batch)[1]
+        if losses:
+            checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
+            with checked as scaled:
+                autograd.backward(scaled)
+            self._trainer.step(1, ignore_stale_grad=True)
+        mx.nd.waitall()
 
     def mean_seconds(self, repeats: int = 1) -> float:
         """Run the model `repeats` times; return the mean seconds of a run."""
-        began = time.perf_counter()
-        for _ in range(repeats):
-            self.run()
-        return (time.perf_counter() - began) / repeats
+        with autocast(policy=self.inside) if self.inside else suspended():
+            began = time.perf_counter()
+            for _ in range(repeats):
+                self.run()
+            return (time.perf_counter() - began) / repeats
 
     def timing(self, plain: Form, within: bool | None = None) -> Timing:
         """Return the median time, and the median and quartiles of the ratio to `plain`."""
@@ -186,24 +184,19 @@ class Model:
     """
 
     def __init__(
-        self,
-        model: Any,
-        batches: Iterable[Batch],
-        restart: Callable[[], None],
-        loss: Loss = None,
-        metric: Any = None,
+        self, net: Any, data: Iterable[Batch], restart: Callable[[], None], loss: Loss, metric: Any
     ) -> None:
         self.loss, self._metric, self._restart, self._scale = loss, metric, restart, 2.0**16
-        self._is_saved = not isinstance(model, Block)
+        self._is_saved = not isinstance(net, Block)
         if self._is_saved:
-            model, batches = measured.block_of(model, batches)
-        self.batches = list(batches)
-        for param in model.collect_params().values():
+            net, data = measured.block_of(net, data)
+        self.batches = list(data)
+        for param in net.collect_params().values():
             dtype = dtype_name(param.dtype)
             if "float" in dtype and dtype != "float32":
                 raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
-        with measured.explained_errors(model, self.batches[0].inputs):
-            self.block = measured.copied(model, self.batches[0].inputs)
+        with measured.explained_errors(net, self.batches[0].inputs):
+            self.block = measured.copied(net, self.batches[0].inputs)
         self.is_traced = bool(getattr(self.block, "_cached_graph", None))
         if self.is_traced:
             self.block.hybridize(static_alloc=True, static_shape=True)
@@ -211,7 +204,7 @@ class Model:
         #: The model in float32, and its outputs and gradients by batch.
         self.plain, self.results = self.form(PLAIN if self.is_traced else EAGER), []
         for batch in self.batches:
-            with measured.explained_errors(model, batch.inputs):
+            with measured.explained_errors(net, batch.inputs):
                 self.results.append(self._run(batch, self.plain))
         self.measure(self.plain)
         #: Sentences on the forms that do not run.
@@ -273,6 +266,16 @@ class Model:
                 dense = [array.tostype("default") for array in arrays_in(output)]
                 return [cast(array, "float32").asnumpy() for array in dense], gradients
             self._scale /= 4
+
+
+@contextmanager
+def opened(
+    net: Any, data: Any, labeled: bool, most: int, loss: Loss = None, metric: Any = None
+) -> Iterator[Model]:
+    """Context with mixed precision off and a model with its first batches of `data`."""
+    with autocast(enabled=False), measured.alike_numbers() as restart:
+        batches = itertools.islice(measured.batches_of(data, labeled), most)
+        yield Model(net, batches, restart, loss, metric)
 
 
 def convert_options(way: str) -> dict[str, bool]:

@@ -7,7 +7,6 @@ are accurate enough are then timed once, in turns with float32.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -23,15 +22,14 @@ from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
 from ...framework.wording import shortened
-from ...patches.autocast import autocast, policy_for
+from ...patches.autocast import policy_for
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
 from ...scaling.scaler import positive_number
-from ..debugging import measured
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
 from . import forms
-from .forms import HOW, Form, Model, Timing, channels_note, seconds_of, table, time_in_turns
+from .forms import HOW, Form, Model, Timing, channels_note, opened, seconds_of, table, time_in_turns
 
 #: The number of batches of `data` that are used.
 MOST_BATCHES = 16
@@ -217,10 +215,8 @@ def tune(
         if type(metric).__name__ in _LOSSES:
             raise ArgumentError(BAD_METRIC.format(given=metric.name))
     began, seconds = time.monotonic(), seconds_of(budget)
-    with autocast(enabled=False), measured.alike_numbers() as restart:
-        labeled = loss is not None or metric is not None
-        batches = itertools.islice(measured.batches_of(data, labeled), MOST_BATCHES)
-        model = Model(net, batches, restart, loss, metric)
+    labeled = loss is not None or metric is not None
+    with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
         if not model.is_traced:
             raise ArgumentError(NO_GRAPH.format(name=net.name))
         if machine.device_kind(model.context) != base.device:
@@ -277,7 +273,6 @@ class _Search:
         self.kept: frozenset[str] | None = None
         self.forms: list[Form] = []
         self.timed = timed and (base.target_dtype, base.device) != ("float16", "cpu")
-        self._ends = math.inf
 
     def _is_within(self, form: Form) -> bool:
         """Return whether the errors of a form, and its metric, are within the tolerance."""
