@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype, device_kind
 from ...policy.policy import Policy
 from . import forms
-from .forms import HOW, Timing, channels_note, opened, seconds_of, table, time_in_turns
+from .forms import HOW, Loss, Timing, channels_note, opened, seconds_of, table, time_in_turns
 
 #: Ratios within this distance of 1 are "as fast"; a wider spread around 1 is noise.
 _AS_FAST = 0.05
@@ -78,12 +78,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 
 @checked_call
 def benchmark(
-    net: Any,
-    batch: Any,
-    loss: Callable[[Any, Any], Any] | None = None,
-    *,
-    target_dtype: Any = None,
-    budget: Any = "20s",
+    net: Any, batch: Any, loss: Loss = None, *, target_dtype: Any = None, budget: Any = "20s"
 ) -> Benchmark:
     """Time a training step and inference of a block, in float32 and in low precision.
 

@@ -119,11 +119,6 @@ class Form:
     runs on the same values.
     """
 
-    #: The errors against float32, and the metric, as in `Tuning`.
-    error: float | None = None
-    gradient_error: float | None = None
-    metric: float | None = None
-
     def __init__(
         self, way: str, block: Any, batch: Batch, policy: Policy | None = None, loss: Loss = None
     ) -> None:
@@ -133,6 +128,8 @@ class Form:
         #: The policy that the block runs under; a block with parameters of its own needs none.
         self.inside = policy if way in (EAGER, AUTOCAST) else None
         self.seconds: list[float] = []
+        #: The "error" and that of "gradients" against float32, and the "metric", where measured.
+        self.errors: dict[str, float] = {}
         self._batch, self._loss = batch, loss
         if loss is not None:
             params = [p for p in block.collect_params().values() if p.grad_req != "null"]
@@ -174,7 +171,7 @@ class Form:
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         task = INFERENCE if self._loss is None else TRAINING
         times = statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
-        return Timing(task, self.way, self.precision, *times, self.error, within)
+        return Timing(task, self.way, self.precision, *times, self.errors.get("error"), within)
 
 
 class Model:
@@ -246,10 +243,11 @@ class Model:
             gradients.add("gradients", plain[1], gradient)
             if self._metric is not None:
                 self._metric.update(arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
-                form.metric = float(self._metric.get()[1])
-        form.error = math.inf if outputs.lost else outputs.relative
+        form.errors["error"] = math.inf if outputs.lost else outputs.relative
         if self.loss is not None:
-            form.gradient_error = math.inf if gradients.lost else gradients.relative
+            form.errors["gradients"] = math.inf if gradients.lost else gradients.relative
+        if self._metric is not None:
+            form.errors["metric"] = float(self._metric.get()[1])
 
     def _run(self, batch: Batch, form: Form) -> tuple[list[Any], Any]:
         """Return a form's outputs and gradients; scale float16's loss as training would."""

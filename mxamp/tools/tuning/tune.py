@@ -261,7 +261,7 @@ class _Search:
         arrays = (array for outputs, gradients in model.results for array in (*outputs, gradients))
         if not all(np.isfinite(array).all() for array in arrays):
             raise StateError(NOT_FINITE)
-        found = model.plain.metric
+        found = model.plain.errors.get("metric")
         default = TRAINING_OUTPUTS if model.loss else OUTPUTS
         self._tolerance = rtol or (default if found is None else math.inf)
         self._gradient_tolerance = rtol or GRADIENTS
@@ -276,10 +276,11 @@ class _Search:
 
     def _is_within(self, form: Form) -> bool:
         """Return whether the errors of a form, and its metric, are within the tolerance."""
-        if (form.gradient_error or 0.0) > self._gradient_tolerance:
+        errors, metric = form.errors, form.errors.get("metric")
+        if errors["error"] > self._tolerance:
             return False
-        metric = form.metric is None or form.metric >= self._least
-        return metric and form.error is not None and form.error <= self._tolerance
+        close = errors.get("gradients", 0.0) <= self._gradient_tolerance
+        return close and (metric is None or metric >= self._least)
 
     def run(self, search_ends: float, ends: float) -> None:
         """Search, and time the forms, until the budget or Ctrl-C ends it."""
@@ -363,14 +364,13 @@ class _Search:
         kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
         if best in timed and best is not plain:
             speed = f", {timed[best].speedup:.3g} times as fast as plain float32"
-        names = ("error", best.error), ("gradients", best.gradient_error), ("metric", best.metric)
-        figures = [f"{name} {one:.4g}" for name, one in names if one is not None]
+        figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
         report = (
             f"Tuned for {'training' if model.loss else 'inference'} on {machine.cpu_name()}, "
             f"{machine.threads()} threads, within a relative error of {self._tolerance:.4g}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
             f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
-        errors = best.error or 0.0, best.gradient_error, best.metric
+        errors = best.errors["error"], best.errors.get("gradients"), best.errors.get("metric")
         texts, rows = (*report, *notes), tuple(timed.values())
         return Tuning(policy, best.way, kept, *errors, complete, texts, rows, timed.get(best))
