@@ -134,7 +134,7 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
         assert "run the model as it is" in last and "run the model as it is" in out.read_text()
         return
     if way == "openvino":
-        assert "p.toml: mxamp export-onnx m --out m.onnx" in last
+        assert "p.toml: mxamp export-onnx m --input data:3,8 --out m.onnx" in last
         return
     command = last.partition(": mxamp ")[2].split()
     CliRunner().invoke(main, command)

@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import replace
-from typing import Any, Iterable, List, Sequence
+from typing import Any, List, Sequence
 
 import click
 import mxnet as mx
@@ -60,7 +60,7 @@ def tune(
     with mx.Context(device), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
         start = with_excluded_layers(start, given["keep_fp32"], Graph.from_symbol(model[0]))
-        batches: Iterable[Any] = read_batches(model, data, dtypes)
+        batches = list(read_batches(model, data, dtypes))
         if not data:
             values, drawn = input_values(model, inputs, given["dtypes"])
             notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
@@ -70,7 +70,10 @@ def tune(
         tuning = tune_model(model, batches, policy=start, **options)
     name, use = shlex.quote(prefix), "run the model as it is, in float32"
     if tuning.way == "openvino":
-        use = f"mxamp export-onnx {name} --out {name}.onnx, with the inputs as given here"
+        shapes = [f"{key}:{','.join(map(str, one.shape))}" for key, one in batches[0].items()]
+        given_as = [f"--input {shlex.quote(one)}" for one in shapes]
+        given_as += [f"--input-dtype {shlex.quote(f'{key}:{one}')}" for key, one in dtypes.items()]
+        use = f"mxamp export-onnx {name} {' '.join(given_as)} --out {name}.onnx"
     elif tuning.way != "plain":
         use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)

@@ -264,7 +264,7 @@ class _Search:
         found = model.plain.errors.get("metric")
         default = TRAINING_OUTPUTS if model.loss else OUTPUTS
         self._tolerance = rtol or (default if found is None else math.inf)
-        self._gradient_tolerance = rtol or GRADIENTS
+        self._most = {"error": self._tolerance, "gradients": rtol or GRADIENTS}
         if found is not None:
             self._least = found - 0.01 * abs(found) if least is None else least
             if not found >= self._least:
@@ -276,10 +276,8 @@ class _Search:
 
     def _is_within(self, form: Form) -> bool:
         """Return whether the errors of a form, and its metric, are within the tolerance."""
-        errors, metric = form.errors, form.errors.get("metric")
-        if errors["error"] > self._tolerance:
-            return False
-        close = errors.get("gradients", 0.0) <= self._gradient_tolerance
+        metric = form.errors.get("metric")
+        close = all(form.errors.get(name, 0.0) <= most for name, most in self._most.items())
         return close and (metric is None or metric >= self._least)
 
     def run(self, search_ends: float, ends: float) -> None:
