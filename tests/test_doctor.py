@@ -14,11 +14,10 @@ from mxamp.cli.main import main
 from mxamp.framework import machine
 from mxamp.framework.compat import BROKEN
 from mxamp.tools import doctor as module
-from mxamp.tools.doctor import AUTOMATIC, NOTE, PROBLEM, Gpu, examine, failure_reason
+from mxamp.tools.doctor import AUTOMATIC, NOTE, PROBLEM, examine, failure_reason
 
-T4 = Gpu("Tesla T4", "470.57.02", "7.5")
-UNKNOWN = T4._replace(capability="[N/A]")
-H100 = Gpu("NVIDIA H100 PCIe", "535.104.05", "9.0")
+T4, UNKNOWN = (("Tesla T4", "470.57.02", capability) for capability in ("7.5", "[N/A]"))
+H100 = ("NVIDIA H100 PCIe", "535.104.05", "9.0")
 CPU_BUILD, CUDA_BUILD = {"mxnet": "1.9.1"}, {"mxnet-cu112": "1.9.1"}
 BF16 = {"avx512", "avx512_bf16"}
 

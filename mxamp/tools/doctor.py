@@ -11,7 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator, NamedTuple, Tuple
 
 import numpy as np
 
@@ -56,12 +56,8 @@ class Finding(NamedTuple):
     advice: str
 
 
-class Gpu(NamedTuple):
-    """A GPU as nvidia-smi describes it."""
-
-    name: str
-    driver: str
-    capability: str  #: such as "8.6"; no number if the driver does not report it
+#: A GPU as nvidia-smi lists it: name, driver and compute capability, which is no number if unknown.
+Gpu = Tuple[str, ...]
 
 
 def examine() -> tuple[dict[str, str], list[Finding]]:
@@ -109,19 +105,19 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
 def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> Iterator[Finding]:
     """Yield findings on GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
     cuda = WHEEL in wheels
-    for gpu in dict.fromkeys(gpus):
-        if gpu.capability[:1].isdigit() and release(gpu.capability)[0] not in MAJORS:
-            what = f"MXNet's wheels have no code for {gpu.name}, compute capability "
+    for name, _, capability in dict.fromkeys(gpus):
+        if capability[:1].isdigit() and release(capability)[0] not in MAJORS:
+            what = f"MXNet's wheels have no code for {name}, compute capability {capability}"
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"
-            yield Finding(PROBLEM if cuda else NOTE, what + gpu.capability, advice)
+            yield Finding(PROBLEM if cuda else NOTE, what, advice)
         elif wheels and not cuda:
-            what = f"{gpu.name} is not used: the installed MXNet is a CPU build"
+            what = f"{name} is not used: the installed MXNet is a CPU build"
             yield Finding(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
     if error:
         advice = "check the NVIDIA driver, or install a newer one: nvidia-smi has to list the GPUs"
         yield Finding(PROBLEM if cuda and device != "gpu" else NOTE, error, advice)
     if gpus and cuda and device == "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        what = f"nvidia-smi finds {gpus[0].name}, driver {gpus[0].driver}, and MXNet no GPU"
+        what = f"nvidia-smi finds {gpus[0][0]}, driver {gpus[0][1]}, and MXNet no GPU"
         advice = f"install driver {DRIVER} or later, and check the container's access to GPUs"
         yield Finding(PROBLEM, what, advice)
 
@@ -175,7 +171,7 @@ def query_gpus() -> tuple[list[Gpu], str]:
     if status:
         text = " ".join((output + errors).split())
         return [], "" if "no devices" in text.lower() else f"nvidia-smi failed: {text[:200]}"
-    return [Gpu(*line.split(", ")) for line in output.splitlines() if ", " in line], ""
+    return [tuple(line.split(", ")) for line in output.splitlines() if ", " in line], ""
 
 
 def _run(command: list[str], seconds: float) -> tuple[int, str, str]:

@@ -7,7 +7,6 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock
-from mxnet.ndarray.ndarray import NDArray
 
 from ..convert import outputs
 from ..convert.blocks import trace
@@ -20,7 +19,7 @@ from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name
 from ..framework.wording import shown
-from ..graph.edit import Names
+from ..graph.edit import Names, Params
 from ..graph.inspect import FLOATS, tensors_of
 from ..graph.ir import Graph, Output
 from ..graph.speed.fuse import unfused
@@ -106,9 +105,7 @@ def packages(*names: str) -> List[Any]:
         raise InstallError(MISSING.format(name=error.name)) from None
 
 
-def float32_model(
-    model: Union[Model, HybridBlock], calls: Sequence[Any]
-) -> Tuple[Model, List[Dict[str, NDArray]], List[str]]:
+def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params], List[str]]:
     """Return a saved model in float32, its inputs for each call, and the arguments of a block.
 
     The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
@@ -123,7 +120,7 @@ def float32_model(
         auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
         model, names = (traced.symbol, values, auxs), [one.name for one in traced.inputs]
         named = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
-        calls = [{name: x[name] for name in x if name in used} for x in named]
+        calls = [{n: x[n] for n in x if n in used or n not in names} for x in named]
     wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
     params, examples = {**wide[1], **wide[2]}, []
     for one in calls:
@@ -135,16 +132,14 @@ def float32_model(
     return wide, examples, names
 
 
-def exported(onnx: Any, model: Model, examples: List[Dict[str, NDArray]]) -> bytes:
+def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     """Return the content of the ONNX file; raise, naming all operators that can't be exported."""
     make, params = onnx.helper, {**model[1], **model[2]}
     graph = unfused(Graph.from_symbol(model[0]))
     arrays = [{name: {**params, **one}[name] for name in graph.input_names} for one in examples]
     dtypes = {name: dtype_name(array.dtype) for name, array in arrays[0].items()}
-    tensors = [
-        tensors_of(graph, dtypes, {name: array.shape for name, array in one.items()})
-        for one in arrays
-    ]
+    shapes = [{name: array.shape for name, array in one.items()} for one in arrays]
+    tensors = [tensors_of(graph, dtypes, one) for one in shapes]
     names: Dict[Output, str] = {}
     nodes, constants, refused = [], [], []
     for i, node in enumerate(graph.nodes):

@@ -311,6 +311,8 @@ def test_a_block_is_exported_by_the_arguments_of_calls(export, runtime, tmp_path
     net.hybridize()
     net(one)
     assert worst(export(net, {"data": one})[0]) < 1e-5
+    with pytest.raises(amp.ArgumentError, match="the closest is 'data'"):
+        export(net, {"dta": one})
     assert worst(export(amp.convert_hybrid_block(net, "float16"), one)[0]) < 1e-5
     for sizes in ((2, 3, 12, 12), [2, 3, 12, 12], [(2, 3)], {"data": (2, 3, 12, 12)}, None, []):
         with pytest.raises(amp.ArgumentError, match=r"not .*mx\.nd\.zeros"):
