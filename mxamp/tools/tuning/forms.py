@@ -198,7 +198,7 @@ class Model:
         if self.is_traced:
             self.block.hybridize(static_alloc=True, static_shape=True)
         self.context = arrays_in(self.batches[0].inputs)[0].context
-        #: The model in float32, and its outputs and gradients by batch.
+        #: The model in float32, and what it returns for each batch.
         self.plain, self.results = self.form(PLAIN if self.is_traced else EAGER), []
         for batch in self.batches:
             with measured.explained_errors(net, batch.inputs):
@@ -233,24 +233,21 @@ class Model:
 
     def measure(self, form: Form) -> None:
         """Write the errors of a form over all batches, and its metric, into it."""
-        outputs, gradients = Distance(), Distance()
+        found = [self._run(batch, form) for batch in self.batches]
+        for name in found[0]:
+            distance = Distance()
+            for plain, run in zip(self.results, found):
+                for i, pair in enumerate(zip(plain[name], run[name])):
+                    distance.add(str(i), *pair)
+            form.errors[name] = math.inf if distance.lost else distance.relative
         if self._metric is not None:
             self._metric.reset()
-        for batch, plain in zip(self.batches, self.results):
-            arrays, gradient = self._run(batch, form)
-            for i, pair in enumerate(zip(plain[0], arrays)):
-                outputs.add(str(i), *pair)
-            gradients.add("gradients", plain[1], gradient)
-            if self._metric is not None:
-                self._metric.update(arrays_in([batch.label]), [*map(mx.nd.array, arrays)])
-        form.errors["error"] = math.inf if outputs.lost else outputs.relative
-        if self.loss is not None:
-            form.errors["gradients"] = math.inf if gradients.lost else gradients.relative
-        if self._metric is not None:
+            for batch, run in zip(self.batches, found):
+                self._metric.update(arrays_in([batch.label]), [*map(mx.nd.array, run["error"])])
             form.errors["metric"] = float(self._metric.get()[1])
 
-    def _run(self, batch: Batch, form: Form) -> tuple[list[Any], Any]:
-        """Return a form's outputs and gradients; scale float16's loss as training would."""
+    def _run(self, batch: Batch, form: Form) -> dict[str, list[Any]]:
+        """Return the arrays that each error is of; scale float16's loss as training would."""
         # Dropout draws the same elements in one dtype alone.
         still = form.inside and form.inside.override(fp32=["Dropout"])
         while True:
@@ -259,10 +256,12 @@ class Model:
             with autocast(enabled=still is not None, policy=still):
                 output, losses = form.forward(batch)
                 found = measured.gradients_of(losses, form.block, scale) if losses else []
-            gradients = np.concatenate([np.zeros(0, "float32"), *(one.ravel() for one in found)])
-            if scale == 1 or np.isfinite(gradients).all():
+            if scale == 1 or all(np.isfinite(one).all() for one in found):
                 dense = [array.tostype("default") for array in arrays_in(output)]
-                return [cast(array, "float32").asnumpy() for array in dense], gradients
+                results = {"error": [cast(array, "float32").asnumpy() for array in dense]}
+                if losses:
+                    results["gradients"] = [np.concatenate([one.ravel() for one in found])]
+                return results
             self._scale /= 4
 
 
@@ -315,7 +314,6 @@ def channels_note(block: Block, timings: Iterable[Timing]) -> list[str]:
     nodes = Graph.from_symbol(graph[1]).all_nodes if graph else ()
     convolutions = [node for node in nodes if node.operator == "Convolution"]
     names = [one.name for one in convolutions if int(one.attrs["num_filter"]) % _BLOCK]
-    speeds = [one.speedup for one in timings if one.precision == "bfloat16"]
-    if not names or not speeds or max(speeds) >= _HELD_BACK:
-        return []
-    return [ODD_CHANNELS.format(names=shortened(names))]
+    best = max((t.speedup for t in timings if t.precision == "bfloat16"), default=_HELD_BACK)
+    odd = ODD_CHANNELS.format(names=shortened(names))
+    return [odd] if names and best < _HELD_BACK else []

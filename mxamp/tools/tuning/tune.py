@@ -258,8 +258,8 @@ class _Search:
         self, model: Model, base: Policy, timed: bool, rtol: float | None, least: float | None
     ) -> None:
         self._model, self._base, self.best = model, base, model.plain
-        arrays = (array for outputs, gradients in model.results for array in (*outputs, gradients))
-        if not all(np.isfinite(array).all() for array in arrays):
+        lists = (arrays for result in model.results for arrays in result.values())
+        if not all(np.isfinite(array).all() for arrays in lists for array in arrays):
             raise StateError(NOT_FINITE)
         found = model.plain.errors.get("metric")
         default = TRAINING_OUTPUTS if model.loss else OUTPUTS
