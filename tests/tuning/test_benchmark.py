@@ -192,7 +192,7 @@ def test_a_converted_model_that_is_no_faster_is_not_recommended():
 @pytest.mark.parametrize(
     "call, said",
     [
-        (lambda net, data: amp.benchmark(3, data), "must be a Block, or a saved one"),
+        (lambda net, data: amp.benchmark(3, data), "give a Block, or a saved one"),
         (lambda net, data: amp.benchmark(net, (data, data)), "only where a loss"),
         (lambda net, data: amp.benchmark(net, mx.nd.ones((2, 5))), "does not run on this batch"),
         (lambda net, data: amp.benchmark(net, data, budget="soon"), "`budget` must be"),

@@ -146,13 +146,12 @@ class Plan:
         lines += [f'  {_quoted(name)} [shape=ellipse fillcolor="white"]' for name in self.inputs]
         for node in self.nodes:
             label, tooltip = _quoted(f"{node.name}\n{node.operator}"), _quoted(node.reason)
-            color = _quoted(_COLORS.get(node.precision, _LOW))
-            about = f"label={label} tooltip={tooltip} fillcolor={color}"
-            lines.append(f"  {_quoted(node.name)} [{about}]")
+            name, color = _quoted(node.name), _quoted(_COLORS.get(node.precision, _LOW))
+            lines.append(f"  {name} [label={label} tooltip={tooltip} fillcolor={color}]")
             for source, dtype in node.inputs:
                 label = f" [label={_quoted(dtype)}]" if dtype else ""
                 if source in drawn:
-                    lines.append(f"  {_quoted(source)} -> {_quoted(node.name)}{label}")
+                    lines.append(f"  {_quoted(source)} -> {name}{label}")
         return "\n".join([*lines, "}", ""])
 
     def summary(self) -> str:

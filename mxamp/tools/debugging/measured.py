@@ -41,9 +41,7 @@ NO_BATCH = (
     "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, and of the "
     "label too where a loss or a metric is given: (data, label), not {given}"
 )
-NOT_A_NET = (
-    "the model must be a Block, or a saved one as (symbol, arg_params, aux_params), not {given}"
-)
+NOT_A_NET = "give a Block, or a saved one: (symbol, arg_params, aux_params), not {given}"
 
 
 class Batch(NamedTuple):

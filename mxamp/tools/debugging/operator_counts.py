@@ -110,10 +110,9 @@ class OperatorStats(Observer):
 
     def __getitem__(self, operator: str) -> dict[str, int]:
         """Return the calls of an operator by dtype."""
-        rows = self.operators
-        found = {row.dtype: row.calls for row in rows if row.operator == operator}
+        found = {row.dtype: row.calls for row in self.operators if row.operator == operator}
         if not found:
-            raise unknown("operator", operator, sorted({row.operator for row in rows}))
+            raise unknown("operator", operator, sorted({row.operator for row in self.operators}))
         return found
 
     def __len__(self) -> int:

@@ -10,10 +10,7 @@ from mxnet.gluon import Trainer
 from ...errors import StateError
 from ...scaling.trainer import StepReport, state_of
 
-NO_REPORTS = (
-    "this trainer makes no reports of its steps: call mxamp.init_trainer(trainer) before on_step, "
-    "with mxamp.NoScaler() for no loss scaling"
-)
+NO_REPORTS = "this trainer makes no reports: call mxamp.init_trainer(trainer) before on_step"
 
 
 def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook:
@@ -35,8 +32,8 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
     `nonfinite`. The call comes after the gradients are checked and before the weights change.
 
     Returns the hook, which calls `function` until the end of a `with` statement, or until
-    `remove()`. Raises `StateError` for a trainer without mxamp's loss scaler;
-    `init_trainer` gives it one.
+    `remove()`. Raises `StateError` for a trainer without mxamp's loss scaler: `init_trainer` gives
+    it one, which is `NoScaler()` where losses are not scaled.
     """
     if state_of(trainer) is None:
         raise StateError(NO_REPORTS)

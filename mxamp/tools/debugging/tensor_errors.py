@@ -30,10 +30,7 @@ JUMP = 8.0
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 NOT_A_NET = "compare takes a Block, not {given}: import a saved model as a gluon.SymbolBlock"
-NOT_FLOAT32 = (
-    "{name!r} is in {precision} with mixed precision off: compare takes a float32 net, "
-    "not one that was converted or cast"
-)
+NOT_FLOAT32 = "{name!r} is in {precision}: compare takes a float32 net, neither converted nor cast"
 
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
 _SHOWN = 10  #: rows of the table
