@@ -151,6 +151,14 @@ def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(m
     assert "Form fused does not run: no." in found.notes
 
 
+def test_numpy_arrays():
+    mx.npx.set_np()
+    net = mx.gluon.nn.Dense(2, in_units=3)
+    net.initialize()
+    found = amp.benchmark(net, mx.np.ones((4, 3)), target_dtype="float16", budget=0.1)
+    assert {one.task for one in found.timings} == {"training", "inference"}
+
+
 # ---------------------------------------------------------------------- the sentence
 
 

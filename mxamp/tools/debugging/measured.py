@@ -194,6 +194,13 @@ def arrays_in(value: Any) -> list[NDArray]:
     return arrays
 
 
+def in_float32(array: NDArray) -> Any:
+    """Return a dense or sparse array in float32, as a NumPy array."""
+    # Arrays of mx.np have no `tostype`.
+    dense = array if array.stype == "default" else array.tostype("default")
+    return cast(dense, "float32").asnumpy()
+
+
 def loss_of(loss: Any, output: Any, label: Any) -> Any:
     """Return the loss of an output; raise `ArgumentError` unless `loss` returns an array."""
     found = loss(output, label) if callable(loss) else loss
@@ -215,5 +222,4 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
         with autograd.pause(), scaled_outputs(scale):
             _backward(heads)
         found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
-        dense = [one if one.stype == "default" else one.tostype("default") for one in found]
-        return [cast(array, "float32").asnumpy() / np.float32(scale) for array in dense]
+        return [in_float32(array) / np.float32(scale) for array in found]

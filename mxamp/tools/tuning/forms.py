@@ -23,7 +23,6 @@ from mxnet.gluon import Block, Trainer
 from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError
-from ...framework.arrays import cast
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
 from ...framework.wording import shortened, shown
@@ -257,8 +256,7 @@ class Model:
                 output, losses = form.forward(batch)
                 found = measured.gradients_of(losses, form.block, scale) if losses else []
             if scale == 1 or all(np.isfinite(one).all() for one in found):
-                dense = [array.tostype("default") for array in arrays_in(output)]
-                results = {"error": [cast(array, "float32").asnumpy() for array in dense]}
+                results = {"error": [measured.in_float32(one) for one in arrays_in(output)]}
                 if losses:
                     results["gradients"] = [np.concatenate([one.ravel() for one in found])]
                 return results
