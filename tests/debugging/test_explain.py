@@ -106,15 +106,6 @@ def test_integer_inputs_of_a_run_are_known():
     assert all(cast.source != "data" for cast in amp.explain(net).casts)
 
 
-def test_float32_parts_of_a_substitution_name_it():
-    data = mx.sym.var("data", shape=(64, 64))
-    clip = mx.sym.clip(data, a_min=0, a_max=6, name="relu6")
-    plan = amp.explain(clip, policy=amp.Policy.default("bfloat16", "cpu"), mode="inference")
-    reasons = {operator.operator: operator.reason for operator in plan}
-    wanted = "stands in for clip: the substitution 'relu6' computes this part in float32"
-    assert reasons["Activation"] == wanted
-
-
 def test_reasons_name_exclusions_and_missing_kernels():
     plan = amp.explain(dense_net(), policy=GPU, excluded_sym_names=["f*"])
     assert plan["fc"].precision == "float32"
