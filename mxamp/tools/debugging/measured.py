@@ -181,8 +181,8 @@ def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
         raise
     except (TypeError, ValueError, MXNetError) as error:  # ValueError: infers a deferred shape
         arrays, why = counted(len(arrays_in(inputs)), "array"), error_reason(error)
-        message = NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why)
-        raise ArgumentError(message) from error  # it may be of the user's own code
+        # With the error that it came from, which may be of the user's own code.
+        raise ArgumentError(NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why)) from error
     except RuntimeError as error:
         raise StateError(f"block {net.name!r} does not run: {error}") from error
 

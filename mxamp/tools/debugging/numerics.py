@@ -287,5 +287,4 @@ def check_numerics(
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")
-    skipped = [skip] if isinstance(skip, str) else name_list("skip", skip)
-    return NumericsCheck(on, skipped)
+    return NumericsCheck(on, [skip] if isinstance(skip, str) else name_list("skip", skip))
