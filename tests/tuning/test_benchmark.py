@@ -85,10 +85,13 @@ def test_the_net_is_left_as_it_was(hybridized):
     loss.backward()
     before, numpy = state_of(net), np.random.get_state()[1].copy()
     benchmarked(net, data)
+    assert current_policy() is None and not _stacks
+    labeled = data, mx.nd.zeros((6, 2))
+    amp.tune(net, labeled, gluon.loss.L2Loss(), target_dtype="float16", budget=5)
     after = state_of(net)
     assert all(map(np.array_equal, before[0], after[0])) and before[1] == after[1]
-    assert np.array_equal(numpy, np.random.get_state()[1])
-    assert current_policy() is None and not _stacks
+    assert np.array_equal(numpy, np.random.get_state()[1]) and current_policy() is None
+    amp.shutdown()
     trainer.step(1)
 
 
@@ -176,7 +179,6 @@ def report(*speeds, way="fused"):
     [
         (((1.7, 1.9), (2.0, 2.2)), "trains this model 1.8 times as fast as float32, and runs it 2.1 times as fast."),
         (((0.98, 1.02), (0.8, 1.4)), "trains this model as fast as float32, and runs it 0.80 to 1.40 times as fast, too noisy"),
-        (((0.5, 0.6), (0.9, 0.95)), "Stay in float32 for this model"),
         (((0.5, 0.6), (0.9, 0.95), (0.8, 0.85)), "Stay in float32 for this model"),
         (((1.7, 1.9), (1.5, 1.6), (2.0, 2.2)),
          "runs it 1.6 times as fast. For serving, convert the model with `fuse=True` and hybridize(static_alloc=True, static_shape=True): "
@@ -197,17 +199,12 @@ def test_a_converted_model_that_is_no_faster_is_not_recommended():
     assert "convert" not in report((1.7, 1.9), (0.5, 0.6), (0.9, 1.1))
 
 
-@pytest.mark.parametrize(
-    "call, said",
-    [
-        (lambda net, data: amp.benchmark(3, data), "give a Block, or a saved one"),
-        (lambda net, data: amp.benchmark(net, (data, data)), "only where a loss"),
-        (lambda net, data: amp.benchmark(net, mx.nd.ones((2, 5))), "does not run on this batch"),
-        (lambda net, data: amp.benchmark(net, data, budget="soon"), "`budget` must be"),
-        (lambda net, data: amp.benchmark(net.cast("float16") or net, data), "give a float32 model"),
-    ],
-)  # fmt: skip
-def test_wrong_calls(call, said):
-    with pytest.raises(amp.ArgumentError, match=said):
-        call(*small_net())
+def test_wrong_calls():
+    net, data = small_net()
+    for given, said in (
+        ((data, data), "only where a loss"),
+        (mx.nd.ones((2, 5)), "does not run on"),
+    ):
+        with pytest.raises(amp.ArgumentError, match=said):
+            amp.benchmark(net, given)
     assert not _stacks
