@@ -208,13 +208,13 @@ class LossScaler:
         """Continue from a saved state of any kind, for all trainers that share this scaler.
 
         A scaler that scales does not become one that does not, nor the other way round: a run in
-        float16 may resume from one in bfloat16. In float32 there is nothing to resume.
+        float16 may resume from one in bfloat16. In float32 there is nothing to resume: a scale is lost.
         """
         kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
         saved = _KINDS.get(kind, LossScaler)()
         saved.load_state_dict(state)
         saved.steps, saved.skips = self.steps, self.skips
-        if self.checks and saved.scales != self.scales:
+        if saved.scales != self.scales:
             logger.warning(OTHER_KIND, saved, self)
         elif self.checks:
             vars(self).update(vars(saved), _fields=saved._fields)
