@@ -27,7 +27,7 @@ from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
 from ..graph.speed.fusible import check_fused_dtype
 from ..graph.speed.shape_rules import choose
-from ..patches.announcements import warn_of_model_in_float16
+from ..patches.announcements import warn_of_speed
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
@@ -117,7 +117,7 @@ def convert(
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     _warn_of_bad_values(held, lowered, inputs, policy.target_dtype)
-    warn_of_model_in_float16(policy)
+    warn_of_speed(policy, of_model=True)
     if not options.fuse:
         new = with_copies_before_casts(new, {**dtypes, **inputs})
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]

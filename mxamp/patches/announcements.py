@@ -16,7 +16,11 @@ NO_GPU = (
 )
 SLOW = (
     "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
-    "faster than float32"
+    "faster than float32%s"
+)
+IN_MODEL = (
+    ". The model computes in float32 on rounded values, on other CPUs too: to use bfloat16 kernels "
+    "there, convert it on a CPU with avx512"
 )
 ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
@@ -32,7 +36,6 @@ UNSCALED_EXECUTORS = (
     "of a Module before it is bound, use Gluon, or bfloat16, which needs no scale"
 )
 UNKNOWN_LAYER = "fp32_layers of the policy, in the graphs that have run so far: %s"
-IN_CODE = "give 'bfloat16' in place of 'auto'"
 
 
 #: The keys of the warnings that this process has logged: it logs each once.
@@ -46,7 +49,7 @@ def announce(policy: Policy) -> None:
     warn_of_speed(policy)
 
 
-def announce_float32(advice: str = IN_CODE) -> None:
+def announce_float32(advice: str = "give 'bfloat16' in place of 'auto'") -> None:
     """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
     _warn_once("auto", STAYS_OFF, machine.why_float32(), advice)
 
@@ -56,23 +59,21 @@ def announce_unscaled_executors() -> None:
     _warn_once("executors", UNSCALED_EXECUTORS)
 
 
-def warn_of_speed(policy: Policy) -> None:
-    """Warn once that mixed precision under `policy` is no faster than float32 here, if so."""
+def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
+    """Warn once that mixed precision under `policy` is no faster than float32 here, if so.
+
+    Of a model that is explained or converted, say what that means for the model.
+    """
     if not policy.lowers:
         return
     if policy.device != "cpu":
-        if machine.default_device() == "cpu":
+        if machine.default_device() == "cpu" and not of_model:
             _warn_once("gpu", NO_GPU)
     elif policy.target_dtype == "float16":
-        _warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), "")
+        _warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS if of_model else "")
     elif not machine.computes_bfloat16():
-        _warn_once("bfloat16", SLOW, machine.cpu_name())
-
-
-def warn_of_model_in_float16(policy: Policy) -> None:
-    """Warn once, of a model that is explained or converted, that float16 is slow on CPUs."""
-    if (policy.target_dtype, policy.device) == ("float16", "cpu") and policy.lowers:
-        _warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS)
+        advice = IN_MODEL if of_model and policy.rule("Convolution").missing else ""
+        _warn_once(f"bfloat16{advice}", SLOW, machine.cpu_name(), advice)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:

@@ -208,7 +208,7 @@ class LossScaler:
         """Continue from a saved state of any kind, for all trainers that share this scaler.
 
         A scaler that scales does not become one that does not, nor the other way round: a run in
-        float16 may resume from one in bfloat16. In float32 there is nothing to resume: a scale is lost.
+        float16 may resume from one in bfloat16. Float32 resumes nothing.
         """
         kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
         saved = _KINDS.get(kind, LossScaler)()

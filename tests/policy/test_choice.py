@@ -59,10 +59,12 @@ def test_each_machine(expected):
     "limit, dtype",
     [("AVX2", "float32"), ("AVX512_CORE", "float32"), ("AVX512_CORE_BF16", "bfloat16"), ("ALL", "bfloat16")],
 )  # fmt: skip
-def test_onednns_limit_counts(monkeypatch, limit, dtype):
+def test_onednns_limit_counts(monkeypatch, caplog, limit, dtype):
     on_machine(monkeypatch, "avx512_bf16")
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
     assert machine.fast_dtype() == dtype
+    amp.explain(mx.sym.relu(mx.sym.var("data")), "bfloat16")
+    assert ("convert it on a CPU with avx512" in caplog.text) == (limit == "AVX2")
     if dtype == "float32":
         assert machine.why_float32().startswith(f"DNNL_MAX_CPU_ISA={limit} keeps oneDNN from")
 

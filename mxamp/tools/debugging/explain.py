@@ -27,7 +27,7 @@ from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
 from ...graph.speed.shape_rules import choose
-from ...patches.announcements import warn_of_model_in_float16
+from ...patches.announcements import warn_of_speed
 from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.overrides import Layers
@@ -278,7 +278,7 @@ def explain(
         target = max(TARGETS, key=[node.precision for node in nodes].count)
         return Plan(target, nodes, tuple(_inserted_casts(graph)), data, AS_IT_IS)
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
-    warn_of_model_in_float16(policy)
+    warn_of_speed(policy, of_model=True)
     policy = with_excluded_layers(policy, excluded_sym_names, graph)
     check_names(list(input_shapes or ()), graph.input_names, "input")
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
