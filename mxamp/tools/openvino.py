@@ -29,10 +29,12 @@ class OpenVINO:
         self._compiled = core.compile_model(read, "CPU", options)
         found = self._compiled.get_property("INFERENCE_PRECISION_HINT")
         self.precision = _HINTS[found.to_string()]
+        # Its inputs have several names, and lack arguments that the model does not read.
+        aliases = (one.names for one in self._compiled.inputs)
+        self._used = [next(name for name in names if name in self._names) for names in aliases]
 
     def __call__(self, *inputs: Any) -> List[Any]:
         """Run the model once."""
         given = dict(zip(self._names, arrays_in(inputs)))
-        used = [next(name for name in one.names if name in given) for one in self._compiled.inputs]
-        found = self._compiled({name: given[name].asnumpy() for name in used})
+        found = self._compiled({name: given[name].asnumpy() for name in self._used})
         return [mx.nd.array(found[one]) for one in self._compiled.outputs]
