@@ -202,7 +202,7 @@ class Model:
         for batch in self.batches:
             with measured.explained_errors(net, batch.inputs):
                 self.results.append(self._run(batch, self.plain))
-        self.measure(self.plain)
+        self._judge(self.plain, self.results)
         #: Sentences on the forms that do not run.
         self.notes: list[str] = []
 
@@ -232,7 +232,10 @@ class Model:
 
     def measure(self, form: Form) -> None:
         """Write the errors of a form over all batches, and its metric, into it."""
-        found = [self._run(batch, form) for batch in self.batches]
+        self._judge(form, [self._run(batch, form) for batch in self.batches])
+
+    def _judge(self, form: Form, found: Sequence[dict[str, list[Any]]]) -> None:
+        """Write the errors of what a form has returned for each batch, and its metric, into it."""
         for name in found[0]:
             distance = Distance()
             for plain, run in zip(self.results, found):

@@ -7,6 +7,7 @@ are accurate enough are then timed once, in turns with float32.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -284,11 +285,12 @@ class _Search:
         """Search, and time the forms, until the budget or Ctrl-C ends it."""
         self._ends, base, model = search_ends, self._base, self._model
         model.notes += [] if self.timed else [NOT_TIMED]
+        works = functools.lru_cache(maxsize=None)(self._works)  # smallest_set begins with none, too
         try:
             if self.timed and base.rule("Convolution").missing:
                 model.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
-            elif not self._works(frozenset()):
-                smallest_set(self._works, self._ordered_layers())
+            elif not works(frozenset()):
+                smallest_set(works, self._ordered_layers())
             if self.timed:
                 self.forms = list(dict.fromkeys([model.plain, self.best]))
                 if model.loss is None and base.device == "cpu":
