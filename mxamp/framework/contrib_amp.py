@@ -17,8 +17,9 @@ MXAMP_IS_ON = (
     "mxamp.{name}, or mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
 )
 SCALED_BY_MXAMP = (
-    "mxamp scales this trainer's losses, and mxnet.contrib.amp's scale_loss, imported by name, "
-    "would scale them again: write `with mxamp.scale_loss(loss, trainer) as scaled:`"
+    "mxamp scales this trainer's losses, and mxnet.contrib.amp's scale_loss would scale them "
+    "again: call mxamp.scale_loss, or, where a library such as GluonCV makes this call, "
+    "mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
 )
 
 #: The two modules that hold the functions of `mxnet.contrib.amp`.

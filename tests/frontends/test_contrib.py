@@ -160,10 +160,10 @@ def test_stock_init_on_a_trainer_that_mxamp_scales_fails_the_next_step(stock_fun
     assert (trainer._params[0].data().asnumpy() == weight).all()
 
 
-def backward_by_stock(net, trainer, data):
+def backward_by_stock(net, trainer, data, scale_loss=stock_scale_loss):
     with autograd.record():
         loss = (net(nd.array(data)) ** 2).sum()
-        with stock_scale_loss(loss, trainer) as scaled:
+        with scale_loss(loss, trainer) as scaled:
             scaled.backward()
 
 
@@ -179,9 +179,10 @@ def test_a_stock_scale_loss_on_a_trainer_of_mxamp_is_an_error():
     stock.init("float16", ctx=mx.cpu())
     net, trainer = setup()
     stock.init_trainer(trainer)
-    with pytest.raises(amp.StateError, match=r"write `with mxamp\.scale_loss"):
+    with pytest.raises(amp.StateError, match=r"call mxamp\.scale_loss, .* mxamp\.patch_contrib\(\)"):
         backward_by_stock(net, trainer, batches(1)[0])
     assert trainer._scale == 1.0
+    backward_by_stock(net, trainer, batches(1)[0], stock.scale_loss)  # as a library looks it up
 
 
 # ------------------------------------------------- `import mxamp as amp` in place of contrib's
