@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, prefix_errors, unknown
@@ -93,17 +94,17 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
 
 def resolved_dtypes(
     symbol: Symbol,
-    param_dtypes: Mapping[str, Any],
+    params: Mapping[str, NDArray],
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, str]:
     """Return the dtypes of a symbol's inputs by name, inferring those that neither mapping gives.
 
-    The last resort is float32. Raises for an input whose dtype in `param_dtypes` is another.
+    The last resort is float32. Raises for a parameter whose dtype in `input_dtypes` is another.
     """
     if input_dtypes is not None and not isinstance(input_dtypes, Mapping):
         raise ArgumentError(f"input_dtypes must map names to dtypes, not {shown(input_dtypes)}")
     inputs = set(symbol.list_inputs())
-    known = {name: dtype_name(dtype) for name, dtype in param_dtypes.items() if name in inputs}
+    known = {name: dtype_name(array.dtype) for name, array in params.items() if name in inputs}
     with prefix_errors("`input_dtypes`"):
         check_names(input_dtypes or (), symbol.list_inputs(), "input")
         for name, dtype in (input_dtypes or {}).items():

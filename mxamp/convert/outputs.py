@@ -14,7 +14,7 @@ from mxnet.context import Context, current_context
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError, StateError
+from ..errors import ArgumentError, CheckError, StateError
 from ..framework.arrays import as_list, cast
 from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_NAMES, dtype_name
@@ -22,9 +22,8 @@ from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
 from ..graph.ir import Graph, Shape
 from ..policy.active import suspended
-from ..policy.targets import TARGETS
 from ..policy.values import is_true
-from .options import check_names, checked_dtype, checked_shapes
+from .options import check_names, checked_dtype, checked_shapes, resolved_dtypes
 
 logger = logging.getLogger("mxamp")
 
@@ -146,9 +145,14 @@ def compare_models(
     return tuple(map(output_error, names, expected, measured))
 
 
-def has_half_values(model: Model) -> bool:
-    """Return whether a parameter of a model is float16 or bfloat16."""
-    return any(dtype_name(array.dtype) in TARGETS for one in model[1:] for array in one.values())
+def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> None:
+    """Raise `CheckError` for the first output that is lost or has an error above `tolerance`."""
+    for one in errors:
+        bad = f"a relative error of {one.relative:.2g}, more than {tolerance:g}"
+        if one.lost:
+            bad = f"Inf or NaN in {counted(one.lost, 'element')} where the original has none"
+        if one.lost or not one.relative <= tolerance:
+            raise CheckError(f"output {one.name!r} has {bad}; nothing was written. {hint}", errors)
 
 
 def output_error(name: str, reference: Any, measured: Any) -> OutputError:
@@ -169,10 +173,13 @@ def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequ
     symbol, args, auxs = checked_model(model)
     declared, names = declared_dtypes(symbol), symbol.list_inputs()
     values = {**args, **auxs}
+    dtypes = resolved_dtypes(symbol, values)
     with suspended():
-        for name, array in inputs.items():
-            if name in names:
-                values[name] = cast(array, declared[name]) if name in declared else array
+        for name in inputs.keys() & set(names):
+            array = inputs[name]
+            # Indices of an Embedding may be integers, where MXNet infers float32.
+            is_cast = name in declared or "float" in dtype_name(array.dtype)
+            values[name] = cast(array, dtypes[name]) if is_cast else array
         values.update(zeros_for_missing(symbol, values))
         # Not bound: an executor would fuse operators, differently in each model.
         outputs = CachedOp(symbol)(*(values[name].as_in_context(ctx) for name in names))

@@ -96,9 +96,7 @@ def convert(
         data = name_list("data_names", options.data_names)
         check_names(data, graph.input_names, "input")
     held = dict(params or {})
-    dtypes = resolved_dtypes(
-        symbol, {name: array.dtype for name, array in held.items()}, options.input_dtypes
-    )
+    dtypes = resolved_dtypes(symbol, held, options.input_dtypes)
     wide = widened_for(graph, policy, dtypes, params, options.keep_io_types)
     graph = wide.graph
     held.update(cast_params(held, dict.fromkeys(wide.variables & held.keys(), "float32")))

@@ -48,14 +48,17 @@ def test_files(folder, dtype, cast):
     assert len(list(folder.iterdir())) == 4
 
 
-def test_a_model_in_half_precision_is_compared_with_its_float32_form(folder):
+@pytest.mark.parametrize("stored", ["float16", "float32"])
+@pytest.mark.parametrize("taken", ["float16", "float32"])
+def test_a_model_in_half_precision_is_compared_with_its_float32_form(folder, stored, taken):
     """MXNet's CPU kernels don't run a dense layer in float16."""
-    data = mx.sym.Cast(mx.sym.var("data"), dtype="float16")
-    params = {"fc_weight": WEIGHT.astype("float16"), "fc_bias": BIAS.astype("float16")}
-    symbol = mx.sym.Cast(mx.sym.FullyConnected(data, num_hidden=4, name="fc"), dtype="float32")
+    params = {"fc_weight": WEIGHT.astype(stored), "fc_bias": BIAS.astype(stored)}
+    inputs = [mx.sym.Cast(mx.sym.var(name), dtype="float16") for name in ("data", *params)]
+    symbol = mx.sym.Cast(mx.sym.FullyConnected(*inputs, num_hidden=4, name="fc"), dtype="float32")
     mx.model.save_checkpoint(str(folder / "net"), 3, symbol, params, {})
+    given = {"check_inputs": {"data": ONES["data"].astype(taken)}, "input_dtypes": {"data": taken}}
     for dtype in ("bfloat16", "float32"):
-        done = convert(folder, dtype, target_dtype=dtype, check_inputs=ONES)
+        done = convert(folder, dtype, target_dtype=dtype, **given)
         assert done.errors[0].relative < 0.02
 
 

@@ -271,7 +271,7 @@ def explain(
         if run is not None:
             input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
     graph, _, stored = source or (Graph.from_symbol(symbol), policy, frozenset())
-    dtypes = resolved_dtypes(symbol, {n: a.dtype for n, a in params.items()}, input_dtypes)
+    dtypes = resolved_dtypes(symbol, params, input_dtypes)
     data = tuple(name for name in graph.input_names if name not in params)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
         nodes = tuple(_nodes_as_they_are(graph, dtypes))
