@@ -7,6 +7,7 @@ from typing import Any, Optional, Sequence
 
 import click
 
+from ..framework.environment import AUTOMATIC
 from .output import POLICY_HOLDS, examples
 
 _DTYPE_HELP = (
@@ -52,7 +53,7 @@ def run(
         raise click.UsageError(POLICY_HOLDS)
     if "mxamp_startup" not in sys.modules:
         raise click.ClickException(NO_HOOK)
-    os.environ["MXNET_ENABLE_AUTO_MIXED_PRECISION"] = dtype or "1"
+    os.environ[AUTOMATIC] = dtype or "1"
     os.environ["MXAMP_POLICY"] = os.path.abspath(policy) if policy else ""
     os.environ["MXAMP_STATS"] = "1" if stats else ""
     flags: Any = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -127,9 +127,7 @@ def onednn_features() -> FrozenSet[str]:
     flags = cpu_features()
     if limit in _BELOW_AVX512:
         return frozenset()
-    if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
-        return flags & {"avx512"}
-    return flags
+    return flags & {"avx512"} if limit in ("AVX512_CORE", "AVX512_CORE_VNNI") else flags
 
 
 def computes_bfloat16() -> bool:

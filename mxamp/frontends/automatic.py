@@ -15,6 +15,7 @@ from typing import Any, Optional, Sequence
 
 from ..errors import ArgumentError
 from ..framework import machine
+from ..framework.environment import AUTOMATIC, OFF_VALUES, automatic_value
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
@@ -29,19 +30,14 @@ from .module_api import module_patches
 
 logger = logging.getLogger("mxamp")
 
-VARIABLE = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
-_OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes")
 
 UNKNOWN_VALUE = (
-    f"{VARIABLE} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
-    f"{', '.join(_OFF[1:])}, not {{!r}}: mixed precision stays off"
+    f"{AUTOMATIC} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
+    f"{', '.join(OFF_VALUES[1:])}, not {{!r}}: mixed precision stays off"
 )
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
-OWN_AMP = (
-    "%s imports mxamp: it runs in the precision that it asks for itself. To choose the precision "
-    "here, remove the import"
-)
+OWN_AMP = "%s imports mxamp: it runs in its own precision. To choose that here, remove the import"
 OWN_CALLS = "%s calls %s: from here on it runs by its own calls, by way of mxamp"
 
 
@@ -89,13 +85,13 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     if not isinstance(chosen, Policy):
-        announce_float32(f"set {VARIABLE}=bfloat16")
+        announce_float32(f"set {AUTOMATIC}=bfloat16")
         return
     switch_on(chosen)
     announce(chosen)
     scaler = LossScaler() if chosen.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
-    _run.begin(SharedScale(scaler, VARIABLE))
+    _run.begin(SharedScale(scaler, AUTOMATIC))
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -103,11 +99,11 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 
     `imported_by_mxamp`: the program has imported mxamp, and mxamp imports MXNet.
     """
-    value = os.environ.get(VARIABLE, "").strip().lower()
-    if value in _OFF:
+    value = automatic_value()
+    if not value:
         return
     if value not in (*_ON, *TARGETS_OR_AUTO):
-        raise ArgumentError(UNKNOWN_VALUE.format(os.environ[VARIABLE]))
+        raise ArgumentError(UNKNOWN_VALUE.format(os.environ[AUTOMATIC]))
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     script = Path(program).read_bytes() if os.path.isfile(program) else b""
     if imported_by_mxamp or imports_mxamp(script):

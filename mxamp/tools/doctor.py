@@ -19,8 +19,8 @@ from .._version import __version__
 from ..framework import machine
 from ..framework.compat import BROKEN, MXNET, release
 from ..framework.cuda import DRIVER, MAJORS, WHEEL
+from ..framework.environment import AUTOMATIC, automatic_value
 
-AUTOMATIC = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 #: Imports MXNet in a process of its own, which some settings end, and prints the default device.
 _IMPORT = "from mxamp.framework import machine; print('\\nmxamp', machine.default_device())"
 #: Seconds: an import takes 15 on a busy machine, and nvidia-smi may hang on a broken driver.
@@ -96,8 +96,8 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
         value = os.environ.get(name, "")
         if value and re.fullmatch(pattern, value):
             yield Finding(PROBLEM, f"{name}={value}: {effect}", f"unset {name}")
-    automatic = os.environ.get(AUTOMATIC, "").strip().lower()
-    if automatic not in ("", "0", "false", "off", "no") and "mxamp_startup" not in sys.modules:
+    automatic = automatic_value()
+    if automatic and "mxamp_startup" not in sys.modules:
         what = f"{AUTOMATIC}={automatic} has no effect: Python did not load mxamp's start-up hook"
         yield Finding(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
 
