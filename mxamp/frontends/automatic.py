@@ -138,8 +138,15 @@ def end_automatic_run(function: str = "") -> None:
 
 
 def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """End the automatic run, then call the original `init`."""
+    """End the automatic run, then call the original `init`, which keeps the run's dtype.
+
+    Its own default is float16, as in `mxnet.contrib.amp`; whoever starts the run has the last word.
+    """
+    policy = process.policy if _run.is_open else None
     end_automatic_run("init")
+    if policy and not args and not {"target_dtype", "policy"} & kwargs.keys():
+        logger.info("its init names no dtype: it keeps this run's, %s", policy.target_dtype)
+        kwargs["target_dtype" if kwargs else "policy"] = policy.target_dtype if kwargs else policy
     return original(*args, **kwargs)
 
 

@@ -17,8 +17,9 @@ import mxamp as amp
 from conftest import assert_unpatched
 from helpers import ROOT
 from mxamp.framework import machine
+from mxamp.framework.environment import AUTOMATIC as VARIABLE
 from mxamp.frontends import automatic
-from mxamp.frontends.automatic import VARIABLE, imports_mxamp
+from mxamp.frontends.automatic import imports_mxamp
 
 HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
 PROGRAMS = ROOT / "tests" / "programs"
@@ -150,7 +151,7 @@ def test_the_variable_auto_elsewhere_is_that_dtype_but_not_in_children(environme
 def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
     done = run("own_amp", way=way, value="bfloat16", folder=tmp_path)
     assert said(done, "on") == "True"
-    assert "imports mxamp: it runs in the precision that it asks for itself" in done.stderr
+    assert "imports mxamp: it runs in its own precision" in done.stderr
     assert "lowered" not in done.stderr
 
 
@@ -193,7 +194,7 @@ def test_a_script_that_never_calls_init_runs_automatically():
     backward(net, 0.5)
     trainer.step(1)
     assert weight(net) == 1 - 0.125
-    assert trainer._amp_loss_scaler.scaled_by == automatic.VARIABLE
+    assert trainer._amp_loss_scaler.scaled_by == VARIABLE
     assert (trainer.amp_steps, trainer.amp_skips) == (1, 0)
     assert theirs.amp._amp_initialized
 
@@ -217,6 +218,15 @@ def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, caplog):
     assert weight(net) == before - 0.0625
     assert trainer._amp_loss_scaler.scaled_by == "init_trainer"
     assert len([line for line in caplog.messages if "its own calls" in line]) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"fp32_ops": []}, {"target_dtype": "float16"}])
+def test_an_init_without_a_dtype_keeps_that_of_the_run(given):
+    policy = amp.Policy.default("bfloat16").override(fp32=["dot"])
+    automatic.start(policy=policy)
+    stock.init(**given)
+    assert amp.current_policy().target_dtype == given.get("target_dtype", "bfloat16")
+    assert (amp.current_policy() == policy) == (not given)
 
 
 @pytest.mark.parametrize("value, wanted", [(0.5, 0.875), (np.inf, 1.0)])
