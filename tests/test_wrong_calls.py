@@ -67,7 +67,8 @@ WRONG = [
     # keywords that no parameter has
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
     (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
-    (lambda: amp.GradScaler(init_scaling=8), "unknown argument of LossScaler 'init_scaling'; the closest are 'init_scale'"),
+    (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
+    (lambda: amp.GradScaler(enable=False), "unknown argument of GradScaler 'enable'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
     (lambda: amp.autocast(device_type="cuda"), "the closest is 'dtype'"),

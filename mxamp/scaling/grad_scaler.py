@@ -8,12 +8,13 @@ scaler.update()
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any, Mapping
 
 from mxnet.gluon import Trainer
 
-from ..errors import StateError
+from ..errors import StateError, unknown
 from ..framework.contrib_amp import check_contrib_is_off
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
@@ -23,6 +24,7 @@ from .trainer import State, active_hook, attach_hook
 
 logger = logging.getLogger("mxamp")
 
+_SETTINGS = inspect.signature(LossScaler).parameters
 OTHER_SCALER = "another GradScaler scales this trainer's losses: call its step, or this one's scale"
 
 
@@ -53,6 +55,8 @@ class GradScaler:
     """
 
     def __init__(self, *settings: float, enabled: bool = True, **named: float) -> None:
+        for name in named.keys() - _SETTINGS.keys():
+            raise unknown("argument of GradScaler", name, [*_SETTINGS, "enabled"])
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.checks = enabled and not chose_float32()
@@ -110,9 +114,8 @@ class GradScaler:
         trainer : gluon.Trainer
             The trainer of the parameters that the loss depends on.
         """
-        if not self._enabled:
-            return
-        self._attached_hook(trainer).unscale()
+        if self._enabled:
+            self._attached_hook(trainer).unscale()
 
     def step(self, trainer: Trainer, batch_size: Any, ignore_stale_grad: bool = False) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
@@ -131,10 +134,8 @@ class GradScaler:
         StateError
             This trainer has stepped since the last `update`, or another API scales its losses.
         """
-        if not self._enabled:
-            trainer.step(batch_size, ignore_stale_grad)
-            return
-        self._attached_hook(trainer).check("step")
+        if self._enabled:
+            self._attached_hook(trainer).check("step")
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
