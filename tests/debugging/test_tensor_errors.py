@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from planted import chain
+from planted import chain, doubled
 
 import mxamp as amp
 from helpers import operators_of, randn, values
@@ -68,7 +68,11 @@ def test_an_overflow_is_found():
     assert result.first_jump.name in bad
     assert result.first_jump.lost > 0
     assert "jumps first at" in str(result)
-    assert compare(net, data, dtype="bfloat16").first_jump is None
+    assert repr(result.first_jump).startswith("<TensorError: net_layer1_fwd (FullyConnected, float")
+    assert "4 outputs of the hybridized net: no layer" in str(compare(net, data, dtype="bfloat16"))
+    # float16 has no 4097: the error of layer 0 jumps, but loses no element.
+    net[0].weight.set_data(nd.array(doubled(np.eye(8), 4097, -4096)))
+    assert compare(net, data, dtype="float16").first_jump.lost > 0
 
 
 def test_cancellation_is_found():
@@ -158,7 +162,7 @@ def test_converted_and_cast_nets_are_refused():
     converted = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
     net.cast("float16")
     for other, batch in ((converted, data[0]), (net, data[0].astype("float16"))):
-        with pytest.raises(amp.ArgumentError, match="takes a float32 net"):
+        with pytest.raises(amp.ArgumentError, match="give a float32 model"):
             compare(other, batch, dtype="bfloat16")
 
 
@@ -175,6 +179,7 @@ def test_blocks_that_compute_eagerly(dtype):
     net.initialize()
     result = compare(net, randn(500, 4), dtype=dtype)
     kinds = [error.operator for error in result.outputs]
+    assert not result.hybridized
     assert kinds[:3] == ["FullyConnected", "Activation", "_mul_scalar"]
     assert kinds[-3:] == ["dot", "_mul_scalar", "FullyConnected"]
     jump = result.first_jump and result.first_jump.operator

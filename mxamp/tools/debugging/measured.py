@@ -6,7 +6,7 @@ import contextlib
 import copy
 import random
 import warnings
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -41,6 +41,7 @@ NO_BATCH = (
     "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, and of the "
     "label too where a loss or a metric is given: (data, label), not {given}"
 )
+NOT_FLOAT32 = "{name!r} is in {dtype}: give a float32 model, neither converted nor cast"
 NOT_A_NET = "give a Block, or a saved one: (symbol, arg_params, aux_params), not {given}"
 
 
@@ -101,6 +102,12 @@ def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterato
         return Batch(tuple(known[name] for name in names))
 
     return block, map(ordered, batches)
+
+
+def require_dtype(name: str, dtype: str, refused: AbstractSet[str]) -> None:
+    """Raise `ArgumentError` for a layer or parameter whose dtype is one of `refused`."""
+    if dtype in refused:
+        raise ArgumentError(NOT_FLOAT32.format(name=name, dtype=dtype))
 
 
 def blocks_in(net: Block) -> list[Block]:

@@ -234,8 +234,7 @@ class NumericsCheck(TensorObserver):
 
 @checked_call
 def check_numerics(
-    on: str = "raise",
-    skip: str | Iterable[str] | None = None,
+    on: str = "raise", skip: str | Iterable[str] | None = None
 ) -> ContextManager[NumericsCheck]:
     """Find the first operator of a region whose values become Inf or NaN.
 

@@ -10,8 +10,6 @@ from mxnet.gluon import Trainer
 from ...errors import StateError
 from ...scaling.trainer import StepReport, state_of
 
-NO_REPORTS = "this trainer makes no reports: call mxamp.init_trainer(trainer) before on_step"
-
 
 def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook:
     """Call `function` with the report of each step of a trainer, skipped steps included.
@@ -36,7 +34,7 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
     it one, which is `NoScaler()` where losses are not scaled.
     """
     if state_of(trainer) is None:
-        raise StateError(NO_REPORTS)
+        raise StateError("this trainer makes no reports: call init_trainer(trainer) before")
     observers = vars(trainer).setdefault("_amp_observers", [])
     observers.append(function)
     hook = StepHook()

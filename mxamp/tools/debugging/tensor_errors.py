@@ -29,9 +29,6 @@ JUMP = 8.0
 #: The largest relative error of rounding one number.
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-NOT_A_NET = "compare takes a Block, not {given}: import a saved model as a gluon.SymbolBlock"
-NOT_FLOAT32 = "{name!r} is in {precision}: compare takes a float32 net, neither converted nor cast"
-
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
 _SHOWN = 10  #: rows of the table
 
@@ -75,6 +72,10 @@ class TensorError(Distance):
         explained = max(self._inputs.relative, roundoff)
         return self.relative > JUMP * explained or (self.lost > 0 and self._inputs.lost == 0)
 
+    def __repr__(self) -> str:
+        figures = f"relative {self.relative:.4g}, maximum {self.maximum:.4g}, lost {self.lost}"
+        return f"<TensorError: {self.name} ({self.operator}, {self.precision}): {figures}>"
+
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
@@ -93,12 +94,16 @@ class Comparison:
     outputs : tuple of TensorError
         The error of each layer's output, in the order of execution.
     first_jump : TensorError, optional
-        The first layer whose error is much larger than the errors of its inputs.
+        The first layer that turns finite elements into Inf or NaN, else the first whose error is
+        much larger than the errors of its inputs.
+    hybridized : bool
+        Whether the net ran as one graph, as after `hybridize()`.
     """
 
     dtype: str
     outputs: tuple[TensorError, ...]
     first_jump: TensorError | None
+    hybridized: bool = False
 
     def summary(self) -> str:
         """Return one line: where the error jumps first, and how many elements were lost."""
@@ -106,7 +111,8 @@ class Comparison:
         jump = "no layer at which the error jumps"
         if first is not None:
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
-        compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}"
+        net = " of the hybridized net" if self.hybridized else ""
+        compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}{net}"
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
 
     def __str__(self) -> str:
@@ -140,10 +146,13 @@ def compare(
     (['FullyConnected'], None)
 
     A layer is a node of the net's graph, as it runs when the net is hybridized, or a child block
-    for nets that can't be traced. The first jump is the first layer in the order of execution whose
-    error is more than 8 times the largest error of its inputs, and more than 8 times the unit
-    roundoff of the dtype (2**-11 for float16, 2**-8 for bfloat16); or the first layer that turns
-    finite elements into Inf or NaN.
+    for nets that can't be traced. Code that reads dtypes, such as `x.astype(y.dtype)`, may round
+    elsewhere in a net that is not hybridized: `check_numerics` finds NaN there.
+
+    The first jump is the first layer in the order of execution that turns finite elements into Inf
+    or NaN. Without one, it is the first whose error is more than 8 times the largest error of its
+    inputs, and more than 8 times the unit roundoff of the dtype (2**-11 for float16, 2**-8 for
+    bfloat16).
 
     Parameters
     ----------
@@ -164,16 +173,17 @@ def compare(
         The net is not in float32, or the data has no batch.
 
     The result has `outputs`, the errors of layers in the order of execution, with `name`, `block`,
-    `operator`, `precision`, `relative`, `maximum` and `lost`; and `first_jump`, or None. Printing
-    it gives a table, the worst 10 first. `tune` measures the error of gradients.
+    `operator`, `precision`, `relative`, `maximum` and `lost`; `first_jump`, or None; and
+    `hybridized`, whether the net ran as one graph. Printing it gives a table, the worst 10 first.
+    `tune` measures the error of gradients.
 
     Runs the net twice for each batch, and holds all layer outputs in memory.
     """
     chosen = policy_for(dtype, policy)
     if not isinstance(net, Block):
-        raise ArgumentError(NOT_A_NET.format(given=shown(net)))
+        raise ArgumentError(f"compare takes a Block (a SymbolBlock for files), not {shown(net)}")
     for param in net.collect_params().values():
-        _require_float32(param.name, dtype_name(param.dtype))
+        measured.require_dtype(param.name, dtype_name(param.dtype), HALVES)
     # Dropout draws the same elements in one dtype alone.
     rounding = chosen.override(fp32=["Dropout"])
     copy: Block | None = None
@@ -187,7 +197,7 @@ def compare(
                 restart()
                 mixed = _Layers().of(copy, batch.inputs, train_mode, autocast(policy=rounding))
             for key, layer in plain.items():
-                _require_float32(key[0], layer.precision)
+                measured.require_dtype(key[0], layer.precision, HALVES)
                 other = mixed.get(key)
                 # A policy may replace nodes by faster equivalents.
                 if other is not None and other.values.shape == layer.values.shape:
@@ -195,9 +205,9 @@ def compare(
                     error = TensorError(name, layer.block, layer.operator, other.precision)
                     errors.setdefault(key, error).include(layer, other)
     outputs = tuple(errors.values())
-    roundoff = UNIT_ROUNDOFF[chosen.target_dtype]
-    jump = next((error for error in outputs if error.is_jump(roundoff)), None)
-    return Comparison(chosen.target_dtype, outputs, jump)
+    jumps = [one for one in outputs if one.is_jump(UNIT_ROUNDOFF[chosen.target_dtype])]
+    jump = min(jumps, key=lambda error: error.lost == 0, default=None)
+    return Comparison(chosen.target_dtype, outputs, jump, bool(getattr(copy, "_active", False)))
 
 
 class _Layers(TensorObserver):
@@ -242,9 +252,3 @@ class _Layers(TensorObserver):
 def _in_float32(tensor: Tensor) -> Any:
     """Return a tensor's values in float32; None if it holds no floating-point numbers."""
     return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
-
-
-def _require_float32(name: str, precision: str) -> None:
-    """Raise `ArgumentError` for a layer or parameter in half precision."""
-    if precision in HALVES:
-        raise ArgumentError(NOT_FLOAT32.format(name=name, precision=precision))

@@ -132,8 +132,7 @@ def benchmark(
             groups[0] += model.forms((way, policy) for way in ways)
         if any(p.grad_req != "null" and p._data for p in model.block.collect_params().values()):
             step = loss or (lambda output, _: output)
-            pair = (model.plain, lowered)
-            groups.insert(0, [model.form(one.way, one.policy, step) for one in pair])
+            groups.insert(0, [model.form(one.way, one.policy, step) for one in groups[0][:2]])
         for count, group in enumerate(groups, 1):
             time_in_turns(group, began + seconds * count / len(groups))
     timings = tuple(form.timing(group[0]) for group in groups for form in group)

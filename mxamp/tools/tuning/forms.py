@@ -26,6 +26,7 @@ from ...errors import AmpError, ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
 from ...framework.wording import shortened, shown
+from ...graph.inspect import FLOATS
 from ...graph.ir import Graph
 from ...patches.autocast import autocast
 from ...policy.active import suspended
@@ -42,7 +43,6 @@ EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
-NOT_FLOAT32 = "parameter {name!r} is {dtype}: give a float32 model, or convert it to float32 first"
 NOT_RUN = "Form {way} does not run: {why}."
 ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
 #: What a user does to have a form of inference.
@@ -188,9 +188,7 @@ class Model:
             net, data = measured.block_of(net, data)
         self.batches = list(data)
         for param in net.collect_params().values():
-            dtype = dtype_name(param.dtype)
-            if "float" in dtype and dtype != "float32":
-                raise ArgumentError(NOT_FLOAT32.format(name=param.name, dtype=dtype))
+            measured.require_dtype(param.name, dtype_name(param.dtype), FLOATS - {"float32"})
         with measured.explained_errors(net, self.batches[0].inputs):
             self.block = measured.copied(net, self.batches[0].inputs)
         self.is_traced = bool(getattr(self.block, "_cached_graph", None))
