@@ -68,11 +68,16 @@ def one_step(net, trainer, data, way, scaler=None, accumulate=1, between=None, r
             autograd.backward(losses)
     if between:
         between()
-    if way == "GradScaler":
-        scaler.step(trainer, rows or len(data))
-        scaler.update()
+    end_step(trainer, scaler if way == "GradScaler" else None, rows or len(data))
+
+
+def end_step(trainer, scaler=None, batch_size=1):
+    """Step by a GradScaler, or without one by the trainer."""
+    if scaler is None:
+        trainer.step(batch_size)
     else:
-        trainer.step(rows or len(data))
+        scaler.step(trainer, batch_size)
+        scaler.update()
 
 
 def weights(net):

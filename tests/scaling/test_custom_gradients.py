@@ -13,6 +13,7 @@ from helpers import check_python, pairwise
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.policy import _custom_classes
+from training import end_step
 
 SCALE = 2.0**8
 X = nd.array([[1, 2, 3], [4, 5, 6]])
@@ -138,11 +139,7 @@ def trained(way, net, passes):
             scaler.scale(loss).backward()
         else:
             loss.backward()
-    if way == "GradScaler":
-        scaler.step(trainer, 1)
-        scaler.update()
-    else:
-        trainer.step(1)
+    end_step(trainer, scaler if way == "GradScaler" else None)
     return before - net.dense.weight.data()
 
 

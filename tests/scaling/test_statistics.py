@@ -10,7 +10,7 @@ import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from training import CONTEXTS
+from training import CONTEXTS, end_step
 
 GOOD, BAD = randn(8, 4), randn(8, 4) * 1e6  # float16 ends at 65504
 WAYS = ["scale_loss", "GradScaler", "decorate", "automatic"]
@@ -49,11 +49,7 @@ def program(way, contexts, hybrid, scale=16.0):
                 losses = scaler.scale(losses)
         if way != "scale_loss":
             autograd.backward(losses)
-        if way == "GradScaler":
-            scaler.step(trainer, 1)
-            scaler.update()
-        else:
-            trainer.step(1)
+        end_step(trainer, scaler if way == "GradScaler" else None)
         return trainer.amp_last_step.stepped
 
     return net, train

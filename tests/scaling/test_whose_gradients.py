@@ -11,6 +11,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import check_python
 from mxamp.frontends import automatic
+from training import end_step
 
 X = nd.array([[1.0, 2.0]])
 
@@ -225,11 +226,7 @@ def test_a_trainer_in_float16_without_loss_scaling_warns(way, caplog):
         trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()))
     for _ in range(2):
         scaled(net, trainer) if way == "init_trainer" else plain(net)
-        if way == "GradScaler":
-            scaler.step(trainer, 1)
-            scaler.update()
-        else:
-            trainer.step(1)
+        end_step(trainer, scaler if way == "GradScaler" else None)
     assert caplog.text.count("call init_trainer(trainer), and backward inside") == (way == "plain")
 
 
