@@ -1,13 +1,13 @@
+import logging
 import re
 import subprocess
 import sys
-import warnings
 
+import click
 import mxnet as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from mxnet import gluon
 
 import mxamp as amp
 from helpers import kind, randn, run_python
@@ -19,12 +19,12 @@ from nets import convolutional, made
 
 
 @pytest.fixture
-def saved(tmp_path):
+def folder(tmp_path):
     net, data = made(convolutional)
     net.hybridize()
-    expected = net(*data)
+    net(*data)
     net.export(str(tmp_path / "net"))
-    return tmp_path, data[0], expected
+    return tmp_path
 
 
 def run(*arguments, status=0):
@@ -33,8 +33,24 @@ def run(*arguments, status=0):
     return result
 
 
-def test_saved_policies(saved, monkeypatch):
-    folder, _, _ = saved
+def test_errors_and_log_lines_name_options(folder, monkeypatch, caplog):
+    text = "`force=True`, `excluded_sym_names`, `target_dtype='float32'`, `check=False`, `x`"
+
+    def fails(*_, **__):
+        logging.getLogger("mxamp").warning("%s", text)
+        raise amp.ArgumentError(text)
+
+    monkeypatch.setattr("mxamp.cli.convert.convert_files", fails)
+    monkeypatch.setattr("mxamp.tools.onnx.export_onnx", fails)
+    words = "--force, --keep-fp32, --dtype float32, `check=False`, `x`"
+    command = ["convert", folder / "net", "--dtype", "float16", "--out", folder / "x"]
+    assert run(*command, status=2).output.splitlines()[-1] == f"Error: {words}"
+    command = ["export-onnx", folder / "net", "--input", "data:2,4,8,8", "--out", folder / "x"]
+    assert "--force, `excluded_sym_names`" in run(*command, status=2).output
+    assert caplog.messages[0] == words and "--no-check, `x`" in caplog.messages[-1]
+
+
+def test_saved_policies(folder, monkeypatch):
     monkeypatch.chdir(folder)
     Policy.default("bfloat16").override(fp32_layers=["*conv0_fwd"]).save("my.toml")
     lines = run("explain", "net", "--policy", "my.toml").output.splitlines()
@@ -59,18 +75,20 @@ def test_saved_policies(saved, monkeypatch):
         ("explain net --policy p.toml --dtype float16", "--dtype or --policy, not both"),
         ("convert net --out o --wrong", "No such option: --wrong"),
         ("convert net --out o --dtype bfloat16 --fp32-op Convolutoin", "'Convolution'"),
+        ("explain net --name conv9", "unknown operator name 'conv9'; there are "),
+        ("convert net --out o --dtype float32 --fp32-op softmax", "leave them out with --dtype"),
+        ("convert net --out o --dtype float32 --device cpu", "leave them out with --dtype"),
     ],
 )
-def test_bad_input_is_told_in_one_line(saved, monkeypatch, arguments, expected):
-    monkeypatch.chdir(saved[0])
+def test_bad_input_is_told_in_one_line(folder, monkeypatch, arguments, expected):
+    monkeypatch.chdir(folder)
     output = run(*arguments.split(), status=2).output
     assert expected in output.splitlines()[-1]
-    assert not list(saved[0].glob("o-*"))
+    assert not list(folder.glob("o-*"))
 
 
 @pytest.mark.parametrize("given", ["net", "net-symbol.json", "net-0000.params"])
-def test_explain_takes_a_prefix_or_either_file(saved, given):
-    folder, _, _ = saved
+def test_explain_takes_a_prefix_or_either_file(folder, given):
     assert "14 operators: " in run("explain", folder / given).output
 
 
@@ -84,8 +102,7 @@ def test_tables_are_whole_and_plain(tmp_path):
     assert rows[1].startswith(f"{layer}  FullyConnected  bfloat16   {reason}")
 
 
-def test_a_closed_pipe_ends_a_command_quietly(saved):
-    folder, _, _ = saved
+def test_a_closed_pipe_ends_a_command_quietly(folder):
     process = subprocess.Popen([sys.executable, "-m", "mxamp", "explain", "net"], cwd=folder, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     process.stdout.close()
@@ -100,6 +117,8 @@ def test_help_is_whole_and_has_examples(command):
     assert max(map(len, lines)) <= 80
     assert f"    mxamp {command}" in "\n".join(lines[lines.index("  Examples:") :])
     assert COMMANDS[command][1] in run("--help").output
+    options = main.get_command(click.Context(main), command).params
+    assert all("May be repeated." in one.help for one in options if one.multiple)
 
 
 @pytest.mark.parametrize("option, shown", [("--version", amp.__version__), ("--help", "Examples:")])
@@ -114,22 +133,13 @@ def test_version_and_help_load_neither_mxnet_nor_a_command(option, shown):
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_convert(saved, dtype, cast):
-    folder, data, expected = saved
+def test_convert(folder, dtype, cast):
     options = ["--cast-params"] if cast else []
     command = f"convert {folder}/net --dtype {dtype} --out {folder}/low --device cpu"
     run(*command.split(), *options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = gluon.SymbolBlock.imports(
-            str(folder / "low-symbol.json"), ["data"], str(folder / "low-0000.params")
-        )
-    np.testing.assert_allclose(net(data).asnumpy(), expected.asnumpy(), rtol=0.1, atol=0.1)
-    kinds = {kind(p.data()) for p in net.collect_params().values()}
-    assert (dtype in kinds) == cast
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "low-0000.params", "low-symbol.json", "net-0000.params", "net-symbol.json",
-    ]  # fmt: skip
+    _, args, _ = mx.model.load_checkpoint(f"{folder}/low", 0)
+    assert (dtype in map(kind, args.values())) == cast
+    assert len(list(folder.iterdir())) == 4
 
 
 @pytest.mark.parametrize(
@@ -140,10 +150,9 @@ def test_convert(saved, dtype, cast):
         ("2,4,8,8", ["--input-dtype", "data:float32", "--cast-io"]),
     ],
 )
-def test_check(saved, monkeypatch, given, options):
-    folder, data, _ = saved
+def test_check(folder, monkeypatch, given, options):
     monkeypatch.chdir(folder)
-    np.save("data.npy", data.asnumpy())
+    np.save("data.npy", randn(2, 4, 8, 8).asnumpy())
     command = "convert net --dtype float16 --out low --device cpu --check --input".split()
     output = run(*command, f"data:{given}", *options).output
     assert "relative error" in output and "2x3" in output and "bytes" in output
@@ -151,9 +160,9 @@ def test_check(saved, monkeypatch, given, options):
     assert (declared == "2") == ("--cast-io" in options)
 
 
-def test_compare_shows_errors_and_times(saved, monkeypatch, dtype):
+def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):
     monkeypatch.setattr(compare, "_BUDGET", 0)
-    monkeypatch.chdir(saved[0])
+    monkeypatch.chdir(folder)
     run("convert", "net", "--dtype", dtype, "--cast-params", "--device", "cpu", "--out", "low")
     for other in ("low", "low-0000.params"):
         heads, row, times = run(
@@ -165,18 +174,16 @@ def test_compare_shows_errors_and_times(saved, monkeypatch, dtype):
     assert "give them (--input" in run("compare", "net", "low", status=2).output
 
 
-def test_files_are_overwritten_with_force(saved):
-    folder, _, _ = saved
+def test_files_are_overwritten_with_force(folder):
     (folder / "low-symbol.json").write_text("before")
     command = f"convert {folder}/net --dtype float16 --out {folder}/low --device cpu"
-    assert "force=True" in run(*command.split(), status=2).output
+    assert "overwrite it with --force" in run(*command.split(), status=2).output
     assert (folder / "low-symbol.json").read_text() == "before"
     run(*command.split(), "--force")
     assert "amp_cast" in (folder / "low-symbol.json").read_text()
 
 
-def test_explain_shows_operators_by_name_and_precision(saved):
-    folder, _, _ = saved
+def test_explain_shows_operators_by_name_and_precision(folder):
     command = ["explain", folder / "net", "--dtype", "float16", "--device", "gpu"]
     head, *rows, _, summary = run(
         *command, "--precision", "float16", "--name", "*conv*"
@@ -186,12 +193,14 @@ def test_explain_shows_operators_by_name_and_precision(saved):
     assert "casts" in summary
 
 
-def test_explain_shows_a_converted_model_as_it_is(saved, monkeypatch):
-    folder, _, _ = saved
+def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch):
     monkeypatch.chdir(folder)
     run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
     shown = run("explain", "half").output
     assert "the model as it is: 14 operators: " in shown and " in float16" in shown
+    run("convert", "net", "--dtype", "float16", "--device", "cpu", "--out", "rounded")
+    (row, *_) = [one for one in run("explain", "rounded").output.splitlines() if " Conv" in one]
+    assert row.endswith(" float32    its inputs are float32, rounded to float16")
     assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
 
 
@@ -217,6 +226,6 @@ def test_without_mxnet_the_command_says_what_to_install(program):
 
 
 @pytest.mark.parametrize("gpus, dtype", [(0, "bfloat16"), (1, "float16")])
-def test_the_default_dtype_is_the_machines(saved, monkeypatch, gpus, dtype):
+def test_the_default_dtype_is_the_machines(folder, monkeypatch, gpus, dtype):
     monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
-    assert f" in {dtype}" in run("explain", saved[0] / "net").output
+    assert f" in {dtype}" in run("explain", folder / "net").output

@@ -21,7 +21,7 @@ _BUDGET = 10
 @model_options
 @click.argument("other")
 @input_options
-def compare(prefix: str, epoch: int, other: str, inputs: Named, dtypes: Named) -> None:
+def compare(prefix: str, epoch: int, other: str, inputs: Named, input_dtypes: Named) -> None:
     """Compare the outputs and the time of the saved model OTHER with those of PREFIX.
 
     Both run in inference in plain MXNet, without mxamp, on the same inputs: those without a file of
@@ -29,11 +29,13 @@ def compare(prefix: str, epoch: int, other: str, inputs: Named, dtypes: Named) -
     """
     with saved_semantics(prefix, epoch):
         models = [load_model(prefix, epoch), load_model(*split_prefix(other, None))]
-        values, _ = input_values(models[0], inputs, dtypes)
+        values, _ = input_values(models[0], inputs, input_dtypes)
         print_errors(compare_models(models[0], models[1], values))
         ways = []
         for one in models:
-            block, batches = block_of(one, [Batch((checked_batch(one, values, dict(dtypes)),))])
+            block, batches = block_of(
+                one, [Batch((checked_batch(one, values, dict(input_dtypes)),))]
+            )
             # Under other flags, fused operators pack their weights anew at each call.
             block.hybridize(static_alloc=True, static_shape=True)
             ways.append(Form(PLAIN, block, next(batches)))

@@ -5,9 +5,10 @@ from typing import Any, Optional
 import click
 
 from ..convert.saved import load_model, saved_semantics
+from ..errors import unknown
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
-from ..tools.debugging.explain import PRECISIONS
+from ..tools.debugging.explain import HINT, PRECISIONS
 from ..tools.debugging.explain import explain as explain_symbol
 from .options import chosen_policy, dtype_option, saved_model_options
 from .output import examples
@@ -36,12 +37,15 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
     """
     symbol, args, auxs = load_model(prefix, epoch)
     as_it_is = is_converted(Graph.from_symbol(symbol)) and not any(given.values())
-    wanted = given["dtype"], given["policy"], given["device"]
+    wanted = given["target_dtype"], given["policy"], given["device"]
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
             symbol,
             policy=None if as_it_is else chosen_policy(*wanted),
-            excluded_sym_names=given["keep_fp32"],
+            excluded_sym_names=given["excluded_sym_names"],
             params={**args, **auxs},
         )
-    click.echo(plan.filter(name=name, precision=precision))
+    found = plan.filter(name=name)
+    if not len(found):
+        raise unknown("operator name", name, [node.name for node in plan], HINT)
+    click.echo(found.filter(precision=precision))

@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import click
 import numpy as np
@@ -15,6 +15,16 @@ from ..framework.arrays import cast
 
 Named = Sequence[Tuple[str, Any]]
 
+#: The files that a command reads, in the `meta` of its context.
+READ = "mxamp.read"
+
+
+def record_files(ctx: click.Context, _: Any, paths: Union[None, str, Iterable[str]]) -> Any:
+    """Record files that a command reads: no output may be one of them. A callback of options."""
+    listed = [paths] if isinstance(paths, str) else list(paths or ())
+    ctx.meta.setdefault(READ, []).extend(listed)
+    return paths
+
 
 class NamedInput(click.ParamType):
     """An input's name with its shape, or with the values in an .npy file: (name, value)."""
@@ -25,6 +35,7 @@ class NamedInput(click.ParamType):
         """Return the input's name, and a tuple of sizes or an array."""
         name, _, text = value.partition(":")
         if text.endswith(".npy"):
+            record_files(ctx, param, text)
             return name, _load_numpy(text, np.ndarray)
         sizes = text.split(",")
         if not (name and all(size.strip().isdecimal() and int(size) for size in sizes)):

@@ -1,6 +1,7 @@
 """The command `mxamp`: a group that loads the module of a command when it is called."""
 
 import importlib
+import logging
 import os
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -9,7 +10,8 @@ import click
 from .._version import __version__
 from ..errors import AmpError, ArgumentError, CheckError, unknown
 from ..framework.compat import import_mxnet
-from .output import examples, print_errors
+from ..framework.environment import AUTOMATIC
+from .output import examples, in_options, print_errors
 
 #: The commands in the order of the help: the module of each, and its summary.
 COMMANDS: Dict[str, Tuple[str, str]] = {
@@ -32,11 +34,19 @@ _EXAMPLES = examples(
 )
 
 
+def _name_options(record: logging.LogRecord) -> bool:
+    """Write options in place of functions' arguments in a log line; a filter that keeps it."""
+    record.msg, record.args = in_options(record.getMessage()), ()
+    return True
+
+
 class _Commands(click.Group):
     """A group that loads a command's module when it runs, and prints mxamp's errors as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; the exit status is 2 for bad arguments and files, 1 for other errors."""
+        logger = logging.getLogger("mxamp")
+        logger.addFilter(_name_options)
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -44,9 +54,11 @@ class _Commands(click.Group):
         except (AmpError, OSError) as error:
             if isinstance(error, CheckError):
                 print_errors(error.errors)
-            failure = click.ClickException(str(error))
+            failure = click.ClickException(in_options(str(error)))
             failure.exit_code = 2 if isinstance(error, ArgumentError) else 1
             raise failure from error
+        finally:
+            logger.removeFilter(_name_options)
 
     def list_commands(self, ctx: click.Context) -> List[str]:
         """Return the names of all commands."""
@@ -57,10 +69,11 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             raise click.UsageError(str(unknown("command", cmd_name, COMMANDS)), ctx)
         if cmd_name not in _WITHOUT_MXNET:
-            os.environ.pop("MXNET_ENABLE_AUTO_MIXED_PRECISION", None)  # it is for scripts
+            os.environ.pop(AUTOMATIC, None)  # it is for scripts
             import_mxnet()
         module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        ctx.obj = command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -1,21 +1,20 @@
 """Options that several commands share, and their values."""
 
-import functools
 import importlib
 import os
 import re
 import sys
-from pathlib import Path
-from typing import Any, Callable, Optional, Sequence, Tuple, Union
+from functools import wraps
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import click
 
-from ..convert.saved import epochs_of
+from ..convert.saved import epochs_of, model_files
 from ..framework.files import check_writable
 from ..framework.machine import default_dtype
 from ..policy.policy import Policy
 from ..policy.targets import DEVICES, TARGETS
-from .inputs import NamedDtype, NamedInput
+from .inputs import READ, NamedDtype, NamedInput, record_files
 from .output import POLICY_HOLDS
 
 Command = Callable[..., Any]
@@ -26,23 +25,31 @@ IS_THERE = "--out {path!r} is there already: give another --out, or overwrite it
 
 _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
-dtype_option = click.option(
-    "--dtype", type=click.Choice(TARGETS), help="Default: float16 for GPUs, bfloat16 for CPUs."
-)
-device_option = click.option(
-    "--device", type=click.Choice(DEVICES), help="Default: the GPU if there is one, else the CPU."
-)
-policy_option = click.option("--policy", help="A policy file (TOML), in place of --dtype.")
+
+def repeatable(*names: str, text: str, **settings: Any) -> Callable[[Command], Command]:
+    """Return an option that may be given several times, as its help says."""
+    return click.option(*names, multiple=True, help=f"{text} May be repeated.", **settings)
+
+
+# An option that stands for an argument of a function has its name: see `in_options`.
+_DTYPE = "Default: float16 for GPUs, bfloat16 for CPUs."
+dtype_option = click.option("--dtype", "target_dtype", type=click.Choice(TARGETS), help=_DTYPE)
+_DEVICE = "Default: the GPU if there is one, else the CPU."
+device_option = click.option("--device", type=click.Choice(DEVICES), help=_DEVICE)
+_POLICY = "A policy file (TOML), in place of --dtype."
+policy_option = click.option("--policy", callback=record_files, help=_POLICY)
 force_option = click.option("--force", is_flag=True, help="Overwrite files.")
-_INPUT_HELP = "Shape of an input, such as data:1,3,224,224, or a file of values."
-_INPUT_DTYPE_HELP = "Dtype of an input that is not float32, such as index:int64."
+_INPUT = "Shape of an input, such as data:1,3,224,224, or a file of values."
+_INPUT_DTYPE = "Dtype of an input that is not float32, such as index:int64."
+_EPOCH = "Number in the name of the parameter file; needed if there are several."
+_IMPORT = "Module to import first, such as one that registers custom operators."
+_KEEP = "Layers to keep in float32, by name; * and ? match any characters."
 
 
 def input_options(command: Command) -> Command:
-    """Add --input and --input-dtype to a command, as `inputs` and `dtypes`."""
-    several = functools.partial(click.option, multiple=True)
-    dtypes = several("--input-dtype", "dtypes", type=NamedDtype(), help=_INPUT_DTYPE_HELP)
-    values = several("--input", "inputs", type=NamedInput(), help=_INPUT_HELP)
+    """Add --input and --input-dtype to a command, as `inputs` and `input_dtypes`."""
+    dtypes = repeatable("--input-dtype", "input_dtypes", type=NamedDtype(), text=_INPUT_DTYPE)
+    values = repeatable("--input", "inputs", type=NamedInput(), text=_INPUT)
     return values(dtypes(command))
 
 
@@ -50,42 +57,29 @@ def model_options(command: Command) -> Command:
     """Add PREFIX, --epoch and --import to a command, whose first arguments are prefix and epoch."""
 
     @click.argument("prefix")
-    @click.option(
-        "--epoch",
-        type=click.IntRange(min=0),
-        help="Number in the name of the parameter file; needed if there are several.",
-    )
-    @click.option(
-        "--import",
-        "modules",
-        multiple=True,
-        metavar="MODULE",
-        help="Module to import first, such as one that registers custom operators.",
-    )
-    @functools.wraps(command)
+    @click.option("--epoch", type=click.IntRange(min=0), help=_EPOCH)
+    @repeatable("--import", "modules", metavar="MODULE", text=_IMPORT)
+    @wraps(command)
     def run(prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any) -> Any:
         sys.path.insert(0, os.getcwd())
         for module in modules:
             importlib.import_module(module)
-        return command(*split_prefix(prefix, epoch), **options)
+        prefix, number = split_prefix(prefix, epoch)
+        record_files(click.get_current_context(), None, map(str, model_files(prefix, number)))
+        return command(prefix, number, **options)
 
     return run
 
 
 def saved_model_options(command: Command) -> Command:
     """Add `model_options`, --device, --keep-fp32 and --policy to a command."""
-    keep_fp32 = click.option(
-        "--keep-fp32",
-        multiple=True,
-        metavar="PATTERN",
-        help="Layers to keep in float32, by name; * and ? match any characters.",
-    )
-    return model_options(device_option(keep_fp32(policy_option(command))))
+    keep = repeatable("--keep-fp32", "excluded_sym_names", metavar="PATTERN", text=_KEEP)
+    return model_options(device_option(keep(policy_option(command))))
 
 
-def check_out(out: str, force: bool, *read: Union[str, Path]) -> None:
-    """Raise if the file `out` can't be written, is one of `read`, or exists without `force`."""
-    if os.path.realpath(out) in [os.path.realpath(path) for path in read]:
+def check_out(out: str, force: bool) -> None:
+    """Raise if the file `out` can't be written, is one that is read, or exists without `force`."""
+    if os.path.realpath(out) in map(os.path.realpath, click.get_current_context().meta[READ]):
         raise click.UsageError(IS_READ.format(path=out))
     if os.path.lexists(out) and not force:
         raise click.UsageError(IS_THERE.format(path=out))

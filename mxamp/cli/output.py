@@ -1,15 +1,37 @@
 """Texts that commands print: examples in their help, and tables of errors."""
 
+import re
 from typing import Any, Iterable
 
 import click
 
+#: An argument of a function of mxamp in a message: `name`, or `name=value`.
+_ARGUMENT = re.compile(r"`(\w+)(?:=([\w'\"]+))?`")
 POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not both"
 
 
 def examples(*commands: str) -> str:
     """Return the examples at the end of a command's help, which click doesn't rewrap."""
     return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
+
+
+def in_options(text: str) -> str:
+    """Return a message with options of the running command in place of functions' arguments.
+
+    An option that stands for an argument has its name: `force=True` becomes --force.
+    """
+    command = click.get_current_context().find_root().obj
+    options = {one.name: one for one in command.params} if command else {}
+
+    def replaced(found: "re.Match[str]") -> str:
+        option, value = options.get(found[1]), (found[2] or "True").strip("'\"")
+        if option is None:
+            return found[0]
+        names = option.secondary_opts if value == "False" else option.opts
+        more = "" if value in ("True", "False") else f" {value}"
+        return f"{names[-1]}{more}" if names else found[0]
+
+    return _ARGUMENT.sub(replaced, text)
 
 
 def print_errors(errors: Iterable[Any]) -> None:

@@ -8,19 +8,12 @@ import click
 import mxnet as mx
 
 from ..convert.options import with_excluded_layers
-from ..convert.saved import load_model, model_files, saved_semantics
+from ..convert.saved import load_model, saved_semantics
 from ..graph.ir import Graph
 from ..tools.tuning.tune import tune as tune_model
-from .inputs import checked_batch, input_values, read_batches
-from .options import (
-    check_out,
-    chosen_policy,
-    dtype_option,
-    force_option,
-    input_options,
-    saved_model_options,
-)
-from .output import examples
+from . import options
+from .inputs import checked_batch, input_values, read_batches, record_files
+from .output import examples, in_options
 
 RANDOM = "The errors are those on random numbers for {names}: give your own data with --data."
 _EXAMPLES = examples(
@@ -30,15 +23,17 @@ _EXAMPLES = examples(
 
 
 @click.command(epilog=_EXAMPLES)
-@saved_model_options
-@dtype_option
+@options.saved_model_options
+@options.dtype_option
 @click.option("--out", required=True, metavar="FILE", help="The policy file to write.")
-@click.option("--data", multiple=True, metavar="FILE.npz", help="A batch: arrays by input name.")
-@input_options
+@options.repeatable(
+    "--data", metavar="FILE.npz", callback=record_files, text="A batch: arrays by input name."
+)
+@options.input_options
 @click.option("--budget", default="60s", show_default=True, help="Time: 90s, 5m, 1h.")
 @click.option("--rtol", type=float, help="Largest relative error of an output. Default: 0.05.")
 @click.option("--accuracy-only", is_flag=True, help="Skip the timing, for use on another machine.")
-@force_option
+@options.force_option
 def tune(
     prefix: str, epoch: int, out: str, data: Sequence[str], inputs: Sequence[Any], **given: Any
 ) -> None:
@@ -52,22 +47,24 @@ def tune(
     """
     if data and inputs:
         raise click.UsageError("give --data or --input, not both")
-    check_out(out, given["force"], *model_files(prefix, epoch), *data)
-    dtypes = dict(given["dtypes"])
+    options.check_out(out, given["force"])
+    dtypes = dict(given["input_dtypes"])
     notes: List[str] = []
-    start = chosen_policy(given["dtype"], given["policy"], given["device"])
+    start = options.chosen_policy(given["target_dtype"], given["policy"], given["device"])
     device = start.device if mx.context.num_gpus() else "cpu"
     with mx.Context(device), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        start = with_excluded_layers(start, given["keep_fp32"], Graph.from_symbol(model[0]))
+        start = with_excluded_layers(
+            start, given["excluded_sym_names"], Graph.from_symbol(model[0])
+        )
         batches = list(read_batches(model, data, dtypes))
         if not data:
-            values, drawn = input_values(model, inputs, given["dtypes"])
+            values, drawn = input_values(model, inputs, given["input_dtypes"])
             notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
             batches = [checked_batch(model, values, dtypes)]
-        options = {"rtol": given["rtol"], "budget": given["budget"]}
-        options["timed"] = not given["accuracy_only"]
-        tuning = tune_model(model, batches, policy=start, **options)
+        wanted = {"rtol": given["rtol"], "budget": given["budget"]}
+        timed = not given["accuracy_only"]
+        tuning = tune_model(model, batches, policy=start, timed=timed, **wanted)
     name, use = shlex.quote(prefix), "run the model as it is, in float32"
     if tuning.way == "openvino":
         shapes = [f"{key}:{','.join(map(str, one.shape))}" for key, one in batches[0].items()]
@@ -77,4 +74,4 @@ def tune(
     elif tuning.way != "plain":
         use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
-    click.echo("\n".join([str(tuning), *notes, f"{out}: {use}"]))
+    click.echo(in_options("\n".join([str(tuning), *notes, f"{out}: {use}"])))

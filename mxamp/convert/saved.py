@@ -42,7 +42,7 @@ _MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.onnx|\.json|\.pa
 _PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
 
 NOT_A_PREFIX = "{path!r} is the name of a file: the prefix of its model is {prefix!r}"
-LEFT = "; a killed conversion has left {names}: convert again, with force=True"
+LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
 NUMPY_BFLOAT16 = "%s: under npx.set_np(), load its bfloat16 within mx.util.np_shape(True) only"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 NO_PARAMS = "{path!r} can't be read as parameters: {why}"

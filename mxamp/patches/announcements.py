@@ -26,7 +26,7 @@ ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
     "convolutional nets run 10 to 25 times slower than in float32. %s is the fast dtype here%s"
 )
-FOR_GPUS = ". For GPUs give `policy=Policy.default('float16', 'gpu')`"
+FOR_GPUS = ". For the device 'gpu', there is the policy `Policy.default('float16', 'gpu')`"
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )

@@ -118,6 +118,7 @@ def test_a_metric_in_place_of_a_tolerance():
         batches = [(data, labels)] * 2
         tuning = tuned(net, batches, target_dtype="float16", metric=one, min_metric=least)
         assert set(tuning.kept) == names and tuning.metric == 1.0
+        assert f"thread, with a metric from {least or 0.99:g}." in str(tuning).replace("ds,", "d,")
     assert metric.num_inst == 0
 
 
@@ -215,7 +216,7 @@ HALF.cast("float16")
         ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
         ({"net": 3}, "give a Block, or a saved one"),
         ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
-        ({"net": HALF}, "is float16: give a float32 model"),
+        ({"net": HALF}, "is in float16: give a float32 model"),
         ({"policy": amp.Policy.default("float16", "gpu")}, "is for the gpu, and the data is on cpu"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ NOT_HERE = (
 )
 NO_KERNELS = (
     "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
-    'it): use `fuse` with target_dtype="float32", or convert without it'
+    "it): use `fuse` with `target_dtype='float32'`, or convert without it"
 )
 
 DOUBLE = (

@@ -20,7 +20,7 @@ from ...framework.keywords import checked_call
 from ...framework.operators import resolve
 from ...framework.tables import text_table
 from ...framework.wording import counted, one_of, shown
-from ...graph.casts.builder import is_inserted_cast
+from ...graph.casts.builder import HALVES, is_inserted_cast
 from ...graph.casts.insert import rewrite
 from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
 from ...graph.casts.widen import has_halves
@@ -322,6 +322,9 @@ def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[Node
         reads = [values[output].dtype for output in node.inputs]
         precision, read = precision_of_node(graph, i, values), " and ".join(dict.fromkeys(reads))
         reason = f"its inputs are {read}" if reads else "it has no input"
+        casts = [graph.nodes[j] for j, _ in node.inputs if is_inserted_cast(graph.nodes[j])]
+        halves = sorted({values[cast.inputs[0]].dtype for cast in casts} & HALVES)
+        reason += f", rounded to {' and '.join(halves)}" if halves else ""
         yield _node_plan(graph, node, precision if precision in PRECISIONS else "as is", reason)
         if rewrites_bodies(node, training=False):
             for k, body in enumerate(node.subgraphs):

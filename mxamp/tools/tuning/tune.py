@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from ...errors import ArgumentError, StateError
 from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
-from ...framework.wording import shortened
+from ...framework.wording import counted, shortened
 from ...patches.autocast import policy_for
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy
@@ -130,6 +131,12 @@ class Tuning:
     def __str__(self) -> str:
         report = "\n".join(self.notes)
         return f"{report}\n\n{table(self.timings)}" if self.timings else report
+
+
+def tuned_options(path: str | Path) -> dict[str, bool]:
+    """Return the arguments of `convert_*` for the form in a policy file; none unless tuned."""
+    found = re.search(r"^# Form: (\w+)$", Path(path).read_text(), re.MULTILINE)
+    return forms.convert_options(found[1]) if found else {}
 
 
 @checked_call
@@ -365,9 +372,12 @@ class _Search:
         if best in timed and best is not plain:
             speed = f", {timed[best].speedup:.3g} times as fast as plain float32"
         figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
+        limits = [f", within a relative error of {self._tolerance:.4g}"]
+        limits = limits if self._tolerance < math.inf else []
+        limits += [f", with a metric from {self._least:.4g}"] if "metric" in best.errors else []
         report = (
             f"Tuned for {'training' if model.loss else 'inference'} on {machine.cpu_name()}, "
-            f"{machine.threads()} threads, within a relative error of {self._tolerance:.4g}.",
+            f"{counted(machine.threads(), 'thread')}{''.join(limits)}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
             f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
