@@ -27,13 +27,6 @@ def deferred():
     return block
 
 
-def stacked():
-    block = gluon.nn.HybridSequential()
-    block.add(gluon.nn.Dense(4))
-    block.initialize()
-    return block
-
-
 class Adds(gluon.Block):
     """A block of two inputs that is no HybridBlock."""
 
@@ -89,6 +82,12 @@ WRONG = [
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
     (lambda: amp.convert_hybrid_block(SYMBOL), "must be a HybridBlock, not a Symbol"),
+    (lambda: amp.convert_hybrid_block(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names"),
+    (lambda: amp.explain(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names to dtypes, not"),
+    (lambda: amp.explain(SYMBOL, params=3), "params must map names to arrays, not 3"),
+    (lambda: amp.random_inputs((SYMBOL, {}, {}), dtypes=["x"]), "dtypes must map names to dtypes"),
+    (lambda: amp.register_custom_operator(3), "op_type must be a name, not 3"),
+    (lambda: amp.convert_symbol(SYMBOL, {3: "y"}), "the target dtype must be"),
     (lambda: amp.convert_symbol(net()), "must be a Symbol, not Dense"),
     (lambda: amp.register_half_function("layers", "dense"), "must be a module, not 'layers'"),
     # shapes, and arrays of wrong shapes

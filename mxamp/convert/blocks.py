@@ -34,8 +34,6 @@ logger = logging.getLogger("mxamp")
 
 Examples = Union[None, NDArray, Sequence[Any]]
 
-_TRACED_ATTRIBUTES = ("_cached_graph", "_in_format", "_out_format")
-
 
 class TracedBlock:
     """A traced block's symbol, with its input variables, parameters and nesting formats.
@@ -111,7 +109,7 @@ def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
 
 def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
     """Return the graph of a call with `arguments`; the block keeps the graph that it has."""
-    kept = {name: getattr(block, name) for name in _TRACED_ATTRIBUTES}
+    kept = {name: getattr(block, name) for name in ("_cached_graph", "_in_format", "_out_format")}
     try:
         block._cached_graph = ()
         called = _forward_arguments(block, arguments)

@@ -60,6 +60,7 @@ class Options:
             raise ArgumentError(NOTHING_TO_LOWER)
         else:
             given["policy"] = Policy.default("bfloat16", "cpu").in_float32()
+        check_mapping("input_dtypes", given.get("input_dtypes"), "dtypes")
         for name in ("cast_optional_params", "fuse", "keep_io_types"):
             check_bool(name, given.get(name, False))
         return cls(**given)
@@ -76,18 +77,16 @@ def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Poli
     Raise for excluded layers that `graph` lacks. A policy may serve several models: its own
     `fp32_layers` that `graph` lacks are logged.
     """
-    layers = graph.layer_names
-
     kept: List[str] = []
     for patterns in layer_patterns("excluded_sym_names", excluded):
         if not patterns:
             raise ArgumentError("`excluded_sym_names`: a block has no operators and no children")
         # A block may have children that its graph never calls.
-        errors = unknown_layers(patterns, layers)
+        errors = unknown_layers(patterns, graph.layer_names)
         if len(errors) == len(patterns):
             raise errors[0]
         kept += patterns
-    for error in unknown_layers(policy.fp32_layers, layers):
+    for error in unknown_layers(policy.fp32_layers, graph.layer_names):
         logger.warning("fp32_layers of the policy: %s", error)
     return policy.override(fp32_layers=kept) if kept else policy
 
@@ -101,8 +100,6 @@ def resolved_dtypes(
 
     The last resort is float32. Raises for a parameter whose dtype in `input_dtypes` is another.
     """
-    if input_dtypes is not None and not isinstance(input_dtypes, Mapping):
-        raise ArgumentError(f"input_dtypes must map names to dtypes, not {shown(input_dtypes)}")
     inputs = set(symbol.list_inputs())
     known = {name: dtype_name(array.dtype) for name, array in params.items() if name in inputs}
     with prefix_errors("`input_dtypes`"):
@@ -126,13 +123,18 @@ def checked_dtype(name: str, dtype: Any) -> str:
     return found
 
 
+def check_mapping(argument: str, value: Any, what: str) -> None:
+    """Raise unless the argument of that name is None, or maps names to `what`."""
+    if not isinstance(value, (Mapping, type(None))):
+        raise ArgumentError(f"{argument} must map names to {what}, not {shown(value)}")
+
+
 def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
     """Return a mapping of input names to shapes with tuples of int; raise for other values.
 
     `argument` is the name of the public argument, for messages. None gives an empty dictionary.
     """
-    if not isinstance(shapes, (Mapping, type(None))):
-        raise ArgumentError(f"{argument} must map names to shapes, not be {shown(shapes)}")
+    check_mapping(argument, shapes, "shapes")
     checked = {}
     for name, shape in (shapes or {}).items():
         sizes = shape if isinstance(shape, (tuple, list)) else [None]

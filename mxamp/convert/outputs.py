@@ -23,7 +23,7 @@ from ..graph.inspect import tensors_of
 from ..graph.ir import Graph, Shape
 from ..policy.active import suspended
 from ..policy.values import is_true
-from .options import check_names, checked_dtype, checked_shapes, resolved_dtypes
+from .options import check_mapping, check_names, checked_dtype, checked_shapes, resolved_dtypes
 
 logger = logging.getLogger("mxamp")
 
@@ -244,6 +244,7 @@ def random_inputs(
         A shape is missing, or the shapes don't fit the model.
     """
     symbol, args, auxs = checked_model(model)
+    check_mapping("dtypes", dtypes, "dtypes")
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]

@@ -49,7 +49,7 @@ def dtype_name(dtype: Any) -> str:
             return "bfloat16"
     try:
         parsed = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         return repr(dtype)
     return "bfloat16" if parsed == BFLOAT16 else parsed.name
 

@@ -248,11 +248,10 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     StateError
         Mixed precision is on by a policy that does not know the operator.
     """
+    if not isinstance(op_type, str):
+        raise ArgumentError(f"op_type must be a name, not {shown(op_type)}")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
     if is_enabled() and (op_type, _CLASSES[kind]) not in custom_classes():
-        raise StateError(
-            "mixed precision is on, by a policy that does not know the custom operator "
-            f"{op_type!r}: call register_custom_operator before init, or after shutdown"
-        )
+        raise StateError(f"the policy in force does not know {op_type!r}: register it before init")
     set_custom_class(op_type, _CLASSES[kind])

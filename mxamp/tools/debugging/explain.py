@@ -12,8 +12,8 @@ from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from ...convert import options
 from ...convert.blocks import Examples, trace
-from ...convert.options import check_names, checked_shapes, resolved_dtypes, with_excluded_layers
 from ...convert.symbols import widened_for
 from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
@@ -43,7 +43,6 @@ _COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
 AS_IT_IS = "as it is"
 
 HINT = "Gluon adds _fwd to the name of a layer"
-NO_MODEL = "explain takes a Symbol, or a HybridBlock, which has its own params, not {given}"
 #: The reason of casts that conversions keep.
 ROUNDS = "rounds on purpose: only casts back read it"
 
@@ -253,7 +252,9 @@ def explain(
     """
     if mode not in (None, *MODES):
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    shapes = checked_shapes("input_shapes", input_shapes)
+    shapes = options.checked_shapes("input_shapes", input_shapes)
+    options.check_mapping("input_dtypes", input_dtypes, "dtypes")
+    options.check_mapping("params", params, "arrays")
     if isinstance(model, HybridBlock) and params is None:
         traced = trace(model, example_inputs)
         symbol, params = traced.symbol, traced.param_values()
@@ -263,7 +264,7 @@ def explain(
         symbol, read = model, set(model.list_inputs())
         params = {n: array for n, array in (params or {}).items() if n in read}
     else:
-        raise ArgumentError(NO_MODEL.format(given=shown(model)))
+        raise ArgumentError(f"explain takes a Symbol, or a HybridBlock alone, not {shown(model)}")
     source: Source | None = None
     if policy is None and target_dtype is None:
         source = getattr(model, "_source", None)
@@ -271,7 +272,7 @@ def explain(
         if run is not None:
             input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
     graph, _, stored = source or (Graph.from_symbol(symbol), policy, frozenset())
-    dtypes = resolved_dtypes(symbol, params, input_dtypes)
+    dtypes = options.resolved_dtypes(symbol, params, input_dtypes)
     data = tuple(name for name in graph.input_names if name not in params)
     if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
         nodes = tuple(_nodes_as_they_are(graph, dtypes))
@@ -279,8 +280,8 @@ def explain(
         return Plan(target, nodes, tuple(_inserted_casts(graph)), data, AS_IT_IS)
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
     warn_of_speed(policy, of_model=True)
-    policy = with_excluded_layers(policy, excluded_sym_names, graph)
-    check_names(list(input_shapes or ()), graph.input_names, "input")
+    policy = options.with_excluded_layers(policy, excluded_sym_names, graph)
+    options.check_names(list(input_shapes or ()), graph.input_names, "input")
     dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
     roundings: tuple[str, ...] = ()
     converting = mode in (None, CONVERTED)

@@ -44,7 +44,6 @@ _FOR_SEARCH = 0.7
 #: Metrics of which less is better.
 _LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood", "Perplexity"}
 
-BAD_METRIC = "metric must be one of which more is better, not {given}"
 METRIC_ALONE = "a metric is measured in inference of a block, without a loss; min_metric needs it"
 BELOW = "no policy satisfies min_metric={wanted}: the float32 model itself has {found:g}"
 OTHER_DEVICE = "the policy is for the {own}, and the data is on {data}: put both on one device"
@@ -221,7 +220,7 @@ def tune(
             raise ArgumentError(METRIC_ALONE)
         metric = copy.deepcopy(mx.metric.create(metric))
         if type(metric).__name__ in _LOSSES:
-            raise ArgumentError(BAD_METRIC.format(given=metric.name))
+            raise ArgumentError(f"metric must be one of which more is better, not {metric.name}")
     began, seconds = time.monotonic(), seconds_of(budget)
     labeled = loss is not None or metric is not None
     with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
