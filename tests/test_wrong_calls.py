@@ -59,7 +59,6 @@ def test_contexts_are_devices():
 WRONG = [
     # keywords that no parameter has
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
-    (lambda: amp.init(polcy=GPU), "the closest is 'policy'"),
     (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
     (lambda: amp.GradScaler(enable=False), "unknown argument of GradScaler 'enable'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
@@ -82,6 +81,7 @@ WRONG = [
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
     (lambda: amp.convert_hybrid_block(SYMBOL), "must be a HybridBlock, not a Symbol"),
+    (lambda: amp.convert_hybrid_block(net(), ctx="cpu", example_inputs=X), "ctx must be a Context, or a list"),
     (lambda: amp.convert_hybrid_block(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names"),
     (lambda: amp.explain(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names to dtypes, not"),
     (lambda: amp.explain(SYMBOL, params=3), "params must map names to arrays, not 3"),

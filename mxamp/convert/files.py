@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
 from ..errors import ArgumentError
-from ..framework.files import check_file_path
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..graph.casts.widen import has_halves
@@ -17,14 +16,12 @@ from ..policy.targets import DEFAULT_TARGET
 from .models import converted_model
 from .options import Options, resolved_dtypes
 from .outputs import OutputError, check_errors, compare_models
-from .saved import IS_THERE, files_to_write, load_model, model_files, saved_semantics, write_model
+from .saved import checked_output_files, load_model, model_files, saved_semantics, write_model
 
 logger = logging.getLogger("mxamp")
 
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
-
-SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 
 
 class ConvertedFiles(NamedTuple):
@@ -108,7 +105,8 @@ def convert_files(
         The files can't be written.
     """
     options = Options.of(**locals())
-    read, written = model_files(prefix, epoch), _checked_output_files(prefix, out, epoch, force)
+    read = model_files(prefix, epoch)
+    written = checked_output_files(read, out, epoch, force)
     if not tolerance > 0:
         raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     with saved_semantics(prefix, epoch):
@@ -129,20 +127,3 @@ def convert_files(
         write_model(converted, written, force)
     after = sum(path.stat().st_size for path in written)
     return ConvertedFiles(*written, before, after, errors)
-
-
-def _checked_output_files(
-    prefix: Union[str, Path], out: Union[str, Path], epoch: int, force: bool
-) -> Tuple[Path, Path]:
-    """Return the symbol and parameter paths of `out`; raise if one is the model's own, or exists.
-
-    Existing files raise without `force` only.
-    """
-    read, written = model_files(prefix, epoch), files_to_write(out, epoch)
-    for path in written:
-        check_file_path(path)
-        if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
-            raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
-        if path.exists() and not force:
-            raise ArgumentError(IS_THERE.format(path=str(path)))
-    return written

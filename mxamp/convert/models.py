@@ -153,10 +153,9 @@ def convert_model(
 
 def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
     """Return the symbol, arg_params and aux_params of a model converted as `options` say."""
-    symbol, args, auxs = model
-    converted = convert(symbol, options, {**args, **auxs})
+    converted = convert(model[0], options, {**model[1], **model[2]})
     values = dict(converted.params)
-    new_auxs = {name: values.pop(name) for name in auxs if name in values}
+    new_auxs = {name: values.pop(name) for name in model[2] if name in values}
     return converted.symbol, values, new_auxs
 
 
@@ -226,6 +225,8 @@ def convert_hybrid_block(
     """
     options = Options.of(**locals())
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx or [current_context()])
+    if not all(isinstance(one, Context) for one in contexts):
+        raise ArgumentError(f"ctx must be a Context, or a list of them, not {shown(ctx)}")
     traced = trace(block, example_inputs)
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
     converted = convert(traced.symbol, options, traced.param_values())

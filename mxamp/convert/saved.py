@@ -20,7 +20,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
-from ..framework.files import NOT_THE_SAME, checksum, left_beside, replaced_files
+from ..framework.files import NOT_THE_SAME, check_file_path, checksum, left_beside, replaced_files
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened
 from ..graph.ir import Graph
@@ -44,6 +44,7 @@ _PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|w
 NOT_A_PREFIX = "{path!r} is the name of a file: the prefix of its model is {prefix!r}"
 LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
 NUMPY_BFLOAT16 = "%s: under npx.set_np(), load its bfloat16 within mx.util.np_shape(True) only"
+SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 NO_PARAMS = "{path!r} can't be read as parameters: {why}"
 NO_NAMES = "its arrays are not named arg:... or aux:..., as block.export and save_checkpoint do"
@@ -66,6 +67,21 @@ def files_to_write(out: Prefix, epoch: int) -> Files:
     if left:
         logger.warning("%s%s", files[0], left)
     return files
+
+
+def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> Files:
+    """Return the symbol and parameter paths of `out`; raise if one is the model's own, or exists.
+
+    Existing files raise without `force` only.
+    """
+    written = files_to_write(out, epoch)
+    for path in written:
+        check_file_path(path)
+        if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
+            raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
+        if path.exists() and not force:
+            raise ArgumentError(IS_THERE.format(path=str(path)))
+    return written
 
 
 def check_prefix(prefix: Prefix) -> None:
