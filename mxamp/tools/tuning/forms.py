@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import MXNetError, autograd
+from mxnet import autograd
 from mxnet.gluon import Block, Trainer
 
 from ...convert.models import convert_hybrid_block
@@ -224,7 +224,7 @@ class Model:
                 form = self.form(way, policy)
                 self.measure(form)
                 forms.append(form)
-            except (AmpError, MXNetError) as error:  # noqa: PERF203
+            except (AmpError, RuntimeError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
                 self.notes.append(NOT_RUN.format(way=way, why=error_reason(error)))
         return forms
 
