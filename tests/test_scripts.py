@@ -221,14 +221,11 @@ def models(monkeypatch):
     return SimpleNamespace(main=module.main, names=names, measured=measured, measure=measure)
 
 
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--only", "mxamp,tourch"], "unknown contender 'tourch'; the closest are 'torch', "),
-        (["--torch-python", sys.executable], "has no torch, torchvision: give --torch-python one"),
-        (["--only", "openvino"], "has no openvino: give --openvino-python one that has"),
-    ],
-)
+@pytest.mark.parametrize("options, said", [
+    (["--only", "mxamp,tourch"], "unknown contender 'tourch'; the closest are 'torch', "),
+    (["--torch-python", sys.executable], "has no torch, torchvision: give --torch-python one"),
+    (["--only", "openvino"], "has no openvino: give --openvino-python one that has"),
+])  # fmt: skip
 def test_models_refuses_before_it_measures(models, options, said, tmp_path, monkeypatch):
     for module in ("torch", "openvino"):
         (tmp_path / f"{module}.py").write_text("raise ImportError('none here')")
@@ -249,14 +246,12 @@ def test_figures_of_a_run_that_is_cut_off_are_kept(models, monkeypatch, tmp_path
         return models.measure(model, mode, *rest)
 
     monkeypatch.setitem(models.names, "measure", cut_off)
-    done = CliRunner().invoke(
-        models.main,
-        ["--model", "mlp-64", "--model", "bert-4", "--only", "mxamp", "--json", str(path)],
-    )
+    options = "--model mlp-64 --model bert-4 --only mxamp --json".split()
+    done = CliRunner().invoke(models.main, [*options, str(path)])
     assert done.exit_code == 1
-    assert [(r["model"], r["mode"]) for r in json.loads(path.read_text())["rows"]] == [
-        ("mlp-64", "inference"),
-        ("mlp-64", "training"),
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["model"], r["mode"]) for r in rows] == [
+        ("mlp-64", mode) for mode in ("inference", "training")
     ]
     assert list(tmp_path.iterdir()) == [path]
 

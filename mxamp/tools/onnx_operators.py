@@ -53,21 +53,24 @@ class Call:
             raise ArgumentError(reason)
 
 
-def translate(call: Call) -> List[str]:
-    """Add the nodes for a call; return the names of its outputs."""
-    correct = _CORRECTIONS.get(call.node.operator, _translated_by_mxnet)
-    made = correct(call) or _translated_by_mxnet(call)
+def translate(call: Call, count: int) -> List[str]:
+    """Add the nodes for a call; return the names of its outputs, of which `count` are read."""
+    made = _CORRECTIONS.get(call.node.operator, _by_mxnet)(call) or _by_mxnet(call)
+    made = [made] if isinstance(made, str) else made
+    call.require(len(made) >= count, f"its output {count - 1}, counted from 0")
     for one in call.nodes:
         one.name = one.output[0]  # ONNX Runtime's optimizer fails for nodes without a name
-    return [made] if isinstance(made, str) else made
+    return made
 
 
-def _translated_by_mxnet(call: Call) -> List[str]:
+def _by_mxnet(call: Call) -> List[str]:
     call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
-    op, count = _SAME.get(call.node.operator, call.node.operator), len(call.names)
+    call.require(is_true(call.attrs.get("align_corners", "1")), "align_corners=False")  # and this
+    op, count = call.node.operator.replace("_contrib_Sync", ""), len(call.names)  # BatchNorm
     dtypes = [np.dtype(tensor.dtype) for tensor in call.inputs]
     node: Dict[str, Any] = {"op": op, "name": call.name, "inputs": [(k, 0) for k in range(count)]}
-    node["attrs"] = {**_DEFAULTS.get(op, {}), **call.node.attrs}
+    attrs = {k: v for k, v in call.attrs.items() if k in (*call.node.attrs, *_FLAGS, "knorm")}
+    node["attrs"] = {k: str(is_true(v)) if k in _FLAGS else v for k, v in attrs.items()}
     tensors = [[SimpleNamespace(name=n, dtype=d)] for n, d in zip(call.names, dtypes)]
     more = {"initializer": call.constants, "idx": call.name, "opset_version": OPSET}
     try:
@@ -79,12 +82,11 @@ def _translated_by_mxnet(call: Call) -> List[str]:
     call.nodes += [one for one in nodes if isinstance(one, call.onnx.NodeProto)]
     made = {name for one in call.nodes for name in one.output}
     numbered = [f"{call.name}{k}" for k in range(call.node.num_outputs)]
-    return [name if name in made else call.name for name in numbered]
+    return [name for name in numbered if name in made] or [call.name]
 
 
-_SAME = {"_contrib_SyncBatchNorm": "BatchNorm"}
-#: Defaults of which MXNet's translations assume the opposite.
-_DEFAULTS = {"FullyConnected": {"flatten": "True"}, "Deconvolution": {"no_bias": "True"}}
+#: Attributes that MXNet's translations know as "True" and "False" alone, or give other defaults.
+_FLAGS = ("flatten", "global_pool", "no_bias", "use_length")
 
 
 def _batch_norm(c: Call) -> None:
@@ -95,6 +97,12 @@ def _batch_norm(c: Call) -> None:
 def _leaky_relu(c: Call) -> None:
     if c.attrs["act_type"] == "prelu":  # MXNet's slopes are by channel, ONNX's by the last axis
         c.names[1] = c("Reshape", c.names[1], [-1] + [1] * (len(c.shape) - 2))
+
+
+def _slice_like(c: Call) -> Any:  # MXNet's translation fails in OpenVINO
+    axes = parse_integers(c.attrs["axes"]) or range(len(c.shape))
+    ends = c("Gather", c("Shape", c.names[1]), [*axes])
+    return c("Slice", c.names[0], [0] * len(axes), ends, [*axes])
 
 
 def _l2_normalization(c: Call) -> Any:
@@ -211,5 +219,5 @@ _CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
     "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,
-    "_contrib_box_nms": _box_nms,
+    "_contrib_box_nms": _box_nms, "slice_like": _slice_like,
 }  # fmt: skip

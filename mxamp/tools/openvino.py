@@ -22,9 +22,8 @@ class OpenVINO:
     def __init__(self, block: HybridBlock, calls: Sequence[Any], dtype: str) -> None:
         onnx, openvino = packages("onnx", "openvino")
         model, examples, self._names = float32_model(block, calls)
-        core = openvino.Core()
+        core, hint = openvino.Core(), "bf16" if dtype == "bfloat16" else "f32"
         read = core.read_model(exported(onnx, model, examples), b"")
-        hint = "bf16" if dtype == "bfloat16" else "f32"
         options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": machine.threads()}
         self._compiled = core.compile_model(read, "CPU", options)
         found = self._compiled.get_property("INFERENCE_PRECISION_HINT")

@@ -25,7 +25,6 @@ from ...framework.wording import counted, shown
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_outputs
 
-_SEED = 20180201
 #: `autograd.backward` without the front ends' patches, which scale losses.
 _backward = original(autograd, "backward")
 
@@ -165,7 +164,7 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
     with suspended(), autograd.pause():
         drawn = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
 
-    def restart(seed: int = _SEED) -> None:
+    def restart(seed: int = 20180201) -> None:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         mx.random.seed(seed)

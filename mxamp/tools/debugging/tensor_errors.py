@@ -30,7 +30,6 @@ JUMP = 8.0
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
-_SHOWN = 10  #: rows of the table
 
 
 #: An output of a layer: the layer's name, the number of calls before under that name, the output.
@@ -116,7 +115,7 @@ class Comparison:
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
 
     def __str__(self) -> str:
-        worst = sorted(self.outputs, key=lambda error: (-error.lost, -error.relative))[:_SHOWN]
+        worst = sorted(self.outputs, key=lambda error: (-error.lost, -error.relative))[:10]
         rows = [[getattr(error, name) for name in _HEADINGS] for error in worst]
         return f"{text_table(_HEADINGS, rows)}\n\n{self.summary()}"
 

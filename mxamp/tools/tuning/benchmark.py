@@ -16,7 +16,6 @@ from .forms import HOW, Loss, Timing, channels_note, opened, seconds_of, table, 
 _AS_FAST = 0.05
 
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
-SERVING = "For serving, {how}: it then {speed}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +54,7 @@ class Benchmark:
             said.append(NOT_PAID)
         elif fastest.way in HOW and fastest.quartiles[0] > max(1, lowered[-1].speedup):
             how = HOW[fastest.way].format(precision=fastest.precision)
-            said.append(SERVING.format(how=how, speed=_speed(fastest, "", "")))
+            said.append(f"For serving, {how}: it then {_speed(fastest, '', '')}.")
         return " ".join(said)
 
     def __str__(self) -> str:

@@ -55,7 +55,6 @@ NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
 OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a better policy."
-USE = "To run it, {how}."
 
 
 @dataclass(frozen=True)
@@ -363,7 +362,7 @@ class _Search:
         notes = [*dict.fromkeys(model.notes), *channels_note(model.block, timed.values())]
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
         if best.way in HOW:
-            notes.append(USE.format(how=HOW[best.way].format(precision=best.precision)))
+            notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
         elif best is plain and complete:
             notes.append(FLOAT32)
         policy = best.policy or self._base.in_float32()
