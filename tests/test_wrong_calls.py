@@ -80,7 +80,7 @@ WRONG = [
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
-    (lambda: amp.convert_hybrid_block(SYMBOL), "must be a HybridBlock, not a Symbol"),
+    (lambda: amp.export_onnx(Adds(), "model.onnx", (X, X)), r"must be a HybridBlock, not Adds\("),
     (lambda: amp.convert_hybrid_block(net(), ctx="cpu", example_inputs=X), "ctx must be a Context, or a list"),
     (lambda: amp.convert_hybrid_block(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names"),
     (lambda: amp.explain(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names to dtypes, not"),

@@ -264,11 +264,11 @@ def build_block(
     trained = (name for name, param in traced.params.items() if param.grad_req != "null")
     result._frozen = [name for name in trained if name in frozen]
     result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
-    if hasattr(block, "begin_state"):
-        result.begin_state, result.state_info = block.begin_state, block.state_info
+    # A user's model may have its own begin_state alone.
+    states = {n: getattr(block, n) for n in ("begin_state", "state_info") if hasattr(block, n)}
     layer = block if isinstance(block, _RNNLayer) else getattr(block, "_layer", None)
-    # Past Block.__setattr__, which would make the layer a child.
-    object.__setattr__(result, "_layer", layer)
+    # Past Block.__setattr__, which would make a layer a child, and register a parameter.
+    result.__dict__.update(states, _layer=layer)
     # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
     result._in_format, result._out_format = traced.formats
     for name, param in result.collect_params().items():

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import HybridBlock
+from mxnet.gluon import Block, HybridBlock
 
 from ..convert import outputs
 from ..convert.blocks import trace
@@ -105,10 +105,10 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
     The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
     are names; the inputs lack those that the block does not use.
     """
-    is_block, names = isinstance(model, HybridBlock), []
+    is_block, names = isinstance(model, Block), []
     if not calls or not all(isinstance(x, Mapping) or (is_block and arrays_in(x)) for x in calls):
         raise ArgumentError(NO_INPUTS.format(given=shown(calls[0] if calls else calls)))
-    if isinstance(model, HybridBlock):
+    if is_block:
         traced = trace(model, None if isinstance(calls[0], Mapping) else calls[0])
         values, used = traced.param_values(), traced.symbol.list_inputs()
         auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
