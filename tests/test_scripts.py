@@ -132,22 +132,6 @@ def test_make_names_only_files_that_exist():
             assert f"\n{word}:" in text, word
 
 
-@pytest.mark.parametrize("limit, wanted", [(999, None), (1000, 1), (3050, 21), (9999, 90)])
-def test_the_largest_batch_is_looked_for(limit, wanted, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    module = SimpleNamespace(**runpy.run_path(str(BENCH / "memory")))
-    asked = []
-
-    def peak(_contender, model, *_):
-        rows = int(re.fullmatch(r"resnet50-(\d+)@32", model)[1])
-        asked.append(rows)
-        return module.Peak(900 + 100 * rows + (10 if rows % 2 else 0) - 10)
-
-    monkeypatch.setitem(module.largest_batch.__globals__, "peak_memory", peak)
-    assert module.largest_batch("mxamp", "resnet50-8@32", limit, None, "python") == wanted
-    assert len(asked) == len(set(asked)) <= 6
-
-
 @pytest.mark.slow
 def test_plot_draws_the_readme_s_bars(tmp_path):
     picture = tmp_path / "speed.svg"
@@ -186,6 +170,7 @@ proof = pytest.mark.proof
         pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
                      ["mxamp, fused", "training", "float32"], marks=proof),
         ("memory", ["--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
+        ("small", ["--rounds", "1", "--program", "call"], ["one dense call", "added, us"]),
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):

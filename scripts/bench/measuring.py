@@ -46,9 +46,24 @@ def measure_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int) -> Dict[
     return {name: values[1:] for name, values in found.items()}
 
 
-def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median of the ratios of two measurements, round by round."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators))
+def compare_in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> Dict[str, float]:
+    """Return the ratio of the times of two functions: the first one's to the second one's.
+
+    The median comes with the least and the greatest, with the second function's median "seconds",
+    and with the median of what the first function takes more, "added".
+    """
+    measured, base = measure_in_turn(runs, rounds).values()
+    ratios = [a / b for a, b in zip(measured, base)]
+    return {
+        "ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios),
+        "seconds": statistics.median(base),
+        "added": statistics.median(a - b for a, b in zip(measured, base)),
+    }  # fmt: skip
+
+
+def ratio_cell(row: Mapping[str, float]) -> str:
+    """Return the text of a row's ratio, with the least and the greatest."""
+    return f"{row['ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})"
 
 
 def json_from_process(command: Sequence[str], env: Optional[Mapping[str, str]] = None) -> Any:
@@ -74,11 +89,9 @@ def print_machine(console: Console, cores: int = 1) -> None:
     console.print(f"{found['cpu']}, {named}; cores: {cores}", highlight=False)
 
 
-def print_table(
-    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
-) -> None:
+def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under headings."""
-    table = Table(*headings, title=title or None)
+    table = Table(*headings)
     for row in rows:
         table.add_row(*row)
     console.print(table)
