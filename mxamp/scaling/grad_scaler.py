@@ -62,8 +62,7 @@ class GradScaler:
         self._scaler.checks = enabled and not chose_float32()
         #: The results of steps since the last update, by the trainers' states.
         self._results: dict[State, bool] = {}
-        #: The scale of the first loss since then, if any.
-        self._first: float | None = None
+        self._has_scaled = False  #: a loss since then
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -94,8 +93,8 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        scaled = scale_losses(loss, self.get_scale(), others=self._first is not None)
-        self._first = self._first or self.get_scale()
+        scaled = scale_losses(loss, self.get_scale(), others=self._has_scaled)
+        self._has_scaled = True
         return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
@@ -156,7 +155,7 @@ class GradScaler:
             logger.info("loss scale %g -> %g", before, self.get_scale())
         for hook in self._results:
             hook.end_update()
-        self._first = None
+        self._has_scaled = False
         self._results.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,10 +183,10 @@ class GradScaler:
         if hook is None:
             hook = attach_hook(trainer, self._scaler, scaled_by="GradScaler")
         hook.check_scaled_by("GradScaler")
-        if hook.scaler is not self._scaler and self._first is None:
+        if hook.scaler is not self._scaler and not self._has_scaled:
             raise StateError(OTHER_SCALER)
         hook.scaler, hook.results = self._scaler, self._results
-        hook.mark_scaled(self._first or hook.loss_scale)  # None if a loss is used again
+        hook.mark_scaled(hook.loss_scale)
         return hook
 
     def __repr__(self) -> str:
