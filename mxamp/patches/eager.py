@@ -226,7 +226,7 @@ class _Casts:
         self._sums = rule.has_shape_rule("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
-        by_size = policy.device == "cpu" and operator.name in ("FullyConnected", "Convolution")
+        by_size = operator.name in ("FullyConnected", "Convolution")
         self._by_size = by_size and any(not one.reason.exact for one in rule.by_shape)
         #: Why calls of certain shapes and attributes stay in float32, or None.
         self._kept: dict[Any, Reason | None] = {}
