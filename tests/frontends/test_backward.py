@@ -110,6 +110,9 @@ def test_grad_and_higher_orders(run):
     assert trainer is not None
 
 
+INNER = nd.ones(1)
+
+
 class Written(autograd.Function):
     """An identity whose gradient is clipped, and has a part that ignores the one it is given."""
 
@@ -118,18 +121,22 @@ class Written(autograd.Function):
         return x * 1
 
     def backward(self, dy):
+        with autograd.record():
+            nested = INNER * abs(dy).sum()
+        nested.backward()
         return dy.clip(-0.01, 0.01) + self.saved_tensors[0] * 0.01
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
     def passed():
+        INNER.attach_grad()
         net, trainer = setup(hybrid=hybrid)
         with autograd.record():
             loss = (Written()(net(randn(16, 4))) ** 2).mean()
         loss.backward()
         trainer.step(1)
-        return gradients(net)
+        return [*gradients(net), INNER.grad.asnumpy()]
 
     found = []
     for scale in (256, 1):  # the second pass scales nothing: its functions must not see 256

@@ -73,6 +73,10 @@ def test_every_optimizer_makes_sound_updates_or_is_refused(optimizer, level):
         assert "opt_level='O2'" in str(raised.value)
         named = f"its epsilon={LOSE_EPSILON.get(optimizer)}" in str(raised.value)
         assert named == (optimizer in LOSE_EPSILON)
+        net.cast("float16")
+        amp.init_trainer(trainer, amp.LossScaler())
+        with pytest.raises(amp.ArgumentError, match=type(trainer.optimizer).__name__):
+            trainer.step(16)
         return
     weights = trained(net, trainer, level)
     amp.shutdown()

@@ -144,23 +144,17 @@ def test_an_overflow_that_is_clipped_after_unscaling_is_skipped(way):
         np.testing.assert_array_equal(a, b)
 
 
-def test_losses_come_back_in_their_containers():
-    _, trainer = setup(scaler=amp.StaticLossScaler(4))
+def test_losses_come_back_in_their_containers_and_in_float32():
+    _, trainer = setup(scaler=amp.StaticLossScaler(2.0**16))
     Pair = namedtuple("Pair", "a b")
-    one = nd.ones(1)
-    with amp.scale_loss({"x": [one, (one,)], "y": Pair(one, one)}, trainer) as scaled:
+    one, half = nd.ones(1), nd.array([2.0], dtype="float16")
+    with amp.scale_loss({"x": [one, (one,)], "y": Pair(one, half)}, trainer) as scaled:
         assert isinstance(scaled["x"], list)
         assert isinstance(scaled["x"][1], tuple)
         assert isinstance(scaled["y"], Pair)
-        assert scaled["y"].b.asscalar() == 4
+        assert scaled["y"].b.asscalar() == 2.0**17
+        assert kind(scaled["y"].b) == "float32"
     assert one.asscalar() == 1
-
-
-def test_a_float16_loss_is_scaled_in_float32():
-    _, trainer = setup(scaler=amp.StaticLossScaler(2.0**16))
-    with amp.scale_loss(nd.array([2.0], dtype="float16"), trainer) as scaled:
-        assert kind(scaled) == "float32"
-        assert scaled.asscalar() == 2.0**17
 
 
 def test_updates_are_kept_off_the_kvstore(caplog):
@@ -175,6 +169,9 @@ def test_updates_are_kept_off_the_kvstore(caplog):
     started._init_kvstore()
     with pytest.raises(amp.StateError, match="update_on_kvstore=False"):
         amp.init_trainer(started, amp.StaticLossScaler(8))
+    asynchronous = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_async")
+    with pytest.raises(amp.StateError, match="dist_sync"):
+        amp.init_trainer(asynchronous, amp.StaticLossScaler(8))
 
 
 def test_row_sparse_gradients():
@@ -229,13 +226,6 @@ def test_clipping_by_global_norm(ctx, max_norm, way):
         train(net, trainer, batch, between=clip, step=update)
         train(control, plain, batch, scaled=False, between=clip_plain, step=plain.update)
     assert_same_weights(net, control)
-
-
-def test_asynchronous_kvstores_are_refused():
-    net, _ = setup()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore="dist_async")
-    with pytest.raises(amp.StateError, match="dist_sync"):
-        amp.init_trainer(trainer, amp.StaticLossScaler(8))
 
 
 OUTPUTS = ["SoftmaxOutput", *(f"{loss}RegressionOutput" for loss in ("Linear", "Logistic", "MAE"))]
