@@ -159,6 +159,7 @@ SHAPE, P = "--input data:4,8", "--out p.toml"
         (f"{SHAPE} --policy start.toml --out ./start.toml --force", "a file that this command reads"),
         (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),
         (f"--data cut.npz {P}", "'cut.npz' can't be read: "),
+        (f"--data data.npy {P}", "--data .npz files, not 'data.npy'"),
         (f"--data wrong.npz {P}", "--data wrong.npz: unknown input 'dat'"),
         (f"--data nan.npz {P}", "--data nan.npz: input 'data' is NaN"),
         (f"--data wide.npz {P}", "does not run on this batch"),

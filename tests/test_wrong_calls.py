@@ -75,8 +75,6 @@ WRONG = [
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
     (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
     (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
-    (lambda: amp.init_trainer([trainer()]), "must be a gluon.Trainer, not"),
-    (lambda: amp.scale_loss(trainer(), X).__enter__(), "the trainer must be a gluon.Trainer, not an NDArray"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
     (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
@@ -90,6 +88,8 @@ WRONG = [
     (lambda: amp.convert_symbol(SYMBOL, {3: "y"}), "the target dtype must be"),
     (lambda: amp.convert_symbol(net()), "must be a Symbol, not Dense"),
     (lambda: amp.register_half_function("layers", "dense"), "must be a module, not 'layers'"),
+    (lambda: amp.register_custom_operator("mine", "low"), "kind must be 'half', .*not 'low'"),
+    (lambda: amp.convert_symbol(SYMBOL, "float8"), "'bfloat16' or 'float32', not 'float8'"),
     # shapes, and arrays of wrong shapes
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"must be an NDArray, or .*, not \(2, 3\)"),
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
@@ -103,11 +103,11 @@ WRONG = [
     (lambda: amp.tune(net(), (X, X), lambda output, label: 0.5), "loss must be .*, not 0.5"),
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
+    (lambda: GPU.override(conditional=["Activation"]), "conditional operators must be"),
     (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense; MXNet calls it 'FullyConnected'"),
     (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax; MXNet calls it 'softmax'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
     (lambda: GPU.rule("LSTM"), "MXNet calls it 'RNN'"),
-    (lambda: GPU.rule("Convolutoin"), "the closest .* 'Convolution'"),
 ]  # fmt: skip
 
 

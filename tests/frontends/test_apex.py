@@ -112,9 +112,10 @@ def test_exported_models_are_float32(level, tmp_path, monkeypatch):
     original, net = net, copy.deepcopy(net)  # what it writes is its own
     original.initialize(mx.init.Zero(), force_reinit=True)
     net.hybridize()
-    before = net(data).asnumpy()
+    before, traced = net(data).asnumpy(), net._cached_graph
     net.export("net", epoch=7)
     assert same(net(data), before)  # and nothing has changed by it
+    assert net._cached_graph is traced
     amp.shutdown()
     loaded = gluon.SymbolBlock.imports("net-symbol.json", ["data"], "net-0007.params")
     assert {kind(param.data()) for param in loaded.collect_params().values()} == {"float32"}

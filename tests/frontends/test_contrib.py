@@ -218,6 +218,7 @@ def test_lists(dtype):
     both = set(amp.list_lp16_fp32_ops(dtype)) | set(amp.list_widest_type_cast(dtype))
     conditional = {name for name, _, _ in amp.list_conditional_fp32_ops(dtype)}
     assert "Activation" in conditional
+    assert not conditional & both.union(low, wide)
     assert len(set(low) | set(wide) | both | conditional) >= 870
     assert "SoftmaxOutput" in amp.list_loss_output_functions(dtype)
 

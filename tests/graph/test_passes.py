@@ -146,7 +146,7 @@ SUBSTITUTED = {
         (3, 4, 16), keeps_shape=False,
     ),
     "masked_softmax": Pattern(softmax_with_lengths, (3, 4, 16), modes=("inference",)),
-    "split": Pattern(lambda x, p: list(S.split(x, num_outputs=2, axis=-1)), (3, 4, 16), keeps_shape=False),
+    "split": Pattern(lambda x, p: list(S.split(x, num_outputs=2, axis=2)), (3, 4, 16), keeps_shape=False),
 }  # fmt: skip
 
 #: A pattern for each pass of fusion, by its function.

@@ -149,4 +149,4 @@ def test_float16_on_a_cpu_is_warned_of_once(name, caplog):
         CHOOSES_FLOAT16[name]()
     (said,) = caplog.messages
     assert said.startswith("float16 on a CPU is for trying and testing")
-    assert ("policy=Policy.default('float16', 'gpu')" in said) == (name != "init")
+    assert ("Policy.default('float16', 'gpu')" in said) == (name != "init")

@@ -108,6 +108,8 @@ def test_what_reshape_refuses():
         executor.reshape(data=(8, 3, 8, 8))
     with pytest.raises(amp.ArgumentError, match=r"'c_weight'.*partial_shaping=True"):
         executor.reshape(data=(4, 5, 4, 4))
+    with pytest.warns(UserWarning), pytest.raises(amp.ArgumentError, match="can't infer"):
+        executor.reshape()
     changed = executor.reshape(partial_shaping=True, allow_up_sizing=True, data=(4, 5, 4, 4))
     assert changed.arg_dict["c_weight"].shape == (8, 5, 3, 3)
 

@@ -91,7 +91,7 @@ def test_ctx_says_which_device(monkeypatch):
     assert not amp.is_enabled()
 
 
-def test_a_policy_beside_it(monkeypatch):
+def test_a_policy_beside_it(monkeypatch, caplog):
     mine = amp.Policy.default("bfloat16").override(fp32=["dot"])
     half = amp.Policy.default("float16", "cpu")
     on_machine(monkeypatch, "avx512_bf16")
@@ -109,6 +109,7 @@ def test_a_policy_beside_it(monkeypatch):
         amp.init("auto", fp32_ops=["Convolutoin"])
     with amp.autocast("auto", policy=mine):
         assert not amp.is_enabled()
+    assert "mixed precision stays off" in caplog.text
     assert_unpatched()
 
 

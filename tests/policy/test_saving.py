@@ -22,7 +22,7 @@ POLICIES = {
     "conditions without values": F16.override(conditional=[("softmax", "axis", [])]),
     "a class and a condition": F16.override(low=["exp", "Activation"], conditional=[("Activation", "act_type", ["relu"])]),
     "lists": F16.override(low=["dot"], fp32=["exp"], widest=[], conditional=[], replace_lists=True),
-    "layers": F16.override(fp32_layers=['a"b\\', "*_é\n\t", "", "x\x7f\x00\u2028😀"]),
+    "layers": F16.override(fp32_layers=['a"b\\', "*_é\n\t", "", "x" * 99, "x\x7f\x00\u2028😀"]),
     "no substitutions": BF16.override(substitutions=[]),
 }  # fmt: skip
 

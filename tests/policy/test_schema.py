@@ -49,6 +49,7 @@ def error_of(tmp_path, text):
         ('"few_rows"', '"long_sums"\nlimit = -1', "limit must be a whole number from 0, not -1"),
         ('["softrelu"]', '["softrelu"]\nbeyond_range = true', "give either values or beyond_range"),
         (SHAPE, "[keep_outputs]\nBatchNorm = ['x']", "BatchNorm must be a list of whole numbers"),
+        ("[[group]]", "[group]", "group must be written as [[group]] tables"),
         (SHAPE, "[[keep_outputs]]\nBatchNorm = [1]", "keep_outputs must be written as one table, [keep_outputs]"),
         ('"float16"', '"bfloat16"\ndevice = "gpu"', "MXNet has no bfloat16 kernels on GPUs"),
         (CONDITION, CONDITION + CONDITION + "override = true\n", "[[conditional]] table 2: operator 'Activation' has other"),
