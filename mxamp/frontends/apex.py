@@ -25,7 +25,7 @@ from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
-from ..patches.autocast import autocast, init, switch_on
+from ..patches.autocast import init, switch_on
 from ..policy.active import chose_float32, current_policy
 from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
@@ -165,9 +165,8 @@ def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
     """
     kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
     policy = policy.override(fp32=kept, replace_lists=True)
-    with autocast(policy=policy):
-        for trainer in trainers:
-            check_float16_update(trainer, casts=True)
+    for trainer in trainers:
+        check_float16_update(trainer, casts=True)
     return policy
 
 

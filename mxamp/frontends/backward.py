@@ -160,7 +160,7 @@ class _BackwardPatches(FrontEnd):
         self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, scale: float
     ) -> set[int]:
         """Run a backward pass with a scale; return the arrays whose gradients have overflowed."""
-        variables = self.variables.all()
+        variables = list(self.variables.values())
         adding = [group[0].array.grad for group in by_gradient(v for v in variables if v.adds)]
         with without_flags([v.array for v in variables]):
             # The sum has to carry the same scale as what is added to it.
@@ -191,7 +191,7 @@ class _BackwardPatches(FrontEnd):
             # A custom operator in float16 is given scaled gradients, and passes them on.
             compute(head_grads)
             return
-        variables = self.variables.all()
+        variables = list(self.variables.values())
         with without_flags([v.array for v in variables]):
             compute(_scaled_gradients(heads, head_grads, self._scale))
             written = [v for v in variables if v.array._fresh_grad and not v.adds]

@@ -28,11 +28,8 @@ class Variable(NamedTuple):
     adds: bool
 
 
-class Variables:
-    """All variables, in the order of their marking."""
-
-    def __init__(self) -> None:
-        self._variables: Dict[int, Variable] = {}
+class Variables(Dict[int, Variable]):
+    """All variables by `id` of the array, in the order of their marking."""
 
     def patches(self) -> List[Patch]:
         """Return the patches that add new variables."""
@@ -57,24 +54,16 @@ class Variables:
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
         """Add arrays as variables; with "null", forget them instead."""
         for array in arrays:
-            self._variables.pop(id(array), None)
+            self.pop(id(array), None)
             if grad_req != "null":
-                self._variables[id(array)] = Variable(array, grad_req == "add")
-
-    def clear(self) -> None:
-        """Forget all variables."""
-        self._variables.clear()
-
-    def all(self) -> List[Variable]:
-        """Return all variables."""
-        return list(self._variables.values())
+                self[id(array)] = Variable(array, grad_req == "add")
 
     def prune(self, written: AbstractSet[int]) -> None:
         """Forget the variables, by `id` not among the `written` ones, that Python does not hold."""
-        for key in [*self._variables]:
-            held = sys.getrefcount(self._variables[key].array) > _OURS
+        for key in list(self):
+            held = sys.getrefcount(self[key].array) > _OURS
             if not held and key not in written:
-                del self._variables[key]
+                del self[key]
 
     def _patched_mark(
         self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
@@ -98,10 +87,10 @@ class Variables:
 
     def _keep_gradient(self, array: NDArray) -> None:
         """Add the gradient that an array is about to lose: a graph may still write it."""
-        before = self._variables.get(id(array))
+        before = self.get(id(array))
         if before is not None:
             copy = shallow_copy(array)
-            self._variables[id(copy)] = Variable(copy, before.adds)
+            self[id(copy)] = Variable(copy, before.adds)
 
 
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
