@@ -49,11 +49,13 @@ def train(net, trainer, data, *, scaled=True, between=None, step=None):
     (step or trainer.step)(len(data))
 
 
-def one_step(net, trainer, data, way, scaler=None, accumulate=1, between=None, rows=None):
+def one_step(
+    net, trainer, data, way, scaler=None, accumulate=1, between=None, rows=None, takes_step=True
+):
     """Scale the losses of all devices in one of the ways there are, and step.
 
     Each micro-batch has its own pass; `between` is called after the last one. `rows` are those of
-    all workers.
+    all workers. Without `takes_step` the program drops the gradients.
     """
     for micro_batch in np.split(data, accumulate) if accumulate > 1 else [data]:
         with autograd.record():
@@ -68,7 +70,10 @@ def one_step(net, trainer, data, way, scaler=None, accumulate=1, between=None, r
             autograd.backward(losses)
     if between:
         between()
-    end_step(trainer, scaler if way == "GradScaler" else None, rows or len(data))
+    if takes_step:
+        end_step(trainer, scaler if way == "GradScaler" else None, rows or len(data))
+    elif way == "GradScaler":
+        scaler.update()
 
 
 def end_step(trainer, scaler=None, batch_size=1):

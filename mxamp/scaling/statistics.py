@@ -33,28 +33,33 @@ class RunningStatistics:
     def __init__(self) -> None:
         self._saved: dict[str, NDArray] | None = None
         self._has_logged = False
+        self._passes = 0  #: backward passes since the last step
 
     def before_pass(self, arrays: Arrays) -> None:
         """Save the statistics before the first backward pass, which updates them."""
+        self._passes += 1
         if self._saved is None:
-            self._save(arrays)
+            self._save(arrays())
 
-    def _save(self, arrays: Arrays) -> None:
+    def _save(self, arrays: Mapping[str, NDArray]) -> None:
         with autograd.pause(), suspended():
-            self._saved = {name: array.copy() for name, array in arrays().items()}
+            self._saved = {name: array.copy() for name, array in arrays.items()}
 
     def after_step(self, finite: bool, arrays: Arrays) -> None:
         """Save the statistics after a finite step; after another, put back the last finite ones."""
-        if finite or not self._saved:
-            if self._saved != {}:  # there are none
-                self._save(arrays)
-            return
-        bad = {name: array for name, array in arrays().items() if not all_finite([array])}
-        for name in bad.keys() & self._saved.keys():
-            self._saved[name].copyto(bad[name])
+        if self._saved == {}:
+            return  # there are none
+        held, saved = arrays(), self._saved or {}
+        # The program may have skipped the steps of earlier passes.
+        is_good, self._passes = finite and self._passes <= 1, 0
+        bad = [] if is_good else [n for n in held if n in saved and not all_finite([held[n]])]
+        for name in bad:
+            saved[name].copyto(held[name])
         if bad and not self._has_logged:
             logger.warning(RESTORED, shortened(sorted(bad)))
             self._has_logged = True
+        if finite:
+            self._save(held)
 
 
 def running_statistics(trainer: Trainer) -> dict[str, NDArray]:
