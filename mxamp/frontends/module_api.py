@@ -175,7 +175,7 @@ def _scaler_of(module: Module) -> LossScaler | None:
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
     scaler, state = _scaler_of(self), _state_of(self)
-    state.overflown = False
+    has_dropped, state.overflown = state.overflown, False
     in_graph = bool(_scale_arrays(self))
     # Bound before `decorate`, losses of their own would not carry the scale that `out_grads` do.
     is_scaled = state.group is self._exec_group and (in_graph or out_grads is not None)
@@ -185,6 +185,8 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     if scaler.scales:
         state.statistics.before_pass(partial(_running_statistics, self))
     scale = state.scale if in_graph else scaler.loss_scale
+    # Without an update since; a sum may hold the same overflow still.
+    has_dropped = has_dropped and all_finite(_gradients(self, adding=True))
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
     with scaled_custom_ops(scale, unscaled_outside=True):
@@ -192,6 +194,8 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
             scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
         original(self, scaled)
     state.overflown = bool(unscale(_gradients(self), scale))
+    if has_dropped and state.overflown and not is_distributed(self._kvstore):
+        scaler.update(False)
 
 
 def _running_statistics(module: Module) -> dict[str, NDArray]:
@@ -225,6 +229,7 @@ def _patched_update(original: Original, self: Module) -> None:
     if not scaler.checks:
         original(self)
     finite = not scaler.checks or _update_if_finite(self, scaler, state.overflown, original)
+    state.overflown = False
     if scaler.scales:
         state.statistics.after_step(finite, partial(_running_statistics, self))
     scaler.update(finite)
