@@ -51,7 +51,7 @@ class GradScaler:
     skipped. States move between such a machine and others.
 
     Calls out of order raise `StateError`: a second `step` before `update`, `unscale_` twice or
-    after `step`, `update` before any `step`.
+    after `step`, `update` before any `step` or `unscale_`.
     """
 
     def __init__(self, *settings: float, enabled: bool = True, **named: float) -> None:
@@ -60,7 +60,7 @@ class GradScaler:
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.checks = enabled and not chose_float32()
-        #: The results of steps since the last update, by the trainers' states.
+        #: Whether gradients were finite since the last update, by the trainers' states.
         self._results: dict[State, bool] = {}
         self._has_scaled = False  #: a loss since then
 
@@ -140,7 +140,8 @@ class GradScaler:
     def update(self, new_scale: float | None = None) -> None:
         """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.
 
-        Raises `StateError` if no trainer has stepped since.
+        After `unscale_` alone the gradients that it found count as a step's, unless other workers
+        have others. Raises `StateError` if no trainer has stepped since.
         """
         if not self._enabled:
             return
@@ -179,9 +180,7 @@ class GradScaler:
 
     def _attached_hook(self, trainer: Trainer) -> State:
         """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
-        hook = active_hook(trainer)
-        if hook is None:
-            hook = attach_hook(trainer, self._scaler, scaled_by="GradScaler")
+        hook = active_hook(trainer) or attach_hook(trainer, self._scaler, scaled_by="GradScaler")
         hook.check_scaled_by("GradScaler")
         if hook.scaler is not self._scaler and not self._has_scaled:
             raise StateError(OTHER_SCALER)

@@ -115,8 +115,6 @@ def scaled_outputs(scale: float, unscaled_outside: bool = False) -> Iterator[Non
 
 def _set_scale_arrays(scale: float) -> None:
     """Set the scale in the array of each device, which graphs multiply gradients by."""
-    if not _scales:
-        return
     with _lock, autograd.pause():
         for array in _scales.values():
             array[:] = scale

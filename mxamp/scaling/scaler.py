@@ -75,6 +75,8 @@ class LossScaler:
     #: Whether gradients are checked, and steps with non-finite ones skipped. Where "auto" has
     #: chosen float32, they are not, the scale is 1, and updates are plain MXNet's.
     checks = True
+    #: Whether it scales at all.
+    scales = True
 
     @checked_call
     def __init__(
@@ -121,11 +123,6 @@ class LossScaler:
         1024.0
         """
         return self._loss_scale if self.checks else 1.0
-
-    @property
-    def scales(self) -> bool:
-        """Whether it scales at all: a `NoScaler` does not."""
-        return self.kind != NoScaler.__name__
 
     @property
     def is_lowest(self) -> bool:
@@ -242,17 +239,17 @@ class StaticLossScaler(LossScaler):
         self._start(positive_number("scale", scale))
 
 
-class NoScaler(LossScaler):
+class NoScaler(StaticLossScaler):
     """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped.
 
     >>> NoScaler().loss_scale
     1.0
     """
 
-    _fields = ("loss_scale",)
+    scales = False
 
     def __init__(self) -> None:
-        self._start(1.0)
+        super().__init__()
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}

@@ -7,8 +7,9 @@ the update on True. By then `step` has reduced the gradients of all devices and 
 Whether gradients carry the scale is a state of the trainer:
 
     none ── a loss is scaled ──► scaled ── unscale ──► unscaled
-      ▲                            │                      │
-      └─────────── step or update, done or skipped ───────┘
+      ▲                          │    ▲                 │    │
+      │                          │    └ a loss is scaled┘    │
+      └────────── step or update, done or skipped ───────────┘
 
 With a `GradScaler` the step leads to "stepped", and the scaler's `update()` from there to "none".
 A backward pass from a loss that was scaled before the last step leads to "scaled" too. Which scale
@@ -30,9 +31,9 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import LBSGD
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import as_float, dtype_of
+from ..framework.arrays import as_float, as_list, dtype_of
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
-from ..framework.distributed import is_horovod_optimizer
+from ..framework.distributed import is_distributed, is_horovod_optimizer, is_horovod_trainer
 from ..framework.keywords import checked_call
 from ..framework.patching import Original
 from ..framework.wording import shortened, shown
@@ -75,7 +76,6 @@ class Stage(Enum):
 
 #: The illegal moves: the error of an action in a stage. All other moves are legal.
 _ILLEGAL = {
-    ("scale", Stage.UNSCALED): "gradients are unscaled: call step() first, which skips overflows",
     ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
     ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step",
     ("unscale", Stage.STEPPED): "this trainer has stepped already: call unscale_ before step",
@@ -111,7 +111,7 @@ class State:
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
         self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
-        #: The results of steps for a GradScaler's `update`; None: each step updates the scaler.
+        #: Whether gradients were finite, for a GradScaler's `update`; None: steps update the scale.
         self.results: dict[State, bool] | None = None
         #: Weights and master weights to set to them: parameters may be loaded after the states.
         self.new_masters: list[tuple[NDArray, NDArray]] = []
@@ -163,7 +163,7 @@ class State:
             raise StateError(SCALED_TWICE.format(self.scaled_by, allowed[0]))
 
     def check(self, action: str) -> None:
-        """Raise `StateError` if `action` ("scale", "unscale" or "step") is illegal now."""
+        """Raise `StateError` if `action` ("unscale" or "step") is illegal now."""
         stage = self.stage if action == "unscale" else self._stage
         if (action, stage) in _ILLEGAL:
             raise StateError(_ILLEGAL[action, stage])
@@ -176,9 +176,25 @@ class State:
             self._stage = Stage.SCALED  # after the scale: other threads read both
 
     def end_update(self) -> None:
-        """Record that a GradScaler has updated its scale."""
+        """Record that the scale was updated without a step of this trainer, or after it."""
         self._stage = Stage.NONE
         self.publish(self.trainer.amp_last_step)
+
+    @property
+    def overflown(self) -> bool | None:
+        """Whether unscaled gradients overflow; None while other workers may find otherwise."""
+        store = self.trainer._kvstore_params["kvstore"]
+        has_workers = is_distributed(store) or is_horovod_trainer(self.trainer)
+        if has_workers and self._reduced_at != gradients.passes:
+            return None
+        return any(map(gradients.is_overflown, fresh(self.trainer)))
+
+    def drop(self) -> None:
+        """Record that the program, which scales another loss, has dropped unscaled gradients."""
+        if self._stage is Stage.UNSCALED:
+            if self.overflown:
+                self.scaler.update(False)
+            self.end_update()
 
     def mark_unscaled(self, scale: float, overflown: set[int]) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
@@ -201,6 +217,8 @@ class State:
         self._equalize()
         gradients.unscale(self.trainer)
         self._stage = Stage.UNSCALED
+        if self.results is not None and self.overflown is not None:
+            self.results[self] = not self.overflown  # the program may leave out the step
 
     def leave_passes(self) -> None:
         """Unscale the gradients, because no backward pass is seen from now on."""
@@ -219,8 +237,7 @@ class State:
         self._uninitialized = wait_for_weights(self.trainer, self._uninitialized)
         if self.scaler.checks and self.workers is None:
             self.workers = compare_workers(self.trainer, self.scaler)
-        computed = self._stage is not Stage.NONE or fresh(self.trainer)
-        if self.workers is not None and not computed:
+        if self.workers is not None and self._stage is Stage.NONE and not fresh(self.trainer):
             # Only other workers have computed gradients: scaled as in the last step.
             self._scale, self._stage = self.scaler.loss_scale, self.last_stage
             carried = self._scale if self._stage is Stage.SCALED else 1.0
@@ -592,14 +609,12 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     in several threads: the scale changes only in steps. Scaling a loss twice raises `StateError`.
     So does the step of a trainer with gradients of the scaled loss that was not passed here.
     """
-    trainers = optimizer_or_trainer
-    listed = trainers if isinstance(trainers, (list, tuple)) else [trainers]
-    hooks = list(dict.fromkeys(hook_of(trainer) for trainer in listed))
+    hooks = list(dict.fromkeys(map(hook_of, as_list(optimizer_or_trainer))))
     if not hooks:
         raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
     for hook in hooks:
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
-        hook.check("scale")
+        hook.drop()
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scales = [hook.scaler.loss_scale for hook in hooks if hook.scaler.scales]
     scale = min(scales, default=hooks[0].scaler.loss_scale)

@@ -2,41 +2,33 @@ import copy
 import pickle
 from functools import partial
 
-import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from training import assert_same_weights, batches, poisoned, setup, weights
+from training import assert_same_weights, batches, one_step, poisoned, setup, weights
 from training import train as step
 
 
-def train(scaler, pairs, data, clip=None, update=True):
-    for net, trainer in pairs:
-        with autograd.record():
-            losses = [
-                (net(nd.array(part, ctx=ctx)) ** 2).sum()
-                for part, ctx in zip(np.split(data, len(trainer._contexts)), trainer._contexts)
-            ]
-        autograd.backward(scaler.scale(losses))
-        if clip:
-            scaler.unscale_(trainer)
-            clip(net)
-        scaler.step(trainer, len(data))
-    if update:
-        scaler.update()
+def train(scaler, pair, data, clip=None):
+    net, trainer = pair
+
+    def unscale_and_clip():
+        scaler.unscale_(trainer)
+        clip(net)
+
+    between = unscale_and_clip if clip else None
+    one_step(net, trainer, nd.array(data), "GradScaler", scaler, between=between)
 
 
-def plain(pairs, data, clip=None):
-    for net, trainer in pairs:
-        step(net, trainer, data, scaled=False, between=clip and partial(clip, net))
+def plain(pair, data, clip=None):
+    step(*pair, data, scaled=False, between=clip and partial(clip, pair[0]))
 
 
 def clip(net):
     gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.5)
 
 
-#: The stage after each legal move, by API; every other move is an error.
 def test_wrong_arguments():
     scaler = amp.GradScaler()
     with pytest.raises(amp.ArgumentError, match="scale"):
@@ -55,8 +47,8 @@ def test_disabled_is_plain():
     loss = nd.ones(1)
     assert scaler.scale(loss) is loss
     for batch in batches():
-        train(scaler, [mine], batch, clip)
-        plain([control], batch, clip)
+        train(scaler, mine, batch, clip)
+        plain(control, batch, clip)
     assert_same_weights(mine[0], control[0])
     assert scaler.get_scale() == 1
     assert scaler.state_dict() == {}
@@ -68,7 +60,7 @@ def test_disabled_is_plain():
 def test_states():
     scaler = amp.GradScaler(init_scale=64, hysteresis=2)
     pair = setup()
-    train(scaler, [pair], poisoned(batches(1)[0]))
+    train(scaler, pair, poisoned(batches(1)[0]))
     other = amp.GradScaler()
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
@@ -82,12 +74,12 @@ def test_a_copy_takes_over_the_trainers_between_updates(pickled):
     """As in PyTorch; the other scaler may take them back."""
     scaler, mine, control = amp.GradScaler(), setup(), setup()
     first, *others = batches(5)
-    train(scaler, [mine], first)
-    plain([control], first)
+    train(scaler, mine, first)
+    plain(control, first)
     other = pickle.loads(pickle.dumps(scaler)) if pickled else copy.deepcopy(scaler)  # noqa: S301
     for i, data in enumerate(others):
-        train([other, scaler][i % 2], [mine], data)
-        plain([control], data)
+        train([other, scaler][i % 2], mine, data)
+        plain(control, data)
     assert_same_weights(mine[0], control[0])
     with autograd.record():
         loss = mine[0](nd.array(first)).sum()
@@ -118,8 +110,8 @@ def test_a_program_that_resumes_loads_states_before_any_step(tmp_path, clipping,
     path = str(tmp_path / "states")
     scaler, pair = amp.GradScaler(init_scale=8, growth_interval=3), setup(momentum=0.9)
     first, second, third = batches(3)
-    train(scaler, [pair], poisoned(first))
-    train(scaler, [pair], first)
+    train(scaler, pair, poisoned(first))
+    train(scaler, pair, first)
     pair[1].save_states(path)
     values = weights(pair[0])
 
@@ -128,8 +120,8 @@ def test_a_program_that_resumes_loads_states_before_any_step(tmp_path, clipping,
         param.set_data(nd.array(value))
     other[1].load_states(path)
     for data in (poisoned(second) if overflows else second, third):
-        train(scaler, [pair], data, clipping)
-        train(resumed, [other], data, clipping)
+        train(scaler, pair, data, clipping)
+        train(resumed, other, data, clipping)
         assert resumed.state_dict() == scaler.state_dict()
     assert_same_weights(other[0], pair[0])
     assert other[1].amp_loss_scale == pair[1].amp_loss_scale

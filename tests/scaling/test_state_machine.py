@@ -7,11 +7,10 @@ weights are right in the end):
 
 | call | wrong | doubtful |
 |---|---|---|
-| `scale_loss` | after `unscale` | after `unscale`, with a foreign gradient |
 | `backward` | | heads of several scales, or scaled beside unscaled heads; a loss scaled before its trainer's last `step`, or its GradScaler's last `update`; gradients of a trainer after `unscale`; an error has ended its `scale_loss` |
 | `unscale`, clip | without a scaled loss; after `unscale`; with a GradScaler, after `step` | a foreign gradient; a loss used again; a copied GradScaler that scaled no loss |
 | `step` | twice before a GradScaler's `update` | the same |
-| `update` | before any `step` | |
+| `update` | before any `step` or `unscale` | |
 
 A loss is used again after its trainer's `step` or `unscale`. A gradient is foreign if the pass that wrote it was doubtful, or scaled without this trainer. A call
 that raises changes nothing; the program then drops the losses of the failed pass. Three programs
@@ -56,7 +55,6 @@ RATE = 2.0**-6
 POLICY = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
 #: By action and stage of the trainer.
 WRONG = {
-    ("scale", "unscaled"),
     ("unscale", "none"),
     ("unscale", "unscaled"),
     ("unscale", "stepped"),
@@ -333,14 +331,12 @@ class Programs(RuleBasedStateMachine):
             with autograd.record():
                 scaled = self.keep_scaled(loss, way.scale(loss.array), owners)
         else:
-            found = {one.legality("scale") for one in way if one.stage == "unscaled"}
-            legality = next((one for one in ("wrong", "doubtful") if one in found), "legal")
-            scaled = attempt(legality, self.scale_for_trainers, loss, way, use, retain)
+            scaled = self.scale_for_trainers(loss, way, use, retain)
             owners = [] if use == "error" else way
-            use = "later" if scaled is RAISED or use != "outside" else use
-        if scaled is not RAISED:
-            for one in owners:
-                one.stage = "scaled" if one.stage == "none" else one.stage
+            use = "later" if use != "outside" else use
+        for one in owners:
+            again = one.stage == "unscaled" and not one.scaler  # it has dropped the gradients
+            one.stage = "scaled" if one.stage == "none" or again else one.stage
         if use != "later":
             self.run([scaled], retain)
 
@@ -529,11 +525,12 @@ class Programs(RuleBasedStateMachine):
     def update_grad_scaler(self, pick, reuse):
         scaler = self.owner(pick).scaler
         owners = [one for one in self.owners if scaler and one.scaler is scaler]
-        legality = "legal" if any(one.stage == "stepped" for one in owners) else "wrong"
+        checked = any(one.stage in ("stepped", "unscaled") for one in owners)
+        legality = "legal" if checked else "wrong"
         if owners and attempt(legality, scaler.update) is not RAISED:
             self.spend(owners[0], reuse)
             for one in owners:
-                one.stage = "unscaled" if one.stage == "unscaled" else "none"
+                one.stage = "none"
 
     @rule(pick=PICK)
     def copy_grad_scaler(self, pick):
@@ -634,7 +631,9 @@ class Modules(RuleBasedStateMachine):
         i = pick % len(self.modules)
         if self.factors[i] is not None:
             self.modules[i].backward()
+            dropped = self.weights[i].fresh and not self.weights[i].finite
             self.weights[i].receive(self.factors[i], adds=False)
+            self.skips += dropped and not self.weights[i].finite  # by the program
             self.factors[i] = None
 
     @rule(pick=PICK)

@@ -8,7 +8,16 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import kind, randn, same
-from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train, weights
+from training import (
+    CONTEXTS,
+    assert_same_weights,
+    batches,
+    one_step,
+    poisoned,
+    setup,
+    train,
+    weights,
+)
 
 SETTINGS = [
     ("sgd", {}), ("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {}),
@@ -118,27 +127,24 @@ def test_wrong_arguments_and_moments():
             pass
 
 
-@pytest.mark.parametrize("way", ["trainer", "GradScaler"])
-def test_an_overflow_that_is_clipped_after_unscaling_is_skipped(way):
-    """Clipping by value makes finite numbers of infinite ones."""
-    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024) if way == "trainer" else None)
-    scaler = amp.GradScaler(1024)
-    before = weights(net)
-    with autograd.record():
-        loss = (net(nd.array(poisoned(batches(1)[0]))) ** 2).sum()
-        if way == "trainer":
-            with amp.scale_loss(loss, trainer) as scaled:
-                autograd.backward(scaled)
-    if way == "GradScaler":
-        scaler.scale(loss).backward()
-        scaler.unscale_(trainer)
-    else:
-        amp.unscale(trainer)
-    for parameter in net.collect_params().values():
-        gradient = parameter.grad()
-        gradient[:] = nd.array(np.clip(np.nan_to_num(gradient.asnumpy()), -1, 1))
-    scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
-    assert not trainer.amp_last_step.stepped
+@pytest.mark.parametrize("drops", [0, 2])
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
+def test_an_overflow_after_unscaling(way, drops):
+    """Clipping by value makes finite numbers of infinite ones; the program may drop both."""
+    net, trainer = setup(scaler=amp.LossScaler(init_scale=1024) if way == "scale_loss" else None)
+    scaler, before = amp.GradScaler(1024), weights(net)
+
+    def clip():
+        scaler.unscale_(trainer) if way == "GradScaler" else amp.unscale(trainer)
+        for parameter in net.collect_params().values():
+            gradient = parameter.grad()
+            gradient[:] = nd.array(np.clip(np.nan_to_num(gradient.asnumpy()), -1, 1))
+
+    data = poisoned(batches(1)[0])
+    for _ in range(drops):
+        one_step(net, trainer, nd.array(data), way, scaler, between=clip, takes_step=False)
+    one_step(net, trainer, nd.array(data), way, scaler, between=clip)
+    assert (trainer.amp_last_step.loss_scale, trainer.amp_skips) == (1024 / 2**drops, 1)
     assert trainer.amp_last_step.nonfinite
     for a, b in zip(before, weights(net)):
         np.testing.assert_array_equal(a, b)

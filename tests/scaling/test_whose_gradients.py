@@ -128,6 +128,17 @@ def test_an_overflow_before_shutdown_is_skipped_after_it():
     assert_weights(net, 1, 1)
 
 
+def test_a_loss_that_was_only_scaled_does_not_count_after_shutdown():
+    net, trainer = make()
+    with autograd.record(), amp.scale_loss(net(X), trainer):
+        pass
+    amp.shutdown()
+    plain(net)
+    trainer.step(1)
+    assert trainer.amp_steps == 0
+    assert_weights(net, 0, -1)
+
+
 @pytest.mark.parametrize("scale", [2.0**-30, 0.3, 2.0**60])
 def test_extreme_scales(scale):
     net, trainer = make(scale)
