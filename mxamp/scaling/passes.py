@@ -304,11 +304,6 @@ class Gradients:
         for entry in entries_of(trainer) if self._notes else ():
             self.note(entry, self.note_of(entry).scale)
 
-    def clear(self) -> None:
-        """Forget the trainers, after `unscale` for each: no gradient carries a scale any more."""
-        self.trainers.clear()
-        self.scale, self.any_scaled = 1.0, False
-
 
 #: One per process, as MXNet's gradients are.
 gradients = Gradients()
@@ -353,7 +348,8 @@ class _Passes(FrontEnd):
         super().close()
         for trainer in list(gradients.trainers):
             getattr(_state(trainer), "leave_passes", partial(gradients.unscale, trainer))()
-        gradients.clear()
+        gradients.trainers.clear()
+        gradients.scale, gradients.any_scaled = 1.0, False
 
     @property
     def is_nested(self) -> bool:
@@ -467,8 +463,7 @@ class _Passes(FrontEnd):
     ) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         gradients.add(trainer)  # a copied trainer has run no constructor
-        has_state = hasattr(_state(trainer), "leave_passes")
-        if not has_state and gradients.carry_scale(trainer):
+        if not hasattr(_state(trainer), "leave_passes") and gradients.carry_scale(trainer):
             raise StateError(FOREIGN)
         with self._pass_lock if len(gradients.trainers) > 1 else nullcontext():
             original(trainer, *args, **kwargs)

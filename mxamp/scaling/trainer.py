@@ -294,8 +294,7 @@ class State:
         """Update the loss scale after a step with these gradients; return the step's report."""
         names: tuple[str, ...] = ()
         if not finite:
-            gone = gradients.is_overflown
-            bad = [one for one in used if gone(one) or not all_finite([one.gradient])]
+            bad = [e for e in used if gradients.is_overflown(e) or not all_finite([e.gradient])]
             names = tuple(dict.fromkeys(entry.param.name for entry in bad))
             # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
             for entry in used:
@@ -514,8 +513,7 @@ def hook_of(trainer: Any) -> State:
     """Return a trainer's state; raise if the trainer has no loss scaling."""
     state = active_hook(trainer)
     if state is None:
-        names = shortened([param.name for param in trainer._params], 1)
-        raise StateError(NOT_INITIALIZED.format(names))
+        raise StateError(NOT_INITIALIZED.format(shortened([p.name for p in trainer._params], 1)))
     return state
 
 

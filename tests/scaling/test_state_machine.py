@@ -335,8 +335,8 @@ class Programs(RuleBasedStateMachine):
             owners = [] if use == "error" else way
             use = "later" if use != "outside" else use
         for one in owners:
-            again = one.stage == "unscaled" and not one.scaler  # it has dropped the gradients
-            one.stage = "scaled" if one.stage == "none" or again else one.stage
+            # Another `scale_loss` drops unscaled gradients.
+            one.stage = "scaled" if one.stage == "none" or not one.scaler else one.stage
         if use != "later":
             self.run([scaled], retain)
 

@@ -43,8 +43,7 @@ def program(way, contexts, hybrid, scale=16.0):
     def train(data, takes_step=True):
         called = "decorate" if way == "automatic" else way
         unscale = None if takes_step or way != "GradScaler" else partial(scaler.unscale_, trainer)
-        options = {"between": unscale, "takes_step": takes_step}
-        one_step(net, trainer, data, called, scaler, **options)
+        one_step(net, trainer, data, called, scaler, between=unscale, takes_step=takes_step)
         return trainer.amp_last_step.stepped
 
     return net, train
