@@ -65,6 +65,7 @@ WRONG = [
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
     (lambda: amp.autocast(device_type="cuda"), "the closest is 'dtype'"),
     # values of the wrong kind
+    (lambda: amp.autocast(print), "must be a dtype, not the function print"),
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "with NDArrays, not 'fc_weight': an ndarray"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a model must be .*not 'mod'"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "or NoScaler, not a LossScaler"),

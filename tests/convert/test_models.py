@@ -67,6 +67,14 @@ def symbol(**options):
     return amp.convert_symbol(net, **options)
 
 
+def test_a_parameter_that_is_an_output_too_keeps_its_dtype():
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
+    net = mx.sym.Group([net, net.get_internals()["fc_weight"]])
+    params = {"fc_weight": randn(4, 4)}
+    _, held, _ = amp.convert_model(net, params, {}, policy=GPU, cast_optional_params=True)
+    assert kind(held["fc_weight"]) == "float32"
+
+
 @pytest.mark.parametrize(
     "convert, error, words",
     [

@@ -59,6 +59,8 @@ def test_products_methods_and_python_operators_on_float16():
             np.testing.assert_array_equal(out.asnumpy(), values(expected))
         assert kind(mx.np.tensordot(na, nb, axes=1)) == "float16"
         assert kind(mx.np.tensordot(na, nb, axes=([1], [0]))) == "float16"
+        with amp.autocast(enabled=False):
+            assert kind(mx.np.tensordot(na, nb, axes=1)) == "float32"
         assert kind(mx.np.einsum("ij,jk->ik", na, nb)) == "float16"
 
 
