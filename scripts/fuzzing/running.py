@@ -307,7 +307,9 @@ class Use:
         aux = {k: self.array(k, one) for k, one in zip(sym.list_auxiliary_states(), aux_shapes)}
         if convert is not None and self.amp_on:
             policy = POLICIES[self.program.policy]
-            sym, args, aux = amp.convert_model(sym, args, aux, policy=policy, **convert)
+            params = {k: v for k, v in args.items() if k not in names}
+            sym, params, aux = amp.convert_model(sym, params, aux, policy=policy, **convert)
+            args.update(params)
         way, req = self.program.way, "write" if train else "null"
         known = self.known(sym, shape)
         if way == "bind":
