@@ -119,7 +119,7 @@ def test_a_healthy_net_has_no_findings(way, train):
     [
         (lambda: deep(explode), randn(4, 8, scale=3), False, "nonfinite forward exp", "output", "Inf"),
         (bad_weight, randn(4, 8), False, "input forward FullyConnected", "dense7_weight", "1 NaN"),
-        (deep, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf"),
+        (deep, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf, from -"),
         # The derivative of sqrt at 0.
         (lambda: deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x), randn(4, 8), True,
          "nonfinite backward sqrt", "gradient", ""),

@@ -71,6 +71,7 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     plan = amp.explain(symbol, policy=policy, **{**options, "mode": mode})
     assert all(f"stands in for {last.op}" in node.reason for node in plan.nodes)
     assert plan.nodes[-1].name == last.name
+    assert operators(symbol, policy, "training")  # of unknown shapes
     for off in (policy.untuned(), policy.override(substitutions={*policy.substitutions} - {name})):
         assert operators(symbol, off, **options) == [last.operator]
     assert operators(symbol, policy, **{**options, "mode": "converted"}) == [last.operator]
