@@ -74,6 +74,7 @@ WRONG = [
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
+    (lambda: amp.init(policy="p.toml"), "policy must be an mxamp.Policy, .*not 'p.toml'"),
     (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
     (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
