@@ -62,9 +62,9 @@ def convert_symbol(
     sym : Symbol
         The symbol to convert. It is not changed.
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16", or "float32" for a model without half precision. Casts in the
+        "float16", "bfloat16", or "float32" for a float32 model. Casts in the
         symbol, inserted or written by hand, are removed first: see
-        [Models in half precision](converting.md#models-in-half-precision).
+        [16-bit models](converting.md#16-bit-models).
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
         Operators to run in the target dtype, in float32, in the widest dtype of their inputs;
         each replaces the default list, as in `mxnet.contrib.amp`.
@@ -84,7 +84,7 @@ def convert_symbol(
         `Policy.default("float16", device="gpu")`.
     keep_io_types : bool, optional
         Take and return the dtypes of the original. This is the default, except for the target
-        float32: such a model takes and returns float32 in place of half precision. With False,
+        float32: such a model takes and returns float32 in place of 16 bits. With False,
         outputs keep the dtype that they are computed in, and you must pass data that is only read
         in the target dtype in that dtype.
     input_dtypes : dict of str to dtype, optional
@@ -134,7 +134,7 @@ def convert_model(
     sym, arg_params, aux_params : Symbol, dict, dict
         The model to convert. It is not changed.
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16", or "float32" for a model without half precision.
+        "float16", "bfloat16", or "float32" for a float32 model.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists.
     cast_optional_params : bool, default False
@@ -203,7 +203,7 @@ def convert_hybrid_block(
     block : HybridBlock
         The block to convert. It is not changed.
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16", or "float32" for a block without half precision.
+        "float16", "bfloat16", or "float32" for a float32 block.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists.
     ctx : Context or list of Context, optional
@@ -216,7 +216,7 @@ def convert_hybrid_block(
         each call.
 
     The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
-    data given to it in float32 or the other half precision.
+    data given to it in float32 or the other 16-bit dtype.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def convert_hybrid_block(
     frozen = converted.params if options.fuse else converted.inputs
     input_dtypes = {} if options.keep_io_types else converted.data
     source = None
-    # With half precision at its boundary, the source graph is another model.
+    # With 16-bit dtypes at its boundary, the source graph is another model.
     if options.keep_io_types or is_float32(target_dtype):
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     fast = build_block(
