@@ -12,14 +12,14 @@ from . import options
 from .inputs import Named, input_values
 from .output import examples, print_errors
 
-FOR_HALVES = "--fp32-op and --device are for half precision: leave them out with --dtype float32"
+FOR_HALVES = "--fp32-op and --device are for 16-bit dtypes: leave them out with --dtype float32"
 
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
     "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )
-_DTYPE = "The target dtype. float32 removes half precision from a model."
+_DTYPE = "The target dtype. float32 turns a 16-bit model into float32."
 _CAST_PARAMS = "Store parameters in 16 bits where possible."
 _TOLERANCE = f"Largest relative error of an output that --check accepts. Default: {TOLERANCE}."
 

@@ -39,10 +39,10 @@ def tune(
 ) -> None:
     """Find the fastest form of a saved float32 model whose outputs are within --rtol of its own.
 
-    The model runs in inference, on your data, in float32 and in low precision. Layers that cost too
+    The model runs in inference, on your data, in float32 and in 16 bits. Layers that cost too
     much accuracy stay in float32. Of the forms that are accurate enough, the fastest on this
     machine wins; this may be float32. The last line printed is the command that makes it. With
-    --accuracy-only the policy is in low precision even if that is slower here. With --policy the
+    --accuracy-only the policy is in 16 bits even if that is slower here. With --policy the
     search starts from that policy. Ctrl-C ends the search and keeps the best policy so far.
     """
     if data and inputs:

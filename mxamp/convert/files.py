@@ -68,12 +68,12 @@ def convert_files(
     epoch : int, default 0
         The number in the name of the parameter file, of both models.
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16", or "float32" for a model without half precision.
+        "float16", "bfloat16", or "float32" for a float32 model.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists.
     check_inputs : dict of str to array, optional
         Run both models on these inputs before anything is written, and return the errors
-        (`compare_models`; `random_inputs` makes inputs). A model in half precision runs in float32.
+        (`compare_models`; `random_inputs` makes inputs). A 16-bit model runs in float32.
     tolerance : float, default 0.25
         The largest relative error of an output that passes this check. Rounding adds up to some
         hundredths, on random weights to less than 0.2. An output unrelated to the original's has an

@@ -58,7 +58,7 @@ def half_function(function: Function) -> Function:
 
 
 def float_function(function: Function) -> Function:
-    """Cast a function's half-precision arrays to float32, and run it as without mxamp.
+    """Cast a function's 16-bit arrays to float32, and run it as without mxamp.
 
     ::
 

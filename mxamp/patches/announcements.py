@@ -23,7 +23,7 @@ IN_MODEL = (
     "there, convert it on a CPU with avx512"
 )
 ONLY_TRUE = (
-    "float16 on a CPU is for trying and testing: it rounds values to true half precision, but most "
+    "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "
     "convolutional nets run 10 to 25 times slower than in float32. %s is the fast dtype here%s"
 )
 FOR_GPUS = ". For the device 'gpu', there is the policy `Policy.default('float16', 'gpu')`"

@@ -53,7 +53,7 @@ _UNMARKED = frozenset(map(handle_of, WRITTEN_BY_USERS))
 NOT_REACHED = (
     "autocast(enabled=False) around the custom operator %r only affects eager calls: MXNet "
     "passes the attributes of a node to the operator's constructor, so the node can't be marked. "
-    "In graphs it computes in half precision, as it was registered"
+    "In graphs it computes in 16 bits, as it was registered"
 )
 RESHAPED = "reshape changes the shape of {name!r} from {old} to {new}: give {option}=True"
 

@@ -48,7 +48,7 @@ def export_onnx(
         amp.export_onnx(model, "resnet.onnx", [{"data": data}, {"data": larger_data}])
         amp.export_onnx(net, "net.onnx", data)  # a HybridBlock
 
-    A model in half precision, fused or not, is converted to float32 first.
+    A 16-bit model, fused or not, is converted to float32 first.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = CONVERTED, INFERENCE, TRAINING = ("converted", "inference", "training")
 #: Colors of `to_dot`; that of low precision is `_LOW`.
 _COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
-#: The mode of a plan of a model that has half precision already, without another conversion.
+#: The mode of a plan of a model that is 16-bit already, without another conversion.
 AS_IT_IS = "as it is"
 
 HINT = "Gluon adds _fwd to the name of a layer"
@@ -204,7 +204,7 @@ def explain(
         of the graph that a block has run last in mixed precision, in training if it has trained.
         Before its first run, a converted block is explained by the policy that it was converted
         with, and other models by the active policy (`init`, `autocast`). Without an active policy,
-        a model in half precision is shown as it is, and others by float16, as for `convert_*`.
+        a 16-bit model is shown as it is, and others by float16, as for `convert_*`.
     policy : Policy, optional
         The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
     excluded_sym_names : list of str or Block, optional
@@ -233,7 +233,7 @@ def explain(
     Plan
         The operators in `nodes`, each with `name`, `operator`, `precision` and `reason`; the
         inserted `casts`, each with `source` and `dtype`; `target_dtype`; `mode`, which is "as it
-        is" for a model in half precision that is not converted again; and `inputs`, the names of
+        is" for a 16-bit model that is not converted again; and `inputs`, the names of
         those that are no parameters. A plan counts and iterates over its operators.
         `plan["dense0_fwd"]` is the operator of that name: Gluon adds `_fwd` to the name of a layer.
         `plan.filter(name="*", operator=None, precision=None)` is the plan of the operators that

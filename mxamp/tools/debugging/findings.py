@@ -89,7 +89,7 @@ class Finding:
     kind : str
         "nonfinite" (Inf or NaN from finite values), "input" (an input or a parameter was not
         finite before anything was computed with it) or "overflow" (finite values became infinite
-        in a cast or in low precision).
+        in a cast or in 16 bits).
     phase : str
         "forward" or "backward".
     step : int

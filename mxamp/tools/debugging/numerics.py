@@ -270,7 +270,7 @@ def check_numerics(
     After a backward pass the check names the first operator in a graph whose gradient is not
     finite. In eager code it names the parameter, or array with `attach_grad`, whose gradient is not
     finite and that the forward pass has read last, with the operator that has read it. A gradient
-    that overflows in a low dtype is reported at the end of the step, and not at all if the loss
+    that overflows in a 16-bit dtype is reported at the end of the step, and not at all if the loss
     scale can fall and a later step is finite: the first steps of a run overflow so.
 
     A pass through the program ends with its backward pass, and in inference with the next call of a

@@ -89,7 +89,7 @@ class Comparison:
     Parameters
     ----------
     dtype : str
-        The low dtype.
+        The 16-bit dtype.
     outputs : tuple of TensorError
         The error of each layer's output, in the order of execution.
     first_jump : TensorError, optional

@@ -1,4 +1,4 @@
-"""`benchmark`: a model timed in float32 and in low precision, in each form that it can run in."""
+"""`benchmark`: a model timed in float32 and in 16 bits, in each form that it can run in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Benchmark:
     Parameters
     ----------
     dtype : str
-        The low dtype.
+        The 16-bit dtype.
     timings : tuple of Timing
         The times of each form; those of float32 come first in each task.
     notes : tuple of str
@@ -43,7 +43,7 @@ class Benchmark:
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Return whether low precision pays for this model, and what to do, in a few sentences."""
+        """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
         ways = forms.EAGER, forms.AUTOCAST  # in training, if that was timed, then in inference
         lowered = [t for t in self.timings if t.way in ways and t.precision == self.dtype]
         serving = [one for one in self.timings if one.way in HOW]
@@ -79,7 +79,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 def benchmark(
     net: Any, batch: Any, loss: Loss = None, *, target_dtype: Any = None, budget: Any = "20s"
 ) -> Benchmark:
-    """Time a training step and inference of a block, in float32 and in low precision.
+    """Time a training step and inference of a block, in float32 and in 16 bits.
 
     ::
 
@@ -88,8 +88,8 @@ def benchmark(
     The block runs hybridized, and in inference also converted and, where it is installed, on
     OpenVINO; a block that can't be traced runs eager. Each round times float32 and then the other
     forms, and compares them with it. A training step is a forward pass, a backward pass and an
-    update by SGD, in low precision with the overflow check. The report ends with a sentence that
-    says whether low precision pays for this model on this machine, or is "too noisy to tell".
+    update by SGD, in 16 bits with the overflow check. The report ends with a sentence that
+    says whether 16 bits pay for this model on this machine, or is "too noisy to tell".
 
     Parameters
     ----------

@@ -194,7 +194,7 @@ def tune(
     policy : Policy, optional
         Where the search starts, in place of mxamp's own policy.
     timed : bool, default True
-        False tunes the accuracy alone: the policy is in low precision even if that is slow here.
+        False tunes the accuracy alone: the policy is in 16 bits even if that is slow here.
         Use it for a model that will run on another machine.
 
     Returns
