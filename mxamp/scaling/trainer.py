@@ -55,7 +55,8 @@ _HALF = {"float16", "bfloat16"}
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
 TOO_MANY_SKIPS = (
     "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
-    "learning rate that is too high, a division by zero or a logarithm of zero in the loss."
+    "learning rate that is too high, a division by zero or a logarithm of zero: "
+    "mxamp.debugging.check_numerics names the operator."
 )
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
