@@ -212,7 +212,7 @@ def _deciding_dtypes(
 ) -> set[str]:
     """Return the dtypes of the float inputs that are not among the rule's `follow_inputs`."""
     operator = registry().get(rule.operator)
-    if operator is None or not rule.follow_inputs:
+    if operator is None:
         return set(floats.values())
     following = operator.positions(rule.follow_inputs, attributes)
     return {dtype for i, dtype in floats.items() if i not in following}

@@ -551,9 +551,9 @@ def attach_hook(
 
 def _default_scaler() -> LossScaler:
     """Return the scaler for the current policy; raise `StateError` if mixed precision is off."""
-    policy = current_policy()
-    if policy is None and chose_float32():
+    if chose_float32():
         return unchecked_scaler()
+    policy = current_policy()
     if policy is None:
         raise StateError(NO_POLICY)
     return LossScaler() if policy.target_dtype == "float16" else NoScaler()
