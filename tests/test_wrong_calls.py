@@ -72,6 +72,7 @@ WRONG = [
     (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number, not 'dynamic'"),
     (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "must be a positive finite number"),
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
+    (lambda: amp.Policy.default("bfloat16", [mx.cpu(), mx.gpu()]), "one kind of device, not cpu and gpu"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must be 'cpu', 'gpu' or a Context"),
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
     (lambda: amp.init(policy="p.toml"), "policy must be an mxamp.Policy, .*not 'p.toml'"),

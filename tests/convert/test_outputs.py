@@ -91,10 +91,14 @@ def test_random_inputs():
     assert amp.compare_models(labelled, labelled, {"data": found["data"]})[0].relative == 0
 
 
+PARTIAL = mx.sym.relu(mx.sym.var("data", shape=(0, 4))), {}, {}
+
+
 @pytest.mark.parametrize(
     "call, words",
     [
         (lambda m: amp.random_inputs(m, {"data": (0, 4)}), "sizes above 0"),
+        (lambda _: amp.compare_models(PARTIAL, PARTIAL, {}), "without a value: data"),
         (lambda m: amp.random_inputs(m), "shapes of the inputs data"),
         (lambda m: amp.random_inputs(m, {"data": (2, 5)}), "Shape inconsistent"),
         (lambda m: amp.random_inputs(m[::-1], {}), r"\(symbol, arg_params, aux_params\)"),

@@ -89,11 +89,11 @@ def test_loops_and_branches_count_without_their_bodies(name):
 def test_shapes_that_depend_on_values():
     net, data = made(masked)
     net.hybridize()
-    with amp.autocast("bfloat16"), operator_stats() as stats:
+    with amp.autocast(policy=amp.Policy.default("float16", "cpu")), operator_stats() as stats:
         net(*data)
     assert sum(stats["FullyConnected"].values()) == 2
     assert sum(stats["_contrib_boolean_mask"].values()) == 1
-    assert stats.casts
+    assert [cast.bytes for cast in stats.casts] == [1032, 840]  # 0 where the shape is unknown
 
 
 def test_executors_are_counted():
@@ -107,7 +107,7 @@ def test_executors_are_counted():
 
 def test_the_users_own_casts_count_as_casts():
     with operator_stats() as stats:
-        randn(2, 3).astype("float16").astype("float32")
+        randn(2, 3).astype("float16").astype("float32").astype("int32").astype("float32")
     assert {(c.source, c.target): (c.casts, c.bytes) for c in stats.casts} == {
         ("float32", "float16"): (1, 36),
         ("float16", "float32"): (1, 36),

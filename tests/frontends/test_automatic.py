@@ -202,6 +202,9 @@ def test_a_script_that_never_calls_init_runs_automatically():
 @pytest.mark.parametrize("through", ["mxnet.contrib.amp", "mxamp"])
 def test_a_script_that_calls_init_goes_on_by_its_own_calls(through, caplog):
     caplog.set_level("INFO", logger="mxamp")
+    handlers = [*automatic.logger.handlers]
+    automatic.show_log()
+    assert automatic.logger.handlers == handlers
     automatic.start("float16")
     theirs = importlib.import_module(through)
     net, trainer = dense()  # and a step, before its init

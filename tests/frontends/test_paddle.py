@@ -164,6 +164,8 @@ def test_doors_are_not_mixed():
         amp.init_trainer(trainer)
     with pytest.raises(amp.StateError, match="decorate already; GradScaler"):
         amp.GradScaler().step(trainer, 1)
+    with pytest.raises(amp.StateError, match="on asynchronous servers"):
+        gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()), kvstore="dist_async")
 
 
 def test_states_of_a_decorated_trainer(tmp_path):

@@ -204,6 +204,11 @@ def test_what_mxnet_or_fuse_has_fused_otherwise_is_lowered():
     assert amp.compare_models(once, again, inputs)[0].relative == 0
 
 
+def test_copies_are_no_operators_of_a_fused_model():
+    [no_ops] = [one for one in PASSES if one.rewrite.__name__ == "_drop_no_ops"]
+    assert operators_of(after(no_ops, S.relu(S.identity(S.var("data"))), {}, B)[0]) == ["relu"]
+
+
 def test_float64_is_refused():
     net = nn.Dense(3, in_units=4)
     net.cast("float64")

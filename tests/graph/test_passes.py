@@ -21,8 +21,10 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import with_avx512
+from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed import dense_convolutions
 from mxamp.graph.speed.fuse import PASSES
+from mxamp.graph.speed.shape_rules import choose
 from mxamp.graph.speed.substitutions import ALL
 from mxamp.policy.rules import SUBSTITUTIONS
 
@@ -211,6 +213,16 @@ def test_every_pass_has_a_pattern():
     assert set(SUBSTITUTED) == set(ALL)
     assert set(SUBSTITUTIONS) - {"global_pool"} == set(BFLOAT16.substitutions)
     assert set(FUSED) == {one.rewrite.__name__ for one in PASSES}
+
+
+@pytest.mark.parametrize("name", SUBSTITUTED)
+def test_each_pattern_is_one_that_its_pass_finds(name):
+    pattern = SUBSTITUTED[name]
+    symbol = surroundings(pattern)["alone"]()
+    shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(data=pattern.shape)[0]))
+    usage = Usage(shapes=shapes, training=pattern.modes[-1] == "training")
+    chosen = choose(Graph.from_symbol(symbol), pattern.policy, usage)
+    assert name in {match[0] for _, match in chosen.substituted}
 
 
 def changed_shapes(pattern):

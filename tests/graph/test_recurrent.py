@@ -74,21 +74,14 @@ def test_where_it_is_done():
     assert "RNN" not in operators(vanilla, shape=(2, 32, 8))
 
 
-@pytest.mark.parametrize(
-    "attrs, call",
-    [
-        ({}, {"mode": "training"}),
-        ({}, {"mode": "converted"}),
-        ({"state_size": 362}, {}),
-        ({"state_size": 362}, {"shape": (2, 4096, 8)}),
-        ({}, {"shape": (2, 15, 8)}),
-        ({"state_size": 1024}, {"shape": (2, 1, 8)}),
-        ({}, {"shape": (257, 16, 8)}),
-        ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 16, 8)}),
-        ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}),
-        ({"projection_size": 16}, {}),
-    ],
-)
+@pytest.mark.parametrize("attrs, call", [
+    ({}, {"mode": "training"}), ({}, {"mode": "converted"}),
+    ({}, {"shape": (2, 15, 8)}), ({}, {"shape": (257, 16, 8)}),
+    ({"state_size": 362}, {}), ({"state_size": 362}, {"shape": (2, 4096, 8)}),
+    ({"state_size": 1024}, {"shape": (2, 1, 8)}),
+    ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 16, 8)}),
+    ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}), ({"projection_size": 16}, {}),
+])  # fmt: skip
 def test_where_it_is_not_done(attrs, call):
     assert "RNN" in operators(symbol_of("lstm", **{**LARGE, **attrs}), **call)
 

@@ -20,10 +20,6 @@ def sequential(*layers):
     return net
 
 
-#: Lowers transposed convolutions, which stay in float32 by default: oneDNN's kernel is slower.
-LOW_DECONVOLUTION = B.override(low=["Deconvolution"])
-
-
 def precisions(net, shape, mode="inference", policy=B):
     """Return the precision of each operator, in order, by its type."""
     data = nd.zeros(shape)
@@ -60,15 +56,12 @@ def test_dense_layers_of_few_outputs_run_in_float32(rows, units, low, training):
     assert found == ([] if low else ["fc"])
 
 
-@pytest.mark.parametrize(
-    "rows, weight, low",
-    [
-        (8, (1024, 1024), False), (64, (1024, 1024), True), (64, (3072, 768), False),
-        (128, (3072, 768), True), (256, (4096, 4096), False), (320, (4096, 4096), True),
-        (64, (4096, 4096), False), (2, (4096, 25088), False), (2048, (2304, 768), True),
-        (64, (10, 64), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, weight, low", [
+    (8, (1024, 1024), False), (64, (1024, 1024), True), (64, (3072, 768), False),
+    (128, (3072, 768), True), (256, (4096, 4096), False), (320, (4096, 4096), True),
+    (64, (4096, 4096), False), (2, (4096, 25088), False), (2048, (2304, 768), True),
+    (64, (10, 64), True),
+])  # fmt: skip
 def test_dense_layers_of_few_rows_train_in_float32(rows, weight, low):
     layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=weight[0], name="fc")
     shapes = {"data": (rows, weight[1])}
@@ -108,14 +101,11 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
 # ---------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize(
-    "channels, groups, norm, low",
-    [
-        ((16, 32), 1, True, True), ((32, 24), 1, True, False), ((24, 32), 1, True, False),
-        ((32, 24), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
-        ((1, 32), 1, False, False), ((3, 24), 1, False, False), ((64, 32), 2, True, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("channels, groups, norm, low", [
+    ((16, 32), 1, True, True), ((32, 24), 1, True, False), ((24, 32), 1, True, False),
+    ((32, 24), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
+    ((1, 32), 1, False, False), ((3, 24), 1, False, False), ((64, 32), 2, True, True),
+])  # fmt: skip
 def test_convolutions_by_channels(channels, groups, norm, low):
     layers = [nn.Conv2D(channels[1], 1, groups=groups, in_channels=channels[0])]
     layers += [nn.LeakyReLU(0.1), nn.BatchNorm()] if norm else [nn.Flatten()]

@@ -31,23 +31,15 @@ def symbol_of(name, **more):
 CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
 
 
-@pytest.mark.parametrize(
-    "shape, changes, policy",
-    [
-        ((1, 1, 9, 9), {}, {}),
-        ((1, 4, 9, 9), {}, {}),
-        ((1, 3, 9, 9), {"num_filter": 24}, {}),
-        ((1, 3, 9, 9), {"kernel": (3, 9)}, {}),
-        ((1, 3, 9, 9), {"num_filter": 48, "num_group": 3}, {}),
-        ((1, 9, 9, 3), {"layout": "NHWC"}, {}),
-        ((1, 3, 9), {"kernel": (3,)}, {}),
-        ((1, 3, 9, 9, 9), {"kernel": (3, 3, 3)}, {}),
-        ((1, 3, 9, 9), {}, {"low": ["Convolution"]}),
-        ((1, 3, 9, 9), {}, {"fp32_layers": ["conv"]}),
-        ((1, 3, 9, 9), {}, {"low": [], "replace_lists": True}),
-        ((1, 3, 9, 9), {}, {"substitutions": ["split"]}),
-    ],
-)
+@pytest.mark.parametrize("shape, changes, policy", [
+    ((1, 1, 9, 9), {}, {}), ((1, 4, 9, 9), {}, {}), ((1, 9, 9, 3), {"layout": "NHWC"}, {}),
+    ((1, 3, 9), {"kernel": (3,)}, {}), ((1, 3, 9, 9, 9), {"kernel": (3, 3, 3)}, {}),
+    ((1, 3, 9, 9), {"num_filter": 24}, {}), ((1, 3, 9, 9), {"kernel": (3, 9)}, {}),
+    ((1, 3, 9, 9), {"num_filter": 48, "num_group": 3}, {}),
+    ((1, 3, 9, 9), {}, {"low": ["Convolution"]}), ((1, 3, 9, 9), {}, {"fp32_layers": ["conv"]}),
+    ((1, 3, 9, 9), {}, {"low": [], "replace_lists": True}),
+    ((1, 3, 9, 9), {}, {"substitutions": ["split"]}),
+])  # fmt: skip
 def test_which_convolutions_get_no_fourth_channel(shape, changes, policy):
     symbol = mx.sym.Convolution(mx.sym.var("data"), **{**CONVOLUTION, **changes})
     chosen = amp.Policy.default("bfloat16").override(**policy)
@@ -77,21 +69,16 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     assert operators(symbol, policy, **{**options, "mode": "converted"}) == [last.operator]
 
 
-@pytest.mark.parametrize(
-    "name, changes, mode, shape",
-    [
-        ("relu6", {"a_max": 5}, "training", (2, 3)),
-        ("layer_norm", {}, "inference", (2, 48)),
-        ("layer_norm", {"axis": 0}, "training", (48, 2)),
-        ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
-        ("mean", {}, "training", (2, 3, 4)),
-        ("mean", {"axis": None}, "training", (40, 40)),
-        ("mean", {"axis": 2}, "training", (70, 20, 1)),
-        ("mean", {"axis": (0, 2)}, "training", (12, 13, 14)),
-        ("mean", {"exclude": True}, "training", (12, 13, 14)),
-        ("sum", {"axis": 0}, "training", (2**16 + 1, 2)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, changes, mode, shape", [
+    ("relu6", {"a_max": 5}, "training", (2, 3)), ("layer_norm", {}, "inference", (2, 48)),
+    ("layer_norm", {"axis": 0}, "training", (48, 2)),
+    ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
+    ("mean", {}, "training", (2, 3, 4)), ("mean", {"axis": None}, "training", (40, 40)),
+    ("mean", {"axis": 2}, "training", (70, 20, 1)),
+    ("mean", {"axis": (0, 2)}, "training", (12, 13, 14)),
+    ("sum", {"axis": 0}, "training", (2**16 + 1, 2)),
+    ("mean", {"exclude": True}, "training", (12, 13, 14)),
+])  # fmt: skip
 def test_where_they_do_not_apply(name, changes, mode, shape):
     symbol = symbol_of(name, **changes)
     left = operators(symbol, mode=mode, input_shapes={"data": shape})

@@ -135,10 +135,10 @@ def view_symbol(make=lambda conv: mx.sym.flatten(conv, name="view"), axes=3, **o
     return make(conv)
 
 
-def kept(symbol, policy=B):
+def kept(symbol, policy=B, **usage):
     """The names of the views that are computed in float32 for what they read."""
     graph = Graph.from_symbol(symbol)
-    chosen = choose(graph, policy, Usage())
+    chosen = choose(graph, policy, Usage(**usage))
     return [graph.nodes[i].name for i, reason in chosen.kept if "3-D" in reason.text]
 
 
@@ -195,3 +195,10 @@ def test_converted_models_run_and_load(view, tmp_path):
 def test_views_behind_3d_convolutions_are_found(symbol, found):
     assert kept(symbol) == kept(symbol, UNTUNED) == found
     assert kept(amp.convert_symbol(symbol, "bfloat16")) == found
+
+
+@with_avx512
+def test_views_of_inputs_that_may_be_volumes_are_found():
+    symbol, shapes = mx.sym.flatten(mx.sym.var("data"), name="view"), {"data": (2,) * 5}
+    for dtype, found in ("bfloat16", ["view"]), ("float32", []):
+        assert kept(symbol, dtypes={"data": dtype}, shapes=shapes) == found

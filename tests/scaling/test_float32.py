@@ -59,6 +59,12 @@ def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_sca
     assert not trainer._amp_loss_scaler.scaler.checks
 
 
+def test_contribs_init_is_refused_too(monkeypatch):
+    monkeypatch.setattr(mx.contrib.amp.amp, "_amp_initialized", True)
+    with pytest.raises(amp.StateError, match=r"contrib\.amp is on"):
+        amp.init("auto")
+
+
 def test_grad_scaler():
     scaler = amp.GradScaler()
     net, trainer = setup(optimizer="adam")
