@@ -164,7 +164,7 @@ def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):
         ).output.splitlines()
         assert "relative error" in heads
         assert 0 < float(re.split(" {2,}", row)[2]) < 0.1
-        assert re.search(r"ms before, .* ms after: .* times as fast \(quartiles ", times)
+        assert re.search(r": .* ms; .*: .* ms, .* times as fast \(quartiles ", times)
     assert "give them (--input" in run("compare", "net", "low", status=2).output
 
 

@@ -144,7 +144,7 @@ BAD = [
     (f"m {F16} --out none/x", ["no folder", "none'"], 2),
     (f"m {F16} --out one --epoch 5", ["'one-symbol.json' is there already", "force"], 2),
     (f"m {F16} --out x --fuse", ["for inference in bfloat16"], 2),
-    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run here", "GPU"], 1),
+    (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run on these inputs here", "GPU"], 1),
     (f"{CHECK} data:text.npy", ["input 'data' must be an array of numbers"], 2),
     (f"{CHECK} data:huge.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2),
     (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'"], 2),

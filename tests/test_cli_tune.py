@@ -123,18 +123,17 @@ def test_a_model_with_numpy_semantics(models, out):
     assert len(amp.Policy.load(out).fp32_layers) == 1
 
 
-# found.md 26: the printed command gives the speed that was promised.
 @pytest.mark.parametrize("way", ["plain", "converted", "fused", "openvino"])
 def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, monkeypatch):
     measured, converted = module._Search.tuning, {}
     monkeypatch.setattr(module._Search, "tuning", lambda self: replace(measured(self), way=way))
     monkeypatch.setattr("mxamp.cli.convert.convert_files", lambda *_, **o: converted.update(o))
     last = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml").splitlines()[-1]
-    if way == "plain":
-        assert "run the model as it is" in last and "run the model as it is" in out.read_text()
-        return
-    if way == "openvino":
-        assert "p.toml: mxamp export-onnx m --input data:3,8 --out m.onnx" in last
+    if way in ("plain", "openvino"):
+        export = "p.toml: mxamp export-onnx m --input data:3,8 --out m.onnx"
+        assert (export if way == "openvino" else "run the model as it is") in last
+        refused = CliRunner().invoke(main, "convert m --policy p.toml --out x".split())
+        assert refused.exit_code == 2 and repr(way) in refused.output and not converted
         return
     command = last.partition(": mxamp ")[2].split()
     CliRunner().invoke(main, command)

@@ -40,7 +40,7 @@ def compare(prefix: str, epoch: int, other: str, inputs: Named, input_dtypes: Na
             block.hybridize(static_alloc=True, static_shape=True)
             ways.append(Form(PLAIN, block, next(batches)))
         time_in_turns(ways, time.monotonic() + _BUDGET)
-    before, after = (way.timing(ways[0]) for way in ways)
-    times = f"{before.milliseconds:.3g} ms before, {after.milliseconds:.3g} ms after"
-    low, high = after.quartiles
-    click.echo(f"{times}: {after.speedup:.3g} times as fast (quartiles {low:g} and {high:g})")
+    first, second = (way.timing(ways[0]) for way in ways)
+    times = f"{prefix}: {first.milliseconds:.3g} ms; {other}: {second.milliseconds:.3g} ms"
+    low, high = second.quartiles
+    click.echo(f"{times}, {second.speedup:.3g} times as fast (quartiles {low:g} and {high:g})")

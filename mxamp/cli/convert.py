@@ -7,12 +7,14 @@ import click
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..policy.targets import TARGETS
-from ..tools.tuning.tune import tuned_options
+from ..tools.tuning.forms import OPENVINO, PLAIN, convert_options
+from ..tools.tuning.tune import tuned_form
 from . import options
 from .inputs import Named, input_values
 from .output import examples, print_errors
 
 FOR_HALVES = "--fp32-op and --device are for 16-bit dtypes: leave them out with --dtype float32"
+NO_FORM = "the fastest form in --policy is {!r}: its comments say how to run it; or add --fuse"
 
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
@@ -64,7 +66,10 @@ def convert(
         chosen = options.chosen_policy(dtype, policy, device)
         target = {"policy": chosen.override(fp32=fp32_ops)}
     if policy:  # tuned in a form: this is the one with the speed that was measured
-        given.update({name: True for name, on in tuned_options(policy).items() if on})
+        form = tuned_form(policy)
+        if form in (OPENVINO, PLAIN) and not given["fuse"]:
+            raise click.UsageError(NO_FORM.format(form))
+        given.update({name: True for name, on in convert_options(form).items() if on})
     if check:
         with saved_semantics(prefix, epoch):
             model = load_model(prefix, epoch)

@@ -19,8 +19,8 @@ SLOW = (
     "faster than float32%s"
 )
 IN_MODEL = (
-    ". The model computes in float32 on rounded values, on other CPUs too: to use bfloat16 kernels "
-    "there, convert it on a CPU with avx512"
+    ". A model converted here computes in float32 on rounded values, on other CPUs too: to use "
+    "bfloat16 kernels there, convert it on a CPU with avx512"
 )
 ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "

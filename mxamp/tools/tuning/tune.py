@@ -131,10 +131,10 @@ class Tuning:
         return f"{report}\n\n{table(self.timings)}" if self.timings else report
 
 
-def tuned_options(path: str | Path) -> dict[str, bool]:
-    """Return the arguments of `convert_*` for the form in a policy file; none unless tuned."""
+def tuned_form(path: str | Path) -> str:
+    """Return the form in a policy file, or "" in one that `tune` has not written."""
     found = re.search(r"^# Form: (\w+)$", Path(path).read_text(), re.MULTILINE)
-    return forms.convert_options(found[1]) if found else {}
+    return found[1] if found else ""
 
 
 @checked_call
