@@ -113,9 +113,9 @@ ALL = (
     Row(autograd._RecordingStateScope, "__exit__", wrapping(eager.patched_exit), _LEAVES),
     Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
     Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
-    *(Row(owner, name, wrapping(eager.patched_view), _VIEWS)
-      for owner, names in ((NDArray, "_at _slice reshape"), (mx.np.ndarray, "reshape_view"))
-      for name in (*names.split(), "detach", "as_nd_ndarray", "as_np_ndarray")),
+    *(Row(owner, name, wrapping(eager.patched_view), _VIEWS) for owner, names in (
+        (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
+        (mx.np.ndarray, ("reshape_view", "detach", "as_nd_ndarray"))) for name in names),
     Row(mx.np.ndarray, "copyto", wrapping(eager.patched_numpy_copyto), "it knows no bfloat16"),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
