@@ -100,7 +100,7 @@ def _cast_small_calls(request):
     # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("sizes"):
-            patch.setattr(eager._Casts, "_reason_to_keep", lambda *_: None)
+            patch.setattr(eager._Layers, "_reason_to_keep", lambda *_: None)
         yield
 
 

@@ -56,9 +56,10 @@ def shape_of(array: NDArray) -> Tuple[int, ...]:
 
 def all_float32(arrays: Sequence[NDArray]) -> bool:
     """Return whether all arrays are of float32, dense or sparse."""
+    code = _c_int()
+    pointer = _byref(code)
     for array in arrays:
-        code = _c_int()
-        _get_dtype(array.handle, _byref(code))
+        _get_dtype(array.handle, pointer)
         if code.value:
             return False
     return True
@@ -248,11 +249,8 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
     """
     if write:
         check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
-    array.wait_to_read()
-    data = ctypes.c_void_p()
-    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
     count = array.size * np.dtype(dtype).itemsize
-    buffer = (ctypes.c_char * count).from_address(data.value)
+    buffer = (ctypes.c_char * count).from_address(address(array))
     return np.frombuffer(buffer, dtype=dtype)
 
 

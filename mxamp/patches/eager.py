@@ -57,8 +57,9 @@ class Call(NamedTuple):
         return dict(zip(self.keys, map(str, self.vals)))
 
 
-#: What an eager call does in place of MXNet's own function, which is the first argument.
-Action = Callable[[Invoke, Call], Any]
+#: What an eager call does in place of MXNet's own function, which is the first argument. The fields
+#: of `Call` follow: actions make a `Call`, which takes half a microsecond, only if they cast.
+Action = Callable[..., Any]
 
 _BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
 _DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
@@ -91,7 +92,7 @@ def build_invoke(original: Invoke) -> Invoke:
         action = (_OFF if policy is None else _actions_of(policy))[handle]
         if action is None or not ndargs:
             return original(handle, ndargs, *rest)
-        return action(original, Call(handle, ndargs, *rest))
+        return action(original, handle, ndargs, *rest)
 
     return _imperative_invoke
 
@@ -128,8 +129,7 @@ class _Actions(Dict[int, Optional[Action]]):
         operator, policy = by_handle().get(handle), self.policy
         if operator is None or policy is None or not _may_cast(operator, policy):
             return None
-        action = _ACTIONS.get(handle, _Casts.run)
-        return action.__get__(_Casts(operator, policy))  # type: ignore[no-any-return]
+        return _KINDS.get(handle, _Casts)(operator, policy).run
 
 
 #: The actions where mixed precision is off.
@@ -144,18 +144,19 @@ def _actions_of(policy: Policy) -> _Actions:
     return made
 
 
-def _plain(original: Invoke, call: Call) -> Any:
+def _plain(original: Invoke, *arguments: Any) -> Any:
     """Call MXNet's own function."""
-    return original(*call)
+    return original(*arguments)
 
 
 def _scaling_losses(then: Action) -> Action:
     """Return an action that scales the losses of an output operator while autograd records."""
 
-    def action(original: Invoke, call: Call) -> Any:
+    def action(original: Invoke, *arguments: Any) -> Any:
+        call = Call(*arguments)
         if autograd.is_recording():
             call = call._replace(arrays=scalable_inputs(call.handle, call.arrays, call.attrs))
-        return then(original, call)
+        return then(original, *call)
 
     return action
 
@@ -163,14 +164,16 @@ def _scaling_losses(then: Action) -> Action:
 def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
     """Return an action for an operator whose gradients at `positions` are zeros by definition."""
 
-    def action(original: Invoke, call: Call) -> Any:
+    def action(original: Invoke, *arguments: Any) -> Any:
         if not autograd.is_recording():
-            return then(original, call)
+            return then(original, *arguments)
+
+        is_np_op = Call(*arguments).is_np_op
 
         def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
-            return original(handle, copy_inputs_at(arrays, positions, call.is_np_op), *rest)
+            return original(handle, copy_inputs_at(arrays, positions, is_np_op), *rest)
 
-        return then(copied, call)
+        return then(copied, *arguments)
 
     return action
 
@@ -178,22 +181,22 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
 def _reading_no_views(then: Action) -> Action:
     """Return an action for an operator that can't read views: it reads copies of them."""
 
-    def action(original: Invoke, call: Call) -> Any:
-        views = [hasattr(array.handle, _IS_VIEW) for array in call.arrays]
+    def action(original: Invoke, handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
+        views = [hasattr(array.handle, _IS_VIEW) for array in arrays]
         if any(views):
-            copy = functools.partial(mx_arrays.copy, is_np_op=call.is_np_op)
-            reads = [copy(a) if is_view else a for a, is_view in zip(call.arrays, views)]
-            call = call._replace(arrays=reads)
-        return then(original, call)
+            copy = functools.partial(mx_arrays.copy, is_np_op=Call(handle, arrays, *rest).is_np_op)
+            arrays = [copy(a) if is_view else a for a, is_view in zip(arrays, views)]
+        return then(original, handle, arrays, *rest)
 
     return action
 
 
-def _copy_to(original: Invoke, call: Call) -> Any:
+def _copy_to(original: Invoke, *arguments: Any) -> Any:
     """Copy or cast an array, bfloat16 by way of float32.
 
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
     """
+    call = Call(*arguments)
     [array] = call.arrays
     if dtype_code(array) == _BFLOAT16 and (call.out is None or dtype_code(call.out) != _BFLOAT16):
         call = call._replace(arrays=[cast(array, "float32", call.is_np_op)])
@@ -226,9 +229,8 @@ class _Casts:
         self._sums = rule.has_shape_rule("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
-        by_size = operator.name in ("FullyConnected", "Convolution")
-        self._by_size = by_size and any(not one.reason.exact for one in rule.by_shape)
-        #: Why calls of certain shapes and attributes stay in float32, or None.
+        self._by_size = any(not one.reason.exact for one in rule.by_shape)
+        #: Why layers of certain shapes and attributes stay in float32, or None.
         self._kept: dict[Any, Reason | None] = {}
         # The attributes that a decision reads.
         named = [c.attribute for c in rule.conditions]
@@ -243,8 +245,11 @@ class _Casts:
         # Without a GPU every array is on the policy's device.
         self._cpu_only = policy.device == default_device() == "cpu"
 
-    def decide(self, call: Call) -> Decision | None:
-        """Return the decision on a call; None without a cast."""
+    def decide(self, call: Call, kept: Reason | None = None) -> Decision | None:
+        """Return the decision on a call; None without a cast.
+
+        `kept` is why the size of the call keeps a float32 weight in float32.
+        """
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: tuple[tuple[str, str], ...] = ()
@@ -252,13 +257,12 @@ class _Casts:
             attributes = tuple(call.attrs.items())
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
-        kept = None
         if self._sums:
             kept = long_sum_reason(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
-        elif self._by_size and codes[1:2] == (_FLOAT32,):
-            kept = self._reason_to_keep(call)
+        elif codes[1:2] != (_FLOAT32,):
+            kept = None
         key = (codes, attributes, kept)
         try:
             decision = self._decisions[key]
@@ -279,29 +283,22 @@ class _Casts:
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
-    def _reason_to_keep(self, call: Call) -> Reason | None:
-        """Return why the size of a call keeps it in float32, or None; cached."""
-        arrays, recording = call.arrays, autograd.is_recording()
-        # The numbers of units and channels are among the attributes, kernels may be lists.
-        key = (mx_arrays.shape_of(arrays[0]), *call.keys, str(call.vals), recording)
-        if key not in self._kept:
-            if len(self._kept) >= _MANY_DECISIONS:
-                self._kept.clear()
-            shapes = [array.shape for array in arrays]
-            self._kept[key] = reason_to_keep_call(self._rule, call.attrs, shapes, recording)
-        return self._kept[key]
-
-    # ------------------------------------------------------------------ actions
-
-    def run(self, original: Invoke, call: Call) -> Any:
+    def run(self, original: Invoke, *arguments: Any) -> Any:
         """Call the operator on inputs that are cast as the policy decides."""
-        small = self._follows or (self._by_size and self._reason_to_keep(call))
-        if small and all_float32(call.arrays):
-            return original(*call)
-        return _compute(self.decide(call), original, call)
+        if self._follows and all_float32(arguments[1]):
+            return original(*arguments)
+        return self.compute(original, Call(*arguments))
 
-    def add(self, original: Invoke, call: Call) -> Any:
-        """Call `broadcast_add`, as `elemwise_add` where two bfloat16 arrays have one shape.
+    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
+        """Call the operator with the casts of the policy's decision on `call`."""
+        return _compute(self.decide(call, kept), original, call)
+
+
+class _Additions(_Casts):
+    """Calls of `broadcast_add`."""
+
+    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
+        """Call `elemwise_add` in place of `broadcast_add` on two bfloat16 arrays of one shape.
 
         It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
         """
@@ -316,13 +313,39 @@ class _Casts:
         ):
             output = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
             return output if call.out is None else _write_out(output, call.out)
-        return self.run(original, call)
+        return super().compute(original, call, kept)
 
-    def convolve(self, original: Invoke, call: Call) -> Any:
+
+class _Layers(_Casts):
+    """Calls of layers, dense ones or convolutions: small calls stay in float32."""
+
+    def run(self, original: Invoke, *arguments: Any) -> Any:
+        """Call the layer on inputs that are cast as the policy and its size decide."""
+        arrays, recording = arguments[1], autograd.is_recording()
+        kept = self._reason_to_keep(recording, *arguments) if self._by_size else None
+        if kept and all_float32(arrays) and not (recording and needs_separate_bias(arrays)):
+            return original(*arguments)
+        return self.compute(original, Call(*arguments), kept)
+
+    def _reason_to_keep(self, recording: bool, *arguments: Any) -> Reason | None:
+        """Return why the size of a call keeps it in float32, or None; cached."""
+        arrays, keys, vals = arguments[1:4]
+        # The numbers of units and channels are among the attributes, kernels may be lists.
+        key = (mx_arrays.shape_of(arrays[0]), *keys, str(vals), recording)
+        if key not in self._kept:
+            if len(self._kept) >= _MANY_DECISIONS:
+                self._kept.clear()
+            attrs, shapes = Call(*arguments).attrs, [array.shape for array in arrays]
+            self._kept[key] = reason_to_keep_call(self._rule, attrs, shapes, recording)
+        return self._kept[key]
+
+
+class _Convolutions(_Layers):
+    """Calls of `Convolution`."""
+
+    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
         """Call `Convolution`; of color images in the parts of graphs."""
-        if self._by_size and self._reason_to_keep(call) and all_float32(call.arrays):
-            return original(*call)
-        decision = self.decide(call)
+        decision = self.decide(call, kept)
         if decision is not None:
             result = self._convolve_images(original, call) if decision.through is None else None
             if result is not None:
@@ -341,63 +364,52 @@ class _Casts:
         match = match_call(passes.Call(node, self._policy, autograd.is_recording(), shapes))
         if match is None or match[0] != "image_convolution":
             return None
-        return image_convolution(_Calls(self, original, call), ())[0]
+        return image_convolution(_Calls(self._policy, original, call), ())[0]
 
-    def dense(self, original: Invoke, call: Call) -> Any:
-        """Call `FullyConnected`, whose bias gets a gradient even where its weight needs none."""
-        if autograd.is_recording() and needs_separate_bias(call.arrays):
-            both = self._product_and_bias(original, call)
-            add = _actions_of(self._policy)[_ADD] or _plain
-            return add(original, call._replace(handle=_ADD, arrays=both, keys=(), vals=()))
-        return self.run(original, call)
 
-    def _product_and_bias(self, original: Invoke, call: Call) -> list[NDArray]:
-        """Return a dense layer's product without the bias, and the bias in the product's shape.
+class _DenseLayers(_Layers):
+    """Calls of `FullyConnected`."""
 
-        MXNet computes no gradient of the bias where the weight needs none.
+    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
+        """Call `FullyConnected`; its bias gets a gradient even where its weight needs none.
+
+        MXNet computes no gradient of the bias there.
         """
+        if not (autograd.is_recording() and needs_separate_bias(call.arrays)):
+            return super().compute(original, call, kept)
+        calls, attrs = _Calls(self._policy, original, call), without_bias(call.attrs)
         *reads, bias = call.arrays
-        attrs = without_bias(call.attrs)
-        product = self._invoke(original, _DENSE, reads, attrs, call)
+        product = calls.add("FullyConnected", "", *reads, **attrs)
         # Repeat the bias by a product with ones: its gradient is a product too, several times as
         # fast as the sum that is the gradient of broadcasting.
         ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
         attrs["flatten"] = "False"
-        repeated = [ones, bias.reshape((-1, 1))]
-        return [product, self._invoke(original, _DENSE, repeated, attrs, call)]
-
-    def _invoke(
-        self,
-        original: Invoke,
-        handle: int,
-        arrays: Sequence[NDArray],
-        attrs: Mapping[str, Any],
-        whole: Call,
-    ) -> Any:
-        """Call an operator that computes a part of the call `whole`, under the same policy."""
-        action = _actions_of(self._policy)[handle] or _plain
-        values = [*attrs.values()]
-        return action(original, Call(handle, arrays, [*attrs], values, None, whole.is_np_op, False))
+        repeated = calls.add("FullyConnected", "", ones, bias.reshape((-1, 1)), **attrs)
+        add = _actions_of(self._policy)[_ADD] or _plain
+        arrays = [product, repeated]
+        return add(original, *call._replace(handle=_ADD, arrays=arrays, keys=(), vals=()))
 
 
 class _Calls(Parts):
-    """The operators of an equivalent, called at once instead of added to a graph."""
+    """The parts of a call, called at once instead of added to a graph."""
 
-    def __init__(self, casts: _Casts, original: Invoke, call: Call) -> None:
-        self.inputs, self.attrs = call.arrays, call.attrs
-        self._casts, self._original, self._whole = casts, original, call
+    def __init__(self, policy: Policy, original: Invoke, whole: Call) -> None:
+        self.inputs, self.attrs = whole.arrays, whole.attrs
+        self._policy, self._original, self._whole = policy, original, whole
 
     def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
-        """Call an operator; return its output."""
-        handle = handle_of(op)
-        return self._casts._invoke(self._original, handle, inputs, attrs, self._whole)
+        """Call an operator under the policy; return its output."""
+        handle, names, values = handle_of(op), [*attrs], [*attrs.values()]
+        action = _actions_of(self._policy)[handle] or _plain
+        is_np_op = self._whole.is_np_op
+        return action(self._original, handle, inputs, names, values, None, is_np_op, False)
 
 
-#: The actions of operators that do more than cast; `_Casts.run` for others.
-_ACTIONS: Mapping[int, Callable[..., Any]] = {
-    _DENSE: _Casts.dense,
-    _CONVOLUTION: _Casts.convolve,
-    _BROADCAST_ADD: _Casts.add,
+#: The calls that do more than cast; `_Casts` for others.
+_KINDS: Mapping[int, type[_Casts]] = {
+    _DENSE: _DenseLayers,
+    _CONVOLUTION: _Convolutions,
+    _BROADCAST_ADD: _Additions,
 }
 
 
@@ -492,7 +504,7 @@ def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> 
     def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
         return original(*arrays, axes)
 
-    return action(invoke, Call(_TENSORDOT, [a, b], (), (), None, True, False))
+    return action(invoke, _TENSORDOT, [a, b], (), (), None, True, False)
 
 
 def patched_asnumpy(original: Original, self: NDArray) -> Any:
