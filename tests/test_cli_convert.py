@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
@@ -63,18 +64,14 @@ def models(tmp_path_factory):
     foreign = {f"arg:conv{i}_weight": mx.nd.ones(2) for i in range(5)}
     mx.nd.save("foreign-0000.params", foreign)
     mx.nd.waitall()
-    with open("m-symbol.json") as file:
-        text = file.read()
-    with open("m-0000.params", "rb") as file:
-        params = file.read()
+    text, params = Path("m-symbol.json").read_bytes(), Path("m-0000.params").read_bytes()
     contents = {
-        "cut-symbol.json": text[: len(text) // 2].encode(),
+        "cut-symbol.json": text[: len(text) // 2],
         "cutp-0000.params": params[: len(params) // 2], "m.onnx": b"x",
         "cli_custom.py": CUSTOM.encode(),
     }  # fmt: skip
     for name, content in contents.items():
-        with open(name, "wb") as file:
-            file.write(content)
+        Path(name).write_bytes(content)
     # Saved where the operator is registered, and read where it is not.
     custom = S.FullyConnected(S.sigmoid(S.var("data"), name="custom"), num_hidden=4, name="fc")
     save("custom", net=custom)

@@ -11,8 +11,6 @@ from ..graph.inspect import Tensor
 from ..graph.ir import Node
 from ..policy.values import is_true, parse_integers
 
-__all__ = ["IR_VERSION", "OPSET", "Call", "translate"]
-
 #: The version of ONNX's operators that MXNet 1.9.1 writes, and of the file format that has them.
 OPSET, IR_VERSION = 13, 7
 
@@ -99,10 +97,13 @@ def _leaky_relu(c: Call) -> None:
         c.names[1] = c("Reshape", c.names[1], [-1] + [1] * (len(c.shape) - 2))
 
 
-def _slice_like(c: Call) -> Any:  # MXNet's translation fails in OpenVINO
-    axes = parse_integers(c.attrs["axes"]) or range(len(c.shape))
-    ends = c("Gather", c("Shape", c.names[1]), [*axes])
-    return c("Slice", c.names[0], [0] * len(axes), ends, [*axes])
+def _like(c: Call) -> Any:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
+    every = range(len(c.shape))
+    axes = [[*(parse_integers(v) or every)] for k, v in c.attrs.items() if k.endswith("axes")]
+    sizes = c("Gather", c("Shape", c.names[1]), axes[-1])
+    if c.node.operator == "slice_like":
+        return c("Slice", c.names[0], [0] * len(axes[0]), sizes, axes[0])
+    return c("Expand", c.names[0], c("ScatterElements", [1] * len(every), axes[0], sizes))
 
 
 def _l2_normalization(c: Call) -> Any:
@@ -214,10 +215,26 @@ def _rnn(c: Call) -> List[str]:
     return [x, *(c("Concat", *one, axis=0) for one in zip(*finals))]
 
 
+def _cross_attention(c: Call) -> Any:
+    heads, is_first = int(c.attrs["heads"]), c.node.operator.endswith("_qk")
+    x, pairs = c.names if is_first else c.names[::-1]
+    # The keys or the values, from (length, batch, heads * 2 * size).
+    read = c("Gather", c("Reshape", pairs, [0, 0, heads, 2, -1]), 0 if is_first else 1, axis=3)
+    if is_first:
+        queries = c("Reshape", x, [0, 0, heads, -1])
+        root = c("Sqrt", c("Cast", c("Slice", c("Shape", queries), [3], [4]), to=1))
+        out = c("Einsum", c("Div", queries, root), read, equation="qbhs,kbhs->bhqk")
+        return c("Reshape", out, c("Concat", [-1], c("Slice", c("Shape", out), [2], [4]), axis=0))
+    weights = c("Reshape", x, c("Concat", [-1, heads], c("Slice", c("Shape", x), [1], [3]), axis=0))
+    return c("Reshape", c("Einsum", weights, read, equation="bhqk,kbhs->qbhs"), [0, 0, -1])
+
+
 #: Translations in place of MXNet's. Those that return None correct the call for MXNet's.
 _CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
     "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,
-    "_contrib_box_nms": _box_nms, "slice_like": _slice_like,
+    "_contrib_box_nms": _box_nms, "slice_like": _like, "broadcast_like": _like,
+    "_contrib_interleaved_matmul_encdec_qk": _cross_attention,
+    "_contrib_interleaved_matmul_encdec_valatt": _cross_attention,
 }  # fmt: skip

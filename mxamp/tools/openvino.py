@@ -3,7 +3,6 @@
 from typing import Any, List, Sequence
 
 import mxnet as mx
-from mxnet.gluon import HybridBlock
 
 from ..framework import machine
 from .debugging.measured import arrays_in
@@ -19,7 +18,7 @@ class OpenVINO:
     computes in: bfloat16 only if that is asked for, on a CPU that has it.
     """
 
-    def __init__(self, block: HybridBlock, calls: Sequence[Any], dtype: str) -> None:
+    def __init__(self, block: mx.gluon.HybridBlock, calls: Sequence[Any], dtype: str) -> None:
         onnx, openvino = packages("onnx", "openvino")
         model, examples, self._names = float32_model(block, calls)
         core, hint = openvino.Core(), "bf16" if dtype == "bfloat16" else "f32"

@@ -99,9 +99,8 @@ def test_saved_models_run_in_plain_mxnet(tmp_path):
     nd.save(str(tmp_path / "data"), data)
     for dtype in ("float16", "bfloat16"):
         for offline in (False, True):
-            converted = amp.convert_model(
-                *triple, policy=policy_for(dtype), cast_optional_params=offline
-            )
+            options = {"policy": policy_for(dtype), "cast_optional_params": offline}
+            converted = amp.convert_model(*triple, **options)
             prefix = f"{tmp_path}/{dtype}-{offline}"
             mx.model.save_checkpoint(prefix, 0, *converted)
             assert "amp_cast" in Path(f"{prefix}-symbol.json").read_text()
@@ -171,9 +170,8 @@ def test_bucketing_modules(dtype, offline):
             yield module.get_outputs()[0].asnumpy()
 
     plain = list(outputs(module))
-    fast = amp.convert_bucketing_module(
-        module, policy=policy_for(dtype), cast_optional_params=offline
-    )
+    options = {"policy": policy_for(dtype), "cast_optional_params": offline}
+    fast = amp.convert_bucketing_module(module, **options)
     fast.bind([("data", (2, 5, 3))], [("softmax_label", (2,))], for_training=False)
     fast.init_params()
     kinds = {name: kind(array) for name, array in fast.get_params()[0].items()}

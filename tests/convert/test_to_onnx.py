@@ -139,11 +139,27 @@ def test_openvino_serves_blocks(name, runtime):
     assert worst(errors) < (1e-5 if served.precision == "float32" else 0.05)
 
 
-def test_openvino_cuts_constants_as_detectors_do(runtime):
+def cross_attention(F, queries, pairs, lengths):
+    """Sockeye's attention of a decoder to an encoder, on sequences of `lengths`."""
+    scores = F.contrib.interleaved_matmul_encdec_qk(queries, pairs, heads=2)
+    axes = {"lhs_axes": (-1,), "rhs_axes": (0,)}
+    lengths = F.broadcast_like(lengths.repeat(2).expand_dims(1), queries, **axes)
+    weights = F.softmax(scores, length=lengths.astype("int32"), use_length=True)
+    return F.contrib.interleaved_matmul_encdec_valatt(pairs, weights, heads=2)
+
+
+@pytest.mark.parametrize("function, calls", [
+    (lambda F, x: F.slice_like(F.ones((1, 9, 9)), x, axes=(1, 2)), [(nd.ones((1, 3, 4)),)]),
+    (cross_attention, [(randn(3, 2, 8), randn(5, 2, 16), nd.array([5, 2])),
+                       (randn(1, 1, 8), randn(7, 1, 16), nd.array([4]))]),
+])  # fmt: skip
+def test_sizes_of_other_inputs_in_both_runtimes(function, calls, export):
     pytest.importorskip("openvino")
-    net = nn.HybridLambda(lambda F, x: F.slice_like(F.ones((1, 9, 9)), x, axes=(1, 2)))
-    data = nd.ones((1, 3, 4))
-    assert OpenVINO(net, [(data,)], "float32")(data)[0].shape == data.shape
+    net = nn.HybridLambda(function)
+    assert worst(export(net, calls)[0]) < 1e-5
+    for call in calls:
+        found = OpenVINO(net, [call], "float32")(*call)[0].asnumpy()
+        assert output_error("output", net(*call).asnumpy(), found).relative < 1e-5
 
 
 def test_opencv_reads_resnet18(export, tmp_path):
@@ -157,18 +173,12 @@ def test_opencv_reads_resnet18(export, tmp_path):
     assert output_error("resnet18", net(data).asnumpy(), reader.forward()).relative < 1e-5
 
 
-class Unused(gluon.HybridBlock):
-    """The first argument less the third."""
-
-    def hybrid_forward(self, F, a, b, c):
-        return a - c
-
-
 def test_arguments_keep_their_names_where_one_is_not_used(export):
+    net = nn.HybridLambda(lambda F, a, b, c: a - c)
     call = [nd.array([5, 6]), nd.ones(3), nd.array([1, 2])]
-    _, (given,), names = float32_model(Unused(), [call])
+    _, (given,), names = float32_model(net, [call])
     assert {name: names.index(name) for name in given} == dict(zip(given, (0, 2)))
-    assert worst(export(Unused(), tuple(call))[0]) == 0
+    assert worst(export(net, tuple(call))[0]) == 0
 
 
 def test_without_openvino_one_sentence_says_what_to_install(monkeypatch):

@@ -11,11 +11,8 @@ from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, Name
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
-from mxnet.base import MXNetError
-from mxnet.context import current_context
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.symbol import Symbol
 
 from ...convert.outputs import error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
@@ -62,25 +59,20 @@ def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
         raise ArgumentError(NO_BATCH.format(given=shown(data)))
     batch = None
     for batch in data:
-        yield _checked_batch(batch, labeled)
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        arrays = arrays_in(parts)
+        if not arrays or len(parts) <= labeled:
+            raise ArgumentError(NO_BATCH.format(given=shown(batch)))
+        if not all(array.size for array in arrays):
+            raise ArgumentError("a batch holds no elements")
+        yield Batch(parts[:-1], parts[-1]) if labeled else Batch(parts)
     if batch is None:
         raise ArgumentError("data holds no batch")
 
 
-def _checked_batch(batch: Any, labeled: bool) -> Batch:
-    """Return an array, a dict or a list of arrays as a batch; raise `ArgumentError` for others."""
-    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    arrays = arrays_in(parts)
-    if not arrays or len(parts) <= labeled:
-        raise ArgumentError(NO_BATCH.format(given=shown(batch)))
-    if not all(array.size for array in arrays):
-        raise ArgumentError("a batch holds no elements")
-    return Batch(parts[:-1], parts[-1]) if labeled else Batch(parts)
-
-
 def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
     """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
-    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], Symbol)):  # noqa: PLR2004
+    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], mx.sym.Symbol)):  # noqa: PLR2004
         raise ArgumentError(NOT_A_NET.format(given=shown(model)))
     symbol, args, auxs = model
     values = {**args, **auxs}
@@ -90,7 +82,7 @@ def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterato
         block = SymbolBlock(symbol, [mx.sym.var(name) for name in names])
     for name, param in block.collect_params().items():
         param.cast(values[name].dtype)
-        param._load_init(values[name], [current_context()])
+        param._load_init(values[name], [mx.current_context()])
 
     def ordered(batch: Batch) -> Batch:
         by_name = batch.inputs[0]
@@ -129,17 +121,6 @@ def copied(net: Block, inputs: Sequence[Any]) -> Block:
 
 def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
     """Return a copy of a net that has run in float32 and in inference."""
-    made = _deep_copy(net)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of blocks that could be hybrid as a whole
-        made.hybridize(hybridized)
-    with suspended(), autograd.pause(train_mode=False):
-        made(*inputs)
-    return made
-
-
-def _deep_copy(net: Block) -> Block:
-    """Return a copy of a net with arrays of its own, and none of its cached ops and trainers."""
     left_out = [getattr(block, "_cached_op", None) for block in blocks_in(net)]
     left_out += [param._trainer for param in net.collect_params().values()]
     made: Block = copy.deepcopy(net, {id(one): None for one in left_out if one is not None})
@@ -151,6 +132,11 @@ def _deep_copy(net: Block) -> Block:
             # A copied array has lost its gradient.
             param.grad_req = "null"
             param.grad_req = "write"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of blocks that could be hybrid as a whole
+        made.hybridize(hybridized)
+    with suspended(), autograd.pause(train_mode=False):
+        made(*inputs)
     return made
 
 
@@ -185,7 +171,7 @@ def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
         yield
     except AmpError:
         raise
-    except (TypeError, ValueError, MXNetError) as error:  # ValueError: infers a deferred shape
+    except (TypeError, ValueError, mx.MXNetError) as error:  # ValueError: infers a deferred shape
         arrays, why = counted(len(arrays_in(inputs)), "array"), error_reason(error)
         # With the error that it came from, which may be of the user's own code.
         raise ArgumentError(NOT_ON_BATCH.format(name=net.name, arrays=arrays, why=why)) from error

@@ -6,10 +6,8 @@ import fnmatch
 import logging
 from typing import Any, ContextManager, Iterable, Mapping, NamedTuple, Sequence
 
-from mxnet import autograd
-from mxnet.executor import Executor
+from mxnet import autograd, executor, module
 from mxnet.gluon import Block, Trainer
-from mxnet.module import Module
 from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.options import name_list
@@ -23,7 +21,7 @@ from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObser
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
-_BACKWARD = (Executor, NDArray, autograd)
+_BACKWARD = (executor.Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
@@ -228,7 +226,7 @@ class NumericsCheck(TensorObserver):
             *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
             patch_over(autograd, "grad", self._run_backward),
             patch_over(Trainer, "_update", self._update),
-            patch_over(Module, "update", self._update),
+            patch_over(module.Module, "update", self._update),
         ]
 
 

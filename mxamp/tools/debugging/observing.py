@@ -19,8 +19,7 @@ import numpy as np
 from mxnet.base import _LIB, NDArrayHandle, check_call
 from mxnet.executor import Executor
 from mxnet.gluon.block import Block, HybridBlock
-from mxnet.ndarray import CachedOp
-from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray import CachedOp, NDArray
 from mxnet.ndarray.numpy import _api_internal
 from mxnet.symbol import Symbol
 

@@ -10,7 +10,6 @@ from mxnet.symbol import Symbol
 
 from ...errors import unknown
 from ...framework import arrays
-from ...framework.arrays import dtype_of, dtypes_of
 from ...framework.keywords import checked_call
 from ...framework.operators import by_handle, handle_of
 from ...framework.patching import Original, Patch
@@ -145,10 +144,10 @@ class OperatorStats(Observer):
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Count an eager call by the dtypes of its first tensors."""
         # Before the call, which may write to its input.
-        source = dtype_of(inputs[0]) if inputs else ""
+        source = arrays.dtype_of(inputs[0]) if inputs else ""
         outputs = original(handle, inputs, *rest)
         first = outputs[0] if isinstance(outputs, (list, tuple)) else outputs
-        target = dtype_of(first)
+        target = arrays.dtype_of(first)
         with self._census_lock:
             if handle in _CASTS and is_cast(source, target):
                 self._census.add_cast(source, target, first.size)
@@ -165,7 +164,7 @@ class OperatorStats(Observer):
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, *_: Any) -> ContextManager[None]:
         """Count a run of a graph on these inputs."""
-        dtypes, shapes = dtypes_of(inputs), tuple([array.shape for array in inputs])
+        dtypes, shapes = arrays.dtypes_of(inputs), tuple([array.shape for array in inputs])
         key = id(symbol), dtypes, shapes
         with self._census_lock:
             if key not in self._graphs:

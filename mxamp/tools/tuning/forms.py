@@ -17,7 +17,6 @@ from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd
 from mxnet.gluon import Block, Trainer
 
 from ...convert.models import convert_hybrid_block
@@ -140,9 +139,9 @@ class Form:
     def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
         """Return the output for a batch; in training also the losses."""
         if self._loss is None:
-            with autograd.pause(train_mode=False):
+            with mx.autograd.pause(train_mode=False):
                 return self.block(*batch.inputs), []
-        with autograd.record():
+        with mx.autograd.record():
             output = self.block(*batch.inputs)
             return output, arrays_in(loss_of(self._loss, output, batch.label))
 
@@ -152,7 +151,7 @@ class Form:
         if losses:
             checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
             with checked as scaled:
-                autograd.backward(scaled)
+                mx.autograd.backward(scaled)
             self._trainer.step(1, ignore_stale_grad=True)
         mx.nd.waitall()
 

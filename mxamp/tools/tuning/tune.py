@@ -17,7 +17,6 @@ from typing import Any, Callable, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block
 
 from ...errors import ArgumentError, StateError
 from ...framework import machine
@@ -215,7 +214,7 @@ def tune(
     base = policy_for(target_dtype or (None if policy else machine.default_dtype()), policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
     if metric is not None or min_metric is not None:
-        if metric is None or loss is not None or not isinstance(net, Block):
+        if metric is None or loss is not None or not isinstance(net, mx.gluon.Block):
             raise ArgumentError(METRIC_ALONE)
         metric = copy.deepcopy(mx.metric.create(metric))
         if type(metric).__name__ in _LOSSES:
