@@ -68,8 +68,8 @@ _TENSORDOT = handle_of("_npi_tensordot")
 #: The first is the operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 
-# The most decisions cached per operator: a scalar that changes with every call adds one each time.
-_MANY_DECISIONS = 4096
+# The most entries of a cache: a scalar that changes with every call adds one each time.
+_MANY = 4096
 
 _IS_VIEW = "is_view"
 #: Operators with oneDNN kernels that fall back for some arrays, on kernels that read no views.
@@ -95,6 +95,12 @@ def build_invoke(original: Invoke) -> Invoke:
         return action(original, handle, ndargs, *rest)
 
     return _imperative_invoke
+
+
+def build_c_str_array(original: Original) -> Original:
+    """Return a `c_str_array` that keeps the attributes of recent calls as C strings."""
+    kept = functools.lru_cache(_MANY)(lambda *texts: original(texts))
+    return lambda texts: kept(*texts)
 
 
 # ---------------------------------------------------------------------- the table of actions
@@ -221,7 +227,7 @@ class _Casts:
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self._operator, self._policy = operator, policy
-        self._decisions: dict[Any, Decision | None] = {}
+        self._decided = functools.lru_cache(_MANY)(self._decide_anew)
         rule = self._rule = policy.rule(operator.name)
         #: Whether calls on float32 inputs are never cast.
         self._follows = not rule.lowers
@@ -263,23 +269,17 @@ class _Casts:
             kept = self._trained[0]
         elif codes[1:2] != (_FLOAT32,):
             kept = None
-        key = (codes, attributes, kept)
-        try:
-            decision = self._decisions[key]
-        except KeyError:
-            if len(self._decisions) >= _MANY_DECISIONS:
-                self._decisions.clear()
-            decision = self._decisions[key] = self._decide_anew(codes, dict(attributes), kept)
+        decision = self._decided(codes, attributes, kept)
         if decision is None or self._cpu_only or mx_arrays.on_device(arrays, self._policy.device):
             return decision
         return None
 
     def _decide_anew(
-        self, codes: Sequence[int], attributes: dict[str, str], kept: Reason | None
+        self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
         """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
-        decision = decide(self._operator.name, attributes, dtypes, self._policy, kept=kept)
+        decision = decide(self._operator.name, dict(attributes), dtypes, self._policy, kept=kept)
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
@@ -333,7 +333,7 @@ class _Layers(_Casts):
         # The numbers of units and channels are among the attributes, kernels may be lists.
         key = (mx_arrays.shape_of(arrays[0]), *keys, str(vals), recording)
         if key not in self._kept:
-            if len(self._kept) >= _MANY_DECISIONS:
+            if len(self._kept) >= _MANY:
                 self._kept.clear()
             attrs, shapes = Call(*arguments).attrs, [array.shape for array in arrays]
             self._kept[key] = reason_to_keep_call(self._rule, attrs, shapes, recording)

@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
+from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.gluon import HybridBlock
 from mxnet.gluon.data import DataLoader, dataloader
 from mxnet.kvstore import KVStore
@@ -109,6 +110,8 @@ _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers 
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
+    Row(mx_ctypes, "c_str_array", eager.build_c_str_array,
+        "it encodes the attributes of each eager call anew, which takes up to 5 microseconds"),
     Row(autograd._RecordingStateScope, "__enter__", wrapping(eager.patched_enter), _LEAVES),
     Row(autograd._RecordingStateScope, "__exit__", wrapping(eager.patched_exit), _LEAVES),
     Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
