@@ -99,12 +99,11 @@ def init(
     if isinstance(wanted, Policy) and not tuned:
         wanted = wanted.untuned()
     end_worker_on_errors()
-    if not switch_on(wanted):
-        logger.debug("init: mixed precision is on already with the same policy")
-    elif isinstance(wanted, Policy):
-        announce(wanted)
-    else:
+    is_new = switch_on(wanted)
+    if not isinstance(wanted, Policy):
         announce_float32()
+    elif is_new:
+        announce(wanted)
 
 
 def switch_on(wanted: Choice) -> bool:

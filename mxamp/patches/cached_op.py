@@ -42,7 +42,6 @@ FUSED_ALREADY = (
 )
 #: The most graphs that a block keeps for data of different shapes: each may hold memory.
 _MOST_GRAPHS = 32
-_STATIC_SHAPE = "static_shape"
 #: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
 
@@ -75,10 +74,10 @@ def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any
 
 
 class Source(NamedTuple):
-    """The graph a converted block was made from, its policy, and its parameters cast offline."""
+    """The graph that a block runs; for a converted one its policy, and parameters cast offline."""
 
     graph: Graph
-    policy: Policy
+    policy: Policy | None
     stored: frozenset[str]
 
 
@@ -150,30 +149,27 @@ class PolicyCachedOp:
 
     def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         symbol = block._cached_graph[1]
-        self._plain = block._cached_op
-        self._unchanged = _Op(self._plain, symbol)
+        self._unchanged = _Op(block._cached_op, symbol)
         self._symbol_class = type(symbol)
-        self._graph = source.graph if source is not None else Graph.from_symbol(symbol)
-        self._policy = source.policy if source is not None else None
-        self._stored = source.stored if source is not None else frozenset()
+        source = source or Source(Graph.from_symbol(symbol), None, frozenset())
+        self._graph, self._policy, self._stored = source
         fused = self._graph.has_fused_operators
-        if source is None and fused and not is_converted(self._graph):
+        if self._policy is None and fused and not is_converted(self._graph):
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if is_converted(self._graph) else self._graph.marks
-        self._names = symbol.list_inputs()
+        names = self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        self._flags = block._flags
-        self._unset = any(map(reads_unset_flag, self._graph.nodes))
+        unset = any(map(reads_unset_flag, self._graph.nodes))
+        self._flags = [flag for flag in block._flags if flag[0] != "static_shape" or not unset]
         # Without unsafe loops and without changes for training, training runs the inference graph.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
         weights = weights_beside_biases(self._graph)
-        params = [(self._names[i], p) for i, p in self._parameters]
-        self._weights = [(name, param) for name, param in params if name in weights]
+        self._weights = [(names[i], p) for i, p in self._parameters if names[i] in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
-        self._passed_in = weights.intersection(self._names[i] for i in self._inputs)
+        self._passed_in = weights.intersection(names[i] for i in self._inputs)
         self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         self._ops: dict[Any, _Op] = {}
@@ -185,7 +181,7 @@ class PolicyCachedOp:
     @property
     def is_np_sym(self) -> bool:
         """Whether outputs are `mx.np` arrays, as `CachedOp.is_np_sym`."""
-        return bool(self._plain.is_np_sym)
+        return bool(self._unchanged.run.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
         """Run the graph on these arguments, as MXNet's cached op does."""
@@ -210,8 +206,7 @@ class PolicyCachedOp:
         training = autograd.is_recording()
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
-        chooses = policy.depends_on_shapes or graph.marks
-        if chooses:
+        if policy.depends_on_shapes or graph.marks:
             choices = self._choices(call, graph, training, args)
         else:
             choices = self._chosen.setdefault((call, training), NONE)
@@ -250,10 +245,8 @@ class PolicyCachedOp:
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
         self._ops.clear()
-        self._plain = self._cached_op(self._unchanged.symbol, range(len(self._names)))
-        self._unchanged = _Op(self._plain, self._unchanged.symbol)
-        if self._hook is not None:
-            self._plain._register_op_hook(*self._hook)
+        symbol = self._unchanged.symbol
+        self._unchanged = _Op(self._cached_op(symbol, range(len(self._names))), symbol)
 
     def _graph_for(self, training: bool) -> Graph:
         """Return the block's graph before casts; for training, one with the loss scale as an input.
@@ -263,11 +256,9 @@ class PolicyCachedOp:
         if not training:
             return self._graph
         frozen = self._passed_in.union(n for n, p in self._weights if p._grad_req == "null")
-        graph = self._trained.get(frozen)
-        if graph is None:
-            graph = trained_graph(self._scalable or self._graph, frozen)
-            self._trained[frozen] = graph
-        return graph
+        if frozen not in self._trained:
+            self._trained[frozen] = trained_graph(self._scalable or self._graph, frozen)
+        return self._trained[frozen]
 
     def _choices(
         self, call: _Call, graph: Graph, training: bool, args: Sequence[NDArray]
@@ -306,10 +297,7 @@ class PolicyCachedOp:
             symbol = graph.to_symbol(kind)
         else:
             return self._unchanged
-        op = _ReorderedOp(self._cached_op(symbol, order), order)
-        if self._hook is not None:
-            op._register_op_hook(*self._hook)
-        return _Op(op, symbol)
+        return _Op(_ReorderedOp(self._cached_op(symbol, order), order), symbol)
 
     def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
@@ -318,8 +306,10 @@ class PolicyCachedOp:
             "data_indices": [place for place, i in enumerate(order) if i not in params],
             "param_indices": [place for place, i in enumerate(order) if i in params],
         }
-        flags = [flag for flag in self._flags if flag[0] != _STATIC_SHAPE or not self._unset]
-        return CachedOp(symbol, [*places.items(), *flags])
+        op = CachedOp(symbol, [*places.items(), *self._flags])
+        if self._hook is not None:
+            op._register_op_hook(*self._hook)
+        return op
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
         self._hook = (callback, monitor_all) if callback else None

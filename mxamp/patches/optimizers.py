@@ -73,13 +73,12 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
 
 
 def _is_float32_on_cpu(array: Any) -> bool:
-    """Return whether an array is dense, float32, on a CPU and not empty."""
+    """Return whether an array is dense, float32 and on a CPU."""
     return (
         isinstance(array, NDArray)
         and array.stype == "default"
         and array.dtype is np.float32
         and machine.device_kind(array.context) == "cpu"
-        and array.size > 0
     )
 
 
