@@ -5,7 +5,6 @@ import json
 import mxnet as mx
 import pytest
 
-from mxamp.graph.edit import Edit
 from mxamp.graph.ir import Graph
 from nets import NETS, Control, made
 
@@ -41,16 +40,3 @@ def test_inputs_are_in_mxnets_order(name):
     graph = Graph.from_symbol(symbol)
     assert graph.input_names == symbol.list_inputs()
     assert graph.to_symbol().list_inputs() == symbol.list_inputs()
-
-
-def test_a_copy_with_changes():
-    graph = Graph.from_symbol(mx.sym.exp(mx.sym.relu(var("x"), name="relu"), name="exp"))
-    edit = Edit(graph, {})
-    edit.redirect((1, 0), (0, 0))
-    edit.change(2, op="broadcast_add", inputs=[(1, 0), edit.add("null", "exp")])
-    new = edit.applied()
-    assert [(node.op, node.name, node.inputs) for node in new.nodes] == [
-        ("null", "x", []), ("null", "exp1", []), ("broadcast_add", "exp", [(0, 0), (1, 0)]),
-    ]  # fmt: skip
-    assert new.heads == [(2, 0)]
-    assert [node.op for node in graph.nodes] == ["null", "relu", "exp"]
