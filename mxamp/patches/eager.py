@@ -11,12 +11,14 @@ import functools
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import mxnet as mx
+import numpy as np
 from mxnet import autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
+from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, all_float32, as_list, cast, dtype_code, kind_code
 from ..framework.machine import DTYPE_CODES, default_device, dtype_name
@@ -30,7 +32,7 @@ from ..graph.speed.convolutions import image_convolution
 from ..graph.speed.passes import COLORS, Parts
 from ..graph.speed.shape_rules import reason_to_keep_call
 from ..graph.speed.substitutions import match_call
-from ..policy.active import current_policy, record_lowered
+from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
 from ..policy.rules import Reason, long_sum_reason
@@ -79,6 +81,8 @@ _NO_VIEWS = frozenset(
 
 # Operators whose attributes `num_group` or `mode` a decision reads.
 _GROUPED = ("Convolution", "Deconvolution", "RNN")
+
+RAW_BITS = "a list's values would be raw bits: write array(values).astype(amp.bfloat16)"
 
 #: The modules that look `_imperative_invoke` up.
 INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
@@ -432,11 +436,8 @@ def _in_training_mode(original: Invoke, *call: Any) -> Any:
     In inference oneDNN also writes the weight back in its own layout, for later calls. They never
     read this array, since each call casts the weight anew.
     """
-    autograd.set_training(True)
-    try:
+    with autograd.train_mode():
         return original(*call)
-    finally:
-        autograd.set_training(False)
 
 
 def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
@@ -483,15 +484,28 @@ def patched_view(original: Original, self: NDArray, *args: Any, **keywords: Any)
     """Return a view, whose handle is marked if it is of bfloat16: arrays take no attributes."""
     view = original(self, *args, **keywords)
     if current_policy() is not None and dtype_code(view) == _BFLOAT16:
+        if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
+            return cast(view, "float32", isinstance(view, mx.np.ndarray))
         setattr(view.handle, _IS_VIEW, True)
     return view
 
 
-def patched_numpy_copyto(original: Original, self: mx.np.ndarray, other: Any) -> Any:
-    """Copy an array; to a device as `mx.nd` does: `mx.np` allocates no bfloat16 array."""
-    if isinstance(other, mx.Context) and dtype_code(self) == _BFLOAT16:
-        return self.as_nd_ndarray().copyto(other).as_np_ndarray()
-    return original(self, other)
+def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> Any:
+    """Write values into an array; into one of bfloat16 in plain MXNet, rounded.
+
+    MXNet would write NumPy's numbers as raw bits, and `mx.np` would take no numbers at all.
+    """
+    if dtype_code(self) != _BFLOAT16:
+        return original(self, key, value)
+    if not isinstance(value, NDArray):
+        value = np.atleast_1d(value)
+        if value.dtype.names:
+            raise ArgumentError(RAW_BITS)
+        array = mx.np.array if isinstance(self, mx.np.ndarray) else nd.array
+        value = array(value, ctx=self.context, dtype="float32")
+    value = cast(value.astype("float32"), "bfloat16", isinstance(value, mx.np.ndarray))
+    with suspended():
+        return original(self, key, value)
 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:

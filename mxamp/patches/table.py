@@ -102,6 +102,7 @@ class Row(NamedTuple):
 _EAGER = "casts the inputs of eager calls, which all end in this function"
 _LEAVES = "the casts of a weight that is used several times share memory while autograd records"
 _VIEWS = "operators that can't read views of bfloat16 arrays read copies of them"
+_BITS = "MXNet writes numbers into bfloat16 arrays as raw bits, and mx.np makes no such arrays"
 _GRAPHS = "rewrites graphs that are about to run"
 _MARKS = "autocast regions inside hybrid_forward hold in the graph"
 _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
@@ -119,7 +120,9 @@ ALL = (
     *(Row(owner, name, wrapping(eager.patched_view), _VIEWS) for owner, names in (
         (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
         (mx.np.ndarray, ("reshape_view", "detach", "as_nd_ndarray"))) for name in names),
-    Row(mx.np.ndarray, "copyto", wrapping(eager.patched_numpy_copyto), "it knows no bfloat16"),
+    Row(mx.np.multiarray, "_new_alloc_handle", lambda _: mx.nd.ndarray._new_alloc_handle, _BITS),
+    *(Row(owner, "__setitem__", wrapping(eager.patched_setitem), _BITS)
+      for owner in (NDArray, mx.np.ndarray)),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
     Row(HybridBlock, "_call_cached_op", wrapping(cached_op.patched_call_cached_op), _GRAPHS),

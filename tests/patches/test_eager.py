@@ -382,3 +382,47 @@ def test_gradients_through_casts_of_hidden_arrays_are_rounded(view, way):
     wide.backward(head.as_np_ndarray() if way == "numpy" else head)
     assert kind(wide) == "float32" and kind(h.grad) == "bfloat16"
     np.testing.assert_array_equal(values(h.grad), values(rounded(head, "bfloat16")))
+
+
+NUMBERS = np.linspace(-0.9, 1.7, 6, dtype="float32")
+
+
+@pytest.mark.parametrize("space", [nd, mx.np])
+@pytest.mark.parametrize("key, value", [
+    (slice(None), 0.3), ((1, 2), np.float64(0.3)), ((Ellipsis, 1), 0.3), ([0, 2], 0.3),
+    (slice(None), NUMBERS), (slice(1, 3), NUMBERS), (1, NUMBERS.tolist()), ([0, 2], NUMBERS),
+    (slice(None), None), (slice(1, 3), None), (0, None),
+])  # fmt: skip
+def test_values_written_into_bfloat16_arrays_are_rounded(space, key, value):
+    expected = np.zeros((4, 6), "float32")
+    expected[key] = NUMBERS if value is None else value
+    with amp.autocast("bfloat16"):
+        h = nd.zeros((4, 6), dtype=amp.bfloat16)
+        h = h.as_np_ndarray() if space is mx.np else h
+        h[key] = space.array(NUMBERS) if value is None else value
+        assert kind(h) == kind(space.array(NUMBERS, dtype=h.dtype)) == "bfloat16"
+        with pytest.raises(amp.ArgumentError, match=r"write array\(values\).astype"):
+            space.array([0.3], dtype=h.dtype)
+        found = values(h)
+    np.testing.assert_array_equal(found, values(rounded(nd.array(expected), "bfloat16")))
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("take", [
+    lambda F, h: h[0, 0], lambda F, h: F.np.squeeze(h), lambda F, h: F.np.reshape(h, ()),
+    lambda F, h: F.npx.reshape(h, ()),
+])  # fmt: skip
+def test_values_without_axes_are_float32(take, hybridize):
+    def forward(F, x):
+        h = F.npx.fully_connected(x, x, num_hidden=1, no_bias=True)
+        return F.np.expand_dims(take(F, h), 0) * h + take(F, h)
+
+    net, x = nn.HybridLambda(forward), randn(1, 4).as_np_ndarray()
+    net.hybridize(hybridize)
+    x.attach_grad()
+    with mx.util.np_shape(), mx.util.np_array(), amp.autocast(policy=UNTUNED), autograd.record():
+        out = net(x)
+        out.backward()
+    wanted = float((values(rounded(x.as_nd_ndarray(), "bfloat16")) ** 2).sum())
+    np.testing.assert_allclose(values(out), [[wanted**2 + wanted]], rtol=0.02)
+    np.testing.assert_allclose(x.grad.asnumpy(), x.asnumpy() * (4 * wanted + 2), rtol=0.05)
