@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from helpers import shut_down
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
 from mxamp.patches import eager
@@ -119,7 +120,7 @@ def clean():
     log.setLevel(level)
     _custom_classes.clear()
     _custom_classes.update(classed)
-    amp.shutdown()
+    shut_down()
     _logged.clear()
     mx.nd.waitall()
     mx.npx.reset_np()

@@ -16,6 +16,7 @@ import pytest
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
 from mxamp.graph.ir import Graph
+from mxamp.scaling.passes import gradients, passes
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
@@ -29,6 +30,13 @@ NEEDS_HOROVOD = [
         reason="Horovod is not installed: scripts/install_horovod builds it",
     ),
 ]
+
+
+def shut_down():
+    """Shut down, and undo and forget what stays through a shutdown."""
+    amp.shutdown()
+    passes.close()
+    gradients.__init__()
 
 
 def pairwise(*factors):

@@ -277,13 +277,9 @@ def _scaled_gradients(
     given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
     with autograd.pause(), suspended():
         return [
-            (_ones_like(head) if gradient is None else gradient) * scale
+            (mx.nd.ones_like(head.as_nd_ndarray()) if gradient is None else gradient) * scale
             for head, gradient in zip(heads, given or [None] * len(heads))
         ]
-
-
-def _ones_like(head: NDArray) -> NDArray:
-    return (mx.np if isinstance(head, mx.np.ndarray) else mx.nd).ones_like(head)
 
 
 def _divided(gradient: NDArray, scale: float) -> NDArray:

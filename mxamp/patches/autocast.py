@@ -125,7 +125,7 @@ def switch_on(wanted: Choice) -> bool:
 
 
 def shutdown() -> None:
-    """Turn mixed precision off for the process, and restore MXNet's functions.
+    """Turn mixed precision off for the process, and restore MXNet's operators.
 
     >>> import mxamp as amp
     >>> amp.init("bfloat16")
@@ -134,7 +134,9 @@ def shutdown() -> None:
     False
 
     Does nothing if it is off. Blocks stay usable and compute in float32, except in regions that
-    their own code enters. Open `autocast` regions stay in force until they end.
+    their own code enters. Open `autocast` regions stay in force until they end. Losses that were
+    scaled before, and their gradients, keep their scale: backward passes and trainers stay patched
+    for it, once a loss was scaled.
     """
     if switch_off():
         logger.info("mixed precision is off")

@@ -9,10 +9,10 @@ flag `_fresh_grad` of each parameter's array tells the gradients that the pass h
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
-import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,16 +20,17 @@ from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 from weakref import WeakKeyDictionary
 
 from mxnet import autograd, nd
-from mxnet.base import MXNetError
+from mxnet.base import _LIB, MXNetError, NDArrayHandle, c_handle_array, check_call
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _internal as np_internal
+from mxnet.ndarray.sparse import _ndarray_cls
 from mxnet.numpy import ndarray as np_ndarray
 
 from ..errors import ArgumentError, StateError
 from ..framework import patching
 from ..framework.arrays import dtype_of, map_arrays
-from ..framework.patching import FrontEnd, Original, Patch, wrapping
+from ..framework.patching import Original, Patch, PatchSet, wrapping
 from ..framework.wording import shown
 from .finite import multiply, square_sum, unscale
 from .loss_outputs import scaled_outputs
@@ -312,8 +313,11 @@ gradients = Gradients()
 # ---------------------------------------------------------------------- the one patch of backward
 
 
-class _Passes(FrontEnd):
-    """Patches of backward passes and steps, which record the scale of each trainer's gradients."""
+class _Passes(PatchSet):
+    """Patches of backward passes and steps, which record the scale of each trainer's gradients.
+
+    `shutdown` leaves them in place: a program may use a loss again that was scaled before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,10 +330,9 @@ class _Passes(FrontEnd):
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
         return [
-            *patching.patches_of_function(autograd, "backward", wrapping(self._patched_backward)),
+            Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
+            Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
             *patching.patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
-            Patch(autograd, "_parse_head", wrapping(self._patched_parse)),
-            Patch(NDArray, "backward", wrapping(_patched_array_backward)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "step", wrapping(self._patched_step)),
             Patch(Trainer, "update", wrapping(self._patched_step)),
@@ -343,14 +346,6 @@ class _Passes(FrontEnd):
                     gradients.add(one)
         super().open()
 
-    def close(self) -> None:
-        """Undo the patches. No pass is seen from then on: no gradient carries a scale any more."""
-        super().close()
-        for trainer in list(gradients.trainers):
-            getattr(_state(trainer), "leave_passes", partial(gradients.unscale, trainer))()
-        gradients.trainers.clear()
-        gradients.scale, gradients.any_scaled = 1.0, False
-
     @property
     def is_nested(self) -> bool:
         """Whether the caller runs inside a backward pass, in a function or operator in Python.
@@ -359,6 +354,15 @@ class _Passes(FrontEnd):
         """
         foreign = isinstance(threading.current_thread(), threading._DummyThread)
         return foreign or getattr(self._thread, "runs", False)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Context in which backward passes of this thread are MXNet's own, or nested."""
+        self._thread.runs = True
+        try:
+            yield
+        finally:
+            self._thread.runs = False
 
     @contextmanager
     def _running(self, heads: Sequence[NDArray]) -> Iterator[float]:
@@ -371,15 +375,11 @@ class _Passes(FrontEnd):
         if len(scales) > 1 or (scales and not all(behind)):
             raise StateError(SEVERAL_SCALES)
         scale = scales.pop() if scales else 1.0
-        is_simple = len(gradients.trainers) == 1 and self.automatic is None
-        is_simple = is_simple and gradients.all_carry(scale)
-        self._thread.runs = True
-        try:
-            # The scale of output operators is the process's.
-            with nullcontext() if is_simple else self._pass_lock, scaled_outputs(scale):
-                yield scale
-        finally:
-            self._thread.runs = False
+        is_alone = len(gradients.trainers) == 1 and self.automatic is None
+        lock = nullcontext() if is_alone and gradients.all_carry(scale) else self._pass_lock
+        # The scale of output operators is the process's.
+        with self.unseen(), lock, scaled_outputs(scale):
+            yield scale
 
     @contextmanager
     def _recorded(self, scale: float) -> Iterator[None]:
@@ -392,43 +392,35 @@ class _Passes(FrontEnd):
             yield
 
     def _patched_backward(
-        self, original: Original, heads: Any, head_grads: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        """Run a backward pass, and record for each trainer the scale of its gradients."""
+        self, original: Original, count: int, heads: Any, head_grads: Any, *others: Any
+    ) -> int:
+        """Run a pass by MXNet's C API, and record for each trainer the scale of its gradients.
+
+        `backward` of autograd and of arrays, and `autograd.grad` end here, also where a script
+        holds one of them from before the patches.
+        """
+        arrays, given = _arrays(heads), _arrays(head_grads) if head_grads else None
+        is_grad = isinstance(others[0], int) and others[0] > 0  # the number of its variables
+        automatic = None if is_grad else self.automatic
 
         def compute(gradients: Any) -> None:
-            original(heads, gradients, *args, **kwargs)
+            handles = head_grads if gradients is given else c_handle_array(gradients)
+            check_call(original(count, heads, handles, *others))
 
-        heads = [heads] if isinstance(heads, NDArray) else heads
         if self.is_nested:
-            if self.automatic is None:
-                compute(head_grads)
+            if automatic is None:
+                compute(given)
             else:
-                self.automatic.run_nested(compute, heads, head_grads)
-            return
-        with self._running(heads) as scale:
-            if self.automatic is None:
-                with self._recorded(scale):
-                    compute(head_grads)
+                automatic.run_nested(compute, arrays, given)
+            return 0
+        with self._running(arrays) as scale:
+            recorded = nullcontext() if is_grad else self._recorded(scale)
+            if automatic is None:
+                with recorded:
+                    compute(given)
             else:
-                self.automatic.run(compute, heads, head_grads, self._recorded(scale))
-
-    def _patched_parse(self, original: Original, heads: Any, head_grads: Any) -> Any:
-        """Parse the heads of a pass; run it here if MXNet's own `backward` is the caller.
-
-        `autograd.backward(scaler.scale(loss))` looks that up before `scale` opens the patches. It
-        gets another head, whose pass does nothing.
-        """
-        caller = sys._getframe(2)  # behind the wrapper of the patch
-        if self.is_nested or caller.f_code.co_name != "backward":
-            return original(heads, head_grads)
-        given = caller.f_locals
-        autograd.backward(heads, head_grads, given["retain_graph"], given["train_mode"])
-        other = nd.zeros(1)
-        other.attach_grad()
-        with autograd.record():
-            self._thread.head = other * 1  # the caller has its handle alone
-        return original(self._thread.head, None)
+                automatic.run(compute, arrays, given, recorded)
+        return 0
 
     def _patched_grad(
         self,
@@ -444,11 +436,11 @@ class _Passes(FrontEnd):
         def compute(gradients: Any) -> Any:
             return original(heads, variables, gradients, *args, **kwargs)
 
+        if self.automatic is None:
+            return compute(head_grads)
         heads = [heads] if isinstance(heads, NDArray) else heads
         nested = self.is_nested
         with nullcontext() if nested else self._running(heads):
-            if self.automatic is None:
-                return compute(head_grads)
             return self.automatic.run_grad(compute, heads, head_grads, nested)
 
     def _patched_init(
@@ -463,22 +455,22 @@ class _Passes(FrontEnd):
     ) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         gradients.add(trainer)  # a copied trainer has run no constructor
-        if not hasattr(_state(trainer), "leave_passes") and gradients.carry_scale(trainer):
+        state = getattr(trainer, "_amp_loss_scaler", None)  # a `State`, or one of MXNet's
+        if not hasattr(state, "mark_scaled") and gradients.carry_scale(trainer):
             raise StateError(FOREIGN)
         with self._pass_lock if len(gradients.trainers) > 1 else nullcontext():
             original(trainer, *args, **kwargs)
 
 
-def _state(trainer: Trainer) -> Any:
-    """Return a trainer's loss scaler: a `State`, one of MXNet's, or None."""
-    return getattr(trainer, "_amp_loss_scaler", None)
-
-
-def _patched_array_backward(
-    _original: Original, array: NDArray, out_grad: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    """Run `NDArray.backward` through the patched `autograd.backward`, looked up at each call."""
-    autograd.backward([array], [out_grad], *args, **kwargs)
+def _arrays(handles: Any) -> list[NDArray | None]:
+    """Return arrays of MXNet's C API; to autograd each is the same as the caller's."""
+    found: list[NDArray | None] = []
+    for one in handles:
+        copied = NDArrayHandle()
+        if one:
+            check_call(_LIB.MXShallowCopyNDArray(NDArrayHandle(one), ctypes.byref(copied)))
+        found.append(_ndarray_cls(copied) if one else None)
+    return found
 
 
 #: One per process, like the functions that it patches.

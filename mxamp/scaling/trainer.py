@@ -88,7 +88,7 @@ class StepReport(NamedTuple):
     """The outcome of an update: `trainer.amp_last_step`."""
 
     stepped: bool  #: False if the update was skipped
-    loss_scale: float  #: the scale that the gradients carried
+    loss_scale: float  #: the scale of the step's first loss
     next_loss_scale: float
     nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
 
@@ -220,14 +220,6 @@ class State:
         self._stage = Stage.UNSCALED
         if self.results is not None and self.overflown is not None:
             self.results[self] = not self.overflown  # the program may leave out the step
-
-    def leave_passes(self) -> None:
-        """Unscale the gradients, because no backward pass is seen from now on."""
-        if self.stage is Stage.SCALED and fresh(self.trainer):
-            self._stage, self._scale, self._may_warn = Stage.SCALED, self.loss_scale, False
-        elif self._stage is Stage.SCALED:
-            self._stage = Stage.NONE
-        gradients.unscale(self.trainer)
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""

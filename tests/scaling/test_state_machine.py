@@ -48,6 +48,7 @@ from hypothesis.stateful import (
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
+from helpers import shut_down
 from mxamp.frontends import automatic
 
 RATE = 2.0**-6
@@ -234,11 +235,9 @@ class Programs(RuleBasedStateMachine):
         scales=st.lists(SCALES, min_size=3, max_size=3),
         interval=INTERVALS,
         momentum=st.sampled_from([0.0, 0.5]),
-        stores=FLAG,
     )
-    def start(self, kinds, mode, scales, interval, momentum, stores):
+    def start(self, kinds, mode, scales, interval, momentum):
         self.momentum = momentum
-        self.stored = autograd.backward if stores else None  # MXNet's own
         if mode == "init":
             amp.init(policy=POLICY)
         elif mode == "automatic":
@@ -261,7 +260,7 @@ class Programs(RuleBasedStateMachine):
             amp.initialize([*nets], [*trainers], opt_level=level, loss_scale=scale, ctx=mx.cpu())
 
     def teardown(self):
-        amp.shutdown()
+        shut_down()
         self.folder.cleanup()
 
     @invariant()
@@ -397,9 +396,7 @@ class Programs(RuleBasedStateMachine):
         late = is_scaled and any(one.stage == "unscaled" for one in touched.values())
         doubtful = spent or late or len(scales) > 1
         heads = [loss.array for loss in losses]
-        call = [heads[0].backward] if len(heads) == 1 else [self.stored or autograd.backward, heads]
-        if self.stored and next(self.numbers) % 2:
-            call = [self.stored, heads]
+        call = [heads[0].backward] if len(heads) == 1 else [autograd.backward, heads]
         raised = attempt("doubtful" if doubtful else "legal", *call, None, retain) is RAISED
         if raised or not retain:
             graphs = set().union(*(loss.graphs for loss in losses))
@@ -541,21 +538,15 @@ class Programs(RuleBasedStateMachine):
 
     @rule(chance=st.integers(0, 3), again=FLAG)
     def shut_down(self, chance, again):
-        """Shut down, after which no trainer is decorated, and no scaled loss is of use."""
+        """Shut down, after which no trainer is decorated; losses and gradients keep their scale."""
         if chance:
             return
         amp.shutdown()
         if again:
             amp.init(policy=POLICY)
-        self.losses = [loss for loss in self.losses if not loss.scalings]
         for owner in self.owners:
             if owner.kind == "decorate":
                 owner.kind, owner.stage = "none", "unscaled" if owner.fresh else "none"
-            elif owner.kind == "scale_loss" and owner.stage == "scaled" and not owner.fresh:
-                owner.stage = "none"
-            for weight in owner.weights:
-                weight.unscaled = True
-                weight.overflowed |= weight.fresh and not weight.finite
 
     @rule(gradients=GRADIENTS, overflows=OVERFLOWS, way=PICK, pick=PICK)
     def train(self, gradients, overflows, way, pick):
@@ -653,7 +644,7 @@ class Modules(RuleBasedStateMachine):
         assert self.scaling is None or self.scaling.skips == self.skips
 
     def teardown(self):
-        amp.shutdown()
+        shut_down()
 
 
 # -------------------------------------------------------------------------------------- tests

@@ -17,13 +17,10 @@ from mxnet.ndarray.ndarray import NDArray
 from ...convert.outputs import error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
-from ...framework.patching import original
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
 from ...scaling.loss_outputs import scaled_outputs
-
-#: `autograd.backward` without the front ends' patches, which scale losses.
-_backward = original(autograd, "backward")
+from ...scaling.passes import passes
 
 NOT_ON_BATCH = (
     "block {name!r} does not run on this batch of {arrays}: {why}. A batch holds the net's "
@@ -211,7 +208,7 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
         params.zero_grad()  # backward skips parameters that the loss does not depend on
         with autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
-        with autograd.pause(), scaled_outputs(scale):
-            _backward(heads)
+        with autograd.pause(), scaled_outputs(scale), passes.unseen():
+            autograd.backward(heads)
         found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
         return [in_float32(array) / np.float32(scale) for array in found]
