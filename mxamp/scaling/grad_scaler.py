@@ -18,7 +18,7 @@ from ..errors import StateError, unknown
 from ..framework.contrib_amp import check_contrib_is_off
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from .passes import scale_losses
+from .passes import passes, scale_losses
 from .scaler import LossScaler
 from .trainer import State, active_hook, attach_hook
 
@@ -93,6 +93,8 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
+        if self._scaler.checks:
+            passes.open()  # `step` meets trainers late: their gradients may be summed by then
         scaled = scale_losses(loss, self.get_scale(), others=self._has_scaled)
         self._has_scaled = True
         return scaled

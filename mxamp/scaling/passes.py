@@ -119,6 +119,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
         _raise_no_loss(loss)
     if scale != 1:
         passes.open()
+    gradients.passes += not passes.is_open  # the loss's pass, which nothing sees
     return mapped
 
 
@@ -196,6 +197,8 @@ class Gradients:
         self._notes: WeakKeyDictionary[Parameter, dict[int, Note]] = WeakKeyDictionary()
         self.any_scaled = False  #: a pass with a scale other than 1 was seen
         self.passes = 0  #: the number of passes so far
+        #: The number of passes before a trainer's sum over devices, until its step.
+        self.reduced_at: WeakKeyDictionary[Trainer, int] = WeakKeyDictionary()
 
     def add(self, trainer: Trainer) -> None:
         """Add a trainer; its gradients from earlier passes become zero and stale."""
@@ -334,6 +337,7 @@ class _Passes(PatchSet):
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
             *patching.patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
+            Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
             Patch(Trainer, "step", wrapping(self._patched_step)),
             Patch(Trainer, "update", wrapping(self._patched_step)),
         ]
@@ -460,6 +464,12 @@ class _Passes(PatchSet):
             raise StateError(FOREIGN)
         with self._pass_lock if len(gradients.trainers) > 1 else nullcontext():
             original(trainer, *args, **kwargs)
+
+
+def _patched_allreduce(original: Original, trainer: Trainer) -> None:
+    """Sum gradients over devices; a GradScaler that meets the trainer later does not sum again."""
+    original(trainer)
+    gradients.reduced_at[trainer] = gradients.passes
 
 
 def _arrays(handles: Any) -> list[NDArray | None]:

@@ -118,7 +118,6 @@ class State:
         self.new_masters: list[tuple[NDArray, NDArray]] = []
         self.steps = self.skips = self._skips_in_a_row = 0
         self._is_probed = False  #: its optimizer can update these weights
-        self._reduced_at = -1  #: the number of backward passes before the sum over devices
         self._overflown_at = -1  #: the number of steps before the last overflow of `mark_unscaled`
         self.last_stage = Stage.SCALED  #: of the gradients in the last step
         self._may_warn = not self.is_shared  #: of gradients without a scale
@@ -182,11 +181,17 @@ class State:
         self.publish(self.trainer.amp_last_step)
 
     @property
+    def _is_reduced(self) -> bool:
+        """Whether the gradients are summed over devices already."""
+        summed_at = gradients.reduced_at.get(self.trainer)
+        return self._stage is not Stage.NONE and summed_at == gradients.passes
+
+    @property
     def overflown(self) -> bool | None:
         """Whether unscaled gradients overflow; None while other workers may find otherwise."""
         store = self.trainer._kvstore_params["kvstore"]
         has_workers = is_distributed(store) or is_horovod_trainer(self.trainer)
-        if has_workers and self._reduced_at != gradients.passes:
+        if has_workers and not self._is_reduced:
             return None
         return any(map(gradients.is_overflown, fresh(self.trainer)))
 
@@ -224,7 +229,7 @@ class State:
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
-        if self._reduced_at == gradients.passes:  # to clip them, before `step`
+        if self._is_reduced:  # to clip them, before `step`
             return
         carried = self._equalize()
         self._uninitialized = wait_for_weights(self.trainer, self._uninitialized)
@@ -235,7 +240,8 @@ class State:
             self._scale, self._stage = self.scaler.loss_scale, self.last_stage
             carried = self._scale if self._stage is Stage.SCALED else 1.0
         sum_gradients(self.trainer, carried, self.workers is not None)
-        self._reduced_at = -1 if self._stage is Stage.NONE else gradients.passes
+        if self._stage is not Stage.NONE:
+            gradients.reduced_at[self.trainer] = gradients.passes
 
     def _equalize(self) -> float:
         """Bring all gradients to one scale, and return it."""
@@ -261,7 +267,7 @@ class State:
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         self.last_stage = self._stage
-        self._reduced_at = -1
+        gradients.reduced_at.pop(self.trainer, None)
         if self._stage is Stage.NONE:
             self._notify(StepReport(True, 1.0, self.loss_scale))
             return False

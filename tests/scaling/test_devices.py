@@ -11,18 +11,21 @@ from training import CONTEXTS, assert_as_plain, batches, one_step, poisoned, set
 SCALE = 1024
 
 
-def trained(contexts, data, way, **settings):
+def trained(contexts, data, way, scale=SCALE, own_sums=False, **settings):
+    """Train in one of the ways; with `own_sums` the program sums gradients, and drops a step."""
     net, _ = setup(contexts)
     optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
     if way == "decorate":
-        optimizer = amp.decorate(optimizer, SCALE)
+        optimizer = amp.decorate(optimizer, scale)
     trainer = gluon.Trainer(net.collect_params(), optimizer, **settings)
     if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
-    scaler = amp.GradScaler(init_scale=SCALE)
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=scale))
+    scaler = amp.GradScaler(init_scale=scale)
     stepped = []
-    for batch in data:
-        one_step(net, trainer, batch, way, scaler)
+    for i, batch in enumerate(data):
+        between = trainer.allreduce_grads if own_sums else None
+        takes_step = not own_sums or way == "GradScaler" or i != 1
+        one_step(net, trainer, batch, way, scaler, between=between, takes_step=takes_step)
         stepped.append(trainer.amp_last_step.stepped)
     return net, trainer, stepped
 
@@ -46,6 +49,21 @@ def test_two_devices_equal_one_on_the_joined_batch(kvstore, on_kvstore, way):
     assert trainer.amp_loss_scale == alone.amp_loss_scale == SCALE / 4
     values = weights(net)
     for first, second, expected in zip(values[::2], values[1::2], weights(control)):
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "decorate"])
+@pytest.mark.parametrize("scale", [1, SCALE])
+def test_gradients_that_the_program_sums_itself_are_summed_once(way, scale):
+    nets = []
+    for contexts in CONTEXTS.values():
+        given = contexts, batches(4), way, scale, True
+        nets.append(trained(*given, update_on_kvstore=False)[0])
+    for expected, first, second in zip(
+        weights(nets[0]), weights(nets[1])[::2], weights(nets[1])[1::2]
+    ):
         np.testing.assert_array_equal(first, second)
         np.testing.assert_allclose(first, expected, rtol=1e-5, atol=1e-6)
 
