@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Callable
+from weakref import WeakSet
 
 import mxnet as mx
 from mxnet.module import Module
@@ -41,18 +42,18 @@ ON_KVSTORE = (
     "the optimizer in a line before init_optimizer's, for a synchronous kvstore such as 'local'"
 )
 HOROVOD = (
-    "Horovod's optimizers sum gradients in the update, where workers that skip it would be waited "
-    "for: train with gluon.Trainer, or give the module a kvstore such as 'dist_sync'"
+    "Horovod sums gradients in updates: to skip some, use gluon.Trainer or kvstore 'dist_sync'"
 )
 SKIPPED = "module update skipped, gradients are not finite; loss scale %g"
 NOT_DECORATED = "nothing scales this module's losses, which float16 needs: decorate its optimizer"
 
 
+#: Modules that were bound with the patches.
+_bound: WeakSet[Module] = WeakSet()
+
+
 class DecoratedName(str):
     """An optimizer's name that carries a scale to `Module`, which makes the optimizer itself."""
-
-    _amp_scaling: SharedScale
-    scaling: SharedScale
 
 
 @dataclass
@@ -96,6 +97,7 @@ def _patched_bind(
         self._symbol, self._state_names = symbol, names  # the module saves its own symbol
     if self._exec_group is not group and not chose_float32():  # MXNet ignores a second `bind`
         _state_of(self).group = self._exec_group
+    _bound.add(self)
 
 
 def _scale_arrays(module: Module) -> list[NDArray]:
@@ -153,17 +155,18 @@ def _patch_override(kind: type) -> None:
 
 def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
     """Run a module forward with the current loss scale in its input for the scale."""
-    arrays = _scale_arrays(self)
-    if arrays:
-        scaler = _scaler_of(self)
-        state = _state_of(self)
-        state.scale = 1.0 if scaler is None else scaler.loss_scale
-        # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the
-        # forward pass.
-        with suspended():
-            for array in arrays:
-                array[:] = state.scale
+    scaler = _scaler_of(self)
+    # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the forward pass.
+    _set_scale(self, 1.0 if scaler is None else scaler.loss_scale)
     original(self, *args, **kwargs)
+
+
+def _set_scale(module: Module, scale: float) -> None:
+    """Set the loss scale in a module's graph, if it has an input for it."""
+    _state_of(module).scale = scale
+    with suspended():
+        for array in _scale_arrays(module):
+            array[:] = scale
 
 
 def _scaler_of(module: Module) -> LossScaler | None:
@@ -288,8 +291,17 @@ def _synchronize_workers(module: Module, shared: SharedScale) -> None:
     check_settings(kvstore, shared.scaler.state_dict(), key_type=str)
 
 
+class _ModulePatches(FrontEnd):
+    """Patches of modules; afterwards their graphs, which keep their input, take a scale of 1."""
+
+    def close(self) -> None:
+        super().close()
+        for module in _bound:
+            _set_scale(module, 1.0)
+
+
 #: One a process, like the class that it patches.
-module_patches = FrontEnd(
+module_patches = _ModulePatches(
     [
         Patch(Module, "bind", wrapping(_patched_bind)),
         Patch(Module, "init_optimizer", wrapping(_patched_init_optimizer)),

@@ -141,6 +141,23 @@ def test_buckets_share_the_scale():
     assert optimizer.scaling.steps + optimizer.scaling.skips == 14
 
 
+@pytest.mark.parametrize("calls", range(4))
+def test_a_module_trains_on_after_shutdown(calls):
+    """Its graph keeps the input for the loss scale."""
+    found, batch = [], mx.io.DataBatch([nd.ones((4, 3))], [nd.zeros(4)])
+    for optimizer in (amp.decorate("sgd", 1024.0), "sgd"):
+        module = bound()
+        module.init_params(mx.init.One(), force_init=True)
+        module.init_optimizer(optimizer=optimizer)
+        for call in range(6):
+            if call == calls:
+                amp.shutdown()
+            step = (("forward", batch, True), ("backward",), ("update",))[call % 3]
+            getattr(module, step[0])(*step[1:])
+        found.append(module.get_params()[0]["fc_weight"].asnumpy())
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 @pytest.mark.parametrize("value", [None, "1"])
 def test_the_environment_is_left_as_it_was(value, monkeypatch):
     monkeypatch.delenv("MXNET_UPDATE_ON_KVSTORE", raising=False)
