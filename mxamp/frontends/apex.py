@@ -31,17 +31,13 @@ from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_scaler
 from ..scaling.trainer import active_hook, attach_hook
-from .automatic import end_automatic_run
 
 logger = logging.getLogger("mxamp")
 
 _LEVELS = ("O0", "O1", "O2", "O3")
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
-STAY_FLOAT32 = (
-    "opt_level %s in bfloat16: parameters stay float32 and are cast where they are used, as in O1, "
-    "because MXNet's optimizers know no bfloat16 ones"
-)
+STAY_FLOAT32 = "opt_level %s keeps float32 parameters: MXNet's optimizers know no bfloat16 ones"
 
 
 @checked_call
@@ -80,9 +76,10 @@ def initialize(
     loss_scale : float or "dynamic", optional
         Replaces the level's loss scale.
     dtype : str, default "float16"
-        "float16", "bfloat16" or "auto", the fast dtype of this machine. With bfloat16, O2 and O3
-        cast no parameters, and O3's operators run by list. If "auto" is float32, or `init("auto")`
-        has chosen float32, every level is O0, with updates as in plain MXNet.
+        "float16", "bfloat16" or "auto", the fast dtype of this machine; by default in an automatic
+        run, the run's. With bfloat16, O2 and O3 cast no parameters, and O3's operators run by list.
+        If "auto" is float32, or `init("auto")` has chosen float32, every level is O0, with updates
+        as in plain MXNet.
     ctx : Context, optional
         As in `init`.
 
@@ -95,7 +92,6 @@ def initialize(
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has float16 parameters.
     """
-    end_automatic_run("initialize")
     if opt_level not in _LEVELS:
         raise unknown("opt_level", opt_level, _LEVELS, "Levels begin with the letter O, not zero")
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)

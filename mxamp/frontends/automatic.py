@@ -38,7 +38,7 @@ UNKNOWN_VALUE = (
 )
 SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
 OWN_AMP = "%s imports mxamp: it runs in its own precision. To choose that here, remove the import"
-OWN_CALLS = "%s calls %s: from here on it runs by its own calls, by way of mxamp"
+OWN_CALLS = "%s calls %s: it runs by its own calls, in %s where they name no dtype, by way of mxamp"
 
 
 class _AutomaticRun(FrontEnd):
@@ -49,9 +49,9 @@ class _AutomaticRun(FrontEnd):
     """
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patch of the public `init`; `initialize` calls `end_automatic_run` itself."""
+        """Return the patches of the public `init` and `initialize`."""
         public = sys.modules[__name__.partition(".")[0]]
-        return [Patch(public, "init", wrapping(_patched_init))]
+        return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 
     def begin(self, scale: SharedScale) -> None:
         """Scale the backward passes of all trainers and modules from now on."""
@@ -80,14 +80,16 @@ _run = _AutomaticRun()
 def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """Turn on mixed precision and loss scaling for a program that uses neither.
 
-    `dtype` is by default float16 with a GPU, else bfloat16. Does nothing if it is "auto" and that
-    means float32.
+    `dtype` is by default float16 with a GPU, else bfloat16. If it is "auto" and that means float32,
+    nothing changes before the program calls `init` or `initialize`, which then mean float32 too.
     """
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
+    switch_on(chosen)
     if not isinstance(chosen, Policy):
         announce_float32(f"set {AUTOMATIC}=bfloat16")
+        contrib_patches.open()
+        _run.open()
         return
-    switch_on(chosen)
     announce(chosen)
     scaler = LossScaler() if chosen.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
@@ -124,29 +126,36 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 # ------------------------------------------------------------ programs that use mxamp themselves
 
 
-def end_automatic_run(function: str = "") -> None:
+def end_automatic_run(function: str = "", dtype: str = "") -> None:
     """End an automatic run, if one is on.
 
-    `function` is the function of mxamp that the program calls; a forked process gives none.
+    `function` is the function of mxamp that the program calls; a forked process gives none. `dtype`
+    is the dtype of the run.
     """
     if _run.is_open:
         if function:
-            logger.info(OWN_CALLS, sys.argv[0] or "this program", function)
+            logger.info(OWN_CALLS, sys.argv[0] or "this program", function, dtype)
         switch_off()
         # The program may import mxnet.contrib.amp later.
         contrib_patches.open()
 
 
 def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """End the automatic run, then call the original `init`, which keeps the run's dtype.
+    """End the automatic run, then call `init` or `initialize`, which keep the run's dtype.
 
-    Its own default is float16, as in `mxnet.contrib.amp`; whoever starts the run has the last word.
+    Their own default is float16, as in `mxnet.contrib.amp`; whoever starts the run has the last
+    word.
     """
-    policy = process.policy if _run.is_open else None
-    end_automatic_run("init")
-    if policy and not args and not {"target_dtype", "policy"} & kwargs.keys():
-        logger.info("its init names no dtype: it keeps this run's, %s", policy.target_dtype)
-        kwargs["target_dtype" if kwargs else "policy"] = policy.target_dtype if kwargs else policy
+    if _run.is_open:
+        policy, name = process.policy, original.__name__
+        dtype = policy.target_dtype if policy else AUTO
+        end_automatic_run(name, dtype)
+        if name == "initialize":
+            kwargs.setdefault("dtype", dtype)
+        elif policy and not args and not kwargs:
+            kwargs["policy"] = policy
+        elif not args and "policy" not in kwargs:
+            kwargs.setdefault("target_dtype", dtype)
     return original(*args, **kwargs)
 
 

@@ -14,7 +14,6 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
-from conftest import assert_unpatched
 from helpers import ROOT
 from mxamp.framework import machine
 from mxamp.framework.environment import AUTOMATIC as VARIABLE
@@ -128,9 +127,15 @@ def environment(monkeypatch):
     return start
 
 
-def test_the_variable_auto_in_float32_patches_nothing(environment):
+def test_the_variable_auto_in_float32_keeps_calls_of_contrib_in_float32(environment):
     environment("auto", "float32")
-    assert_unpatched()
+    net, trainer = dense()
+    assert not hasattr(trainer, "amp_steps")
+    stock.init()
+    stock.init_trainer(trainer)
+    scaled_step(stock, net, trainer)
+    assert weight(net) == 1 - 0.0625
+    assert trainer.amp_last_step.loss_scale == 1
     assert not amp.is_enabled()
 
 
@@ -243,9 +248,11 @@ def test_gradients_that_wait_for_a_step_are_checked_after_init(value, wanted):
     assert weight(net) == wanted
 
 
-def test_initialize_takes_over_too():
-    automatic.start("float16")
+@pytest.mark.parametrize("given", [{}, {"dtype": "float16"}])
+def test_initialize_takes_over_too(given):
+    automatic.start("bfloat16")
     net, trainer = dense()
-    amp.initialize(net, trainer, ctx=mx.cpu())
+    amp.initialize(net, trainer, ctx=mx.cpu(), **given)
     scaled_step(amp, net, trainer)
+    assert amp.current_policy().target_dtype == given.get("dtype", "bfloat16")
     assert trainer._amp_loss_scaler.scaled_by == "initialize"
