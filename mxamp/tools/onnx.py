@@ -53,30 +53,31 @@ def export_onnx(
     Parameters
     ----------
     model : HybridBlock, or (Symbol, arg_params, aux_params)
-        Stays unchanged.
+        The model, which stays unchanged.
     path : str or Path
         The file to write or replace.
     inputs : dict of str to array, for a block also NDArray or tuple, or a list of them
-        Values for the inputs that are no parameters, by name; labels may be left out. For a block,
-        the arguments of a call. In a list, sizes that differ between the shapes of an input are
-        variable in the exported model. All other sizes are fixed.
+        Values, by name, for the inputs that are not parameters; you may leave out labels. For a
+        block, the arguments of a call. If you pass a list, each size that differs between the
+        elements of the list is variable in the exported model. All other sizes are fixed.
     check : bool, default True
         Run the exported model in ONNX Runtime on all `inputs` before it is written.
 
     Returns
     -------
     tuple of OutputError
-        The errors against MXNet's outputs in float32, dict by dict, as of `compare_models`; empty
-        with `check=False`.
+        The errors of ONNX Runtime's outputs against MXNet's float32 outputs, as `compare_models`
+        returns them, for each element of `inputs` in turn. Empty with `check=False`.
 
     Raises
     ------
     ArgumentError
-        An input is missing, or operators can't be exported: all of them are named.
+        An input is missing, or operators can't be exported. The message names these operators.
     CheckError
-        An output has a relative error above 0.01. A `StateError` that holds the `errors` of all.
+        An output has a relative error above 0.01. `CheckError.errors` has the errors of all
+        outputs.
     StateError
-        ONNX Runtime can't run the result.
+        ONNX Runtime can't run the exported model.
     InstallError
         onnx or ONNX Runtime is missing.
     """

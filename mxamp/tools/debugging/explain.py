@@ -200,55 +200,58 @@ def explain(
     model : Symbol or HybridBlock
         The model.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". With `policy`, the dtype of that policy. Without both, the plan is
-        of the graph that a block has run last in mixed precision, in training if it has trained.
-        Before its first run, a converted block is explained by the policy that it was converted
-        with, and other models by the active policy (`init`, `autocast`). Without an active policy,
-        a 16-bit model is shown as it is, and others by float16, as for `convert_*`.
+        "float16" or "bfloat16"; with `policy`, the dtype of that policy. Without `target_dtype`
+        and `policy`, the plan shows the graph that a block last ran in mixed precision (the
+        training graph if the block has trained). If a converted block has not run yet, the plan
+        follows the policy of the conversion. For other models that have not run, the plan follows
+        the active policy (`init`, `autocast`). Without an active policy, the plan shows a 16-bit
+        model as it is, and a float32 model as `convert_*` to float16 would make it.
     policy : Policy, optional
         The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
     excluded_sym_names : list of str or Block, optional
-        Layers to keep in float32: Gluon blocks, or names as in the plan, where * and ? stand for
-        any characters.
+        Layers to keep in float32: Gluon blocks, or names of nodes in the plan. In a name, * and ?
+        stand for any characters.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
     params : dict of str to NDArray, optional
-        The parameters of a symbol: `{**arg_params, **aux_params}`. With them the plan is that of
-        `convert_model`: it applies rules that depend on the shapes of weights. Omit `params` for a
-        block, which has its own.
+        The parameters of a symbol: `{**arg_params, **aux_params}`. With `params`, the plan applies
+        rules that depend on the shapes of weights, as `convert_model` does. Omit `params` for a
+        block.
     example_inputs : NDArray or sequence, optional
         The arguments of one call, for a block that was not hybridized and run before.
     mode : str, optional
         "converted" explains the model that `convert_*` makes. "inference" and "training" explain
-        the graphs that run while mixed precision is on (`init`, `autocast`), with faster
-        equivalents of some operators. By default the mode that has run, "inference" under an
-        active policy, and "converted" where `target_dtype` or `policy` is given.
+        the graphs that run while mixed precision is on (`init`, `autocast`), in which faster
+        equivalents replace some operators. The default is "converted" if `target_dtype` or `policy`
+        is given. Otherwise the default is the mode in which the block last ran, or "inference" if
+        the block has not run and a policy is active.
     input_shapes : dict of str to tuple, optional
-        Shapes of inputs, for "inference" and "training", where the precision of some operators
-        depends on them (a dense layer of few rows). By default those of `example_inputs`, else
-        those that the block has run on.
+        Shapes of inputs, for the modes "inference" and "training": the precision of some operators,
+        such as a dense layer with few rows, depends on shapes. The default is the shapes of
+        `example_inputs`, else the shapes on which the block last ran.
 
     Returns
     -------
     Plan
-        The operators in `nodes`, each with `name`, `operator`, `precision` and `reason`; the
-        inserted `casts`, each with `source` and `dtype`; `target_dtype`; `mode`, which is "as it
-        is" for a 16-bit model that is not converted again; and `inputs`, the names of
-        those that are no parameters. A plan counts and iterates over its operators.
+        `nodes` are the operators, each with `name`, `operator`, `precision` and `reason`. `casts`
+        are the inserted casts, each with `source` and `dtype`. `inputs` are the names of the inputs
+        that are not parameters. `mode` is "as it is" for a 16-bit model that is not converted
+        again. `target_dtype` is the dtype of the policy.
+        `len(plan)` counts the operators, and iterating over a plan yields them.
         `plan["dense0_fwd"]` is the operator of that name: Gluon adds `_fwd` to the name of a layer.
-        `plan.filter(name="*", operator=None, precision=None)` is the plan of the operators that
-        match, `plan.counts()` how many compute in each precision, `plan.summary()` one line, and
-        `plan.to_dot()` the graph in Graphviz's language: colors are precisions, labels of edges
-        casts.
+        `plan.filter(name="*", operator=None, precision=None)` returns a plan with the matching
+        operators only. `plan.counts()` returns the number of operators in each precision.
+        `plan.summary()` returns one line. `plan.to_dot()` returns the graph in Graphviz's language:
+        colors show precisions, and labels of edges show casts.
 
     Raises
     ------
     UnknownNameError
         The model has no such layer or input; the message has the closest names.
     ArgumentError
-        No model, an unknown mode or dtype, or a policy for another dtype.
+        `model` is no model, a mode or dtype is unknown, or the policy is for another dtype.
     StateError
-        A block that has not run yet, without `example_inputs`.
+        The block has not run yet, and there are no `example_inputs`.
     """
     if mode not in (None, *MODES):
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")

@@ -243,44 +243,47 @@ def check_numerics(
     ('log', 1)
 
     An operator is reported if its inputs are finite and its output is not. Operators that only pass
-    on Inf or NaN are not reported. Skip a harmless finding: it hides later ones of its pass.
+    on Inf or NaN are not reported. A finding hides all later findings of the same pass, so name the
+    operators of harmless findings in `skip`.
 
     Parameters
     ----------
     on : str, default "raise"
-        "raise" a `NumericsError` at the first finding, "log" a warning for each, or "collect"
-        them in what the context yields.
+        "raise" raises a `NumericsError` at the first finding. "log" logs a warning for each
+        finding. "collect" only collects the findings in the check that the context yields.
     skip : str or list of str, optional
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
 
-    The context yields the check: `findings`, the first of each pass through the program; `first`,
-    the first of them or None. It prints a line for each, and is false without findings. A
-    finding has `kind`, `phase` ("forward" or "backward"), `step`, `block`, `node`, `operator`,
-    `tensor`, `statistics` of that tensor (`dtype`, `shape`, the numbers of `nan` and `inf`,
-    `minimum`, `maximum` and `mean` of the finite values), and `inputs`: names and statistics of
-    what the operator has read.
+    The context yields the check. Its `findings` are the first finding of each pass through the
+    program, and `first` is the first of all findings, or None. Printing the check gives a line for
+    each finding. A check without findings is false. A finding has `kind`, `phase` ("forward" or
+    "backward"), `step`, `block`, `node`, `operator`, `tensor`, the `statistics` of the tensor
+    (`dtype`, `shape`, the numbers of `nan` and `inf`, and `minimum`, `maximum` and `mean` of the
+    finite values), and `inputs`: names and statistics of the operator's inputs.
 
-    The check finds operators and casts that make Inf or NaN, and inputs and parameters that hold
-    them. An infinity that an argument of the operator or, below 0, one of its inputs holds is taken
-    for a mask, and reported only if it leads to NaN.
+    The check finds operators and casts that compute Inf or NaN, and inputs and parameters that
+    contain Inf or NaN. The check takes an infinity for a mask if the infinity is an argument of
+    the operator, or if an input contains -Inf. A mask is reported only if it leads to NaN.
 
     After a backward pass the check names the first operator in a graph whose gradient is not
-    finite. In eager code it names the parameter, or array with `attach_grad`, whose gradient is not
-    finite and that the forward pass has read last, with the operator that has read it. A gradient
-    that overflows in a 16-bit dtype is reported at the end of the step, and not at all if the loss
-    scale can fall and a later step is finite: the first steps of a run overflow so.
+    finite. In eager code the check looks at parameters and arrays with `attach_grad` whose gradient
+    is not finite. Of these arrays the check names the one that the forward pass read last, and the
+    operator that read it. If a gradient overflows in a 16-bit dtype, the check waits until the end
+    of the step. The check does not report the overflow if the loss scale can fall and a later step
+    is finite, as in the first steps of a run.
 
     A pass through the program ends with its backward pass, and in inference with the next call of a
     block. Results of `autograd.grad` in eager code are not checked.
 
-    MXNet's monitor watches the graphs of hybridized blocks, which run without `static_alloc` and
-    without hooks of `register_op_hook` meanwhile. It replaces the monitor of a module's executor,
-    which is a little slower afterwards. A loop's body is one node. Steps count from 1; a skipped
-    update ends a step too. In training, results may differ in the last bits.
+    Inside the context, hybridized blocks run under MXNet's monitor, without `static_alloc` and
+    without hooks of `register_op_hook`. The check's monitor replaces the monitor of a module's
+    executor, and the executor stays a little slower afterwards. A loop's body is one node. Steps
+    count from 1, and a skipped update ends a step too. In training, results may differ in the last
+    bits.
 
-    Cost: each value is read back and examined: 1.1 to 1.3 times a training step of ResNet-18, more
-    in small nets. No cost outside the context.
+    Cost: the check reads each value back. A training step of ResNet-18 takes 1.1 to 1.3 times as
+    long, a step of a small net longer. Outside the context there is no cost.
     """
     if on not in _ON:
         raise ArgumentError(f"on must be {one_of(_ON)}, not {shown(on)}")

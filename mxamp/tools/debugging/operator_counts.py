@@ -189,17 +189,18 @@ def operator_stats() -> ContextManager[OperatorStats]:
     >>> stats.casts[0].source, stats.casts[0].target
     ('float32', 'bfloat16')
 
-    The counts are of forward passes in all threads: eager calls, hybridized blocks and bound
-    symbols (modules), with the calls of MXNet's optimizers. SGD steps that mxamp computes in NumPy
-    are no calls. Backward passes are not counted; their casts mirror those of the forward pass. A
+    The counts cover the forward passes in all threads: eager calls, hybridized blocks, bound
+    symbols (modules), and the operators of MXNet's optimizers. Not counted are backward passes,
+    whose casts mirror the casts of the forward pass, and SGD steps that mxamp computes in NumPy. A
     fused operator of oneDNN counts as one.
-    The body of a `foreach` counts once for each step; bodies of `while_loop` and `cond` in
-    graphs do not count. Casts in graphs of arrays whose shape depends on values, as after
-    `boolean_mask`, count without their bytes.
+    The body of a `foreach` counts once for each step. In graphs, the bodies of `while_loop` and
+    `cond` do not count. If an array's shape depends on values, as after `boolean_mask`, a cast of
+    the array in a graph counts without bytes.
 
-    The dtype is the precision that `explain` names. On a CPU, an operator counts as float16 if its
-    values are rounded to float16, though a float32 kernel computes it.
+    The dtype of an operator is the precision that `explain` shows. On a CPU, an operator counts as
+    float16 if MXNet rounds the operator's outputs to float16, even if a float32 kernel computes
+    the outputs.
 
-    Costs about 5 us for an eager call and 40 us for a graph, on a 2.5 GHz Xeon.
+    Cost, on a 2.5 GHz Xeon: about 5 us for each eager call, and 40 us for each run of a graph.
     """
     return OperatorStats()

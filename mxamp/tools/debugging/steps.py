@@ -26,12 +26,13 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
                 trainer.step(batch_size)
         print(reports[-1].stepped, reports[-1].loss_scale)
 
-    The report is that of `trainer.amp_last_step`: `stepped`, `loss_scale`, `next_loss_scale` and
-    `nonfinite`. The call comes after the gradients are checked and before the weights change.
+    A report is the same as `trainer.amp_last_step`, with `stepped`, `loss_scale`,
+    `next_loss_scale` and `nonfinite`. mxamp calls `function` after the gradients are checked and
+    before the weights change.
 
-    Returns the hook, which calls `function` until the end of a `with` statement, or until
-    `remove()`. Raises `StateError` for a trainer without mxamp's loss scaler: `init_trainer` gives
-    it one, which is `NoScaler()` where losses are not scaled.
+    Returns the hook. The hook calls `function` until the end of a `with` statement, or until
+    `hook.remove()`. Raises `StateError` for a trainer without mxamp's loss scaler: call
+    `init_trainer(trainer, NoScaler())` before if you don't scale losses.
     """
     if state_of(trainer) is None:
         raise StateError("this trainer makes no reports: call init_trainer(trainer) before")

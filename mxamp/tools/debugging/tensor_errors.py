@@ -144,39 +144,39 @@ def compare(
     >>> [error.operator for error in result.outputs], result.first_jump
     (['FullyConnected'], None)
 
-    A layer is a node of the net's graph, as it runs when the net is hybridized, or a child block
-    for nets that can't be traced. Code that reads dtypes, such as `x.astype(y.dtype)`, may round
-    elsewhere in a net that is not hybridized: `check_numerics` finds NaN there.
+    A layer is a node of the hybridized net's graph. If the net can't be traced, a layer is a child
+    block. In a net that is not hybridized, code that reads dtypes, such as `x.astype(y.dtype)`, may
+    round elsewhere: use `check_numerics` to find NaN in such a net.
 
-    The first jump is the first layer in the order of execution that turns finite elements into Inf
-    or NaN. Without one, it is the first whose error is more than 8 times the largest error of its
-    inputs, and more than 8 times the unit roundoff of the dtype (2**-11 for float16, 2**-8 for
-    bfloat16).
+    `first_jump` is the first layer, in the order of execution, that turns finite elements into Inf
+    or NaN. If no layer does, `first_jump` is the first layer whose error is more than 8 times the
+    largest error of the layer's inputs, and more than 8 times the unit roundoff of the dtype
+    (2**-11 for float16, 2**-8 for bfloat16).
 
     Parameters
     ----------
     net : Block
-        Not changed: a deep copy runs, hybridized where it can be traced. MXNet's random number
-        generator continues from a number drawn before.
+        The net, in float32. The net itself does not run: a deep copy runs, hybridized if it can
+        be traced. The state of MXNet's random number generator changes.
     data : NDArray or tuple, or an iterable of them
         One batch, or a list or DataLoader of batches. A batch is a tuple of the net's inputs,
         without the label.
     train_mode : bool, default False
         Run the forward pass of training, as under `autograd.record()`, in place of inference.
     dtype, policy
-        As for `autocast`, except "auto".
+        As for `autocast`, but not "auto".
 
     Raises
     ------
     ArgumentError
         The net is not in float32, or the data has no batch.
 
-    The result has `outputs`, the errors of layers in the order of execution, with `name`, `block`,
-    `operator`, `precision`, `relative`, `maximum` and `lost`; `first_jump`, or None; and
-    `hybridized`, whether the net ran as one graph. Printing it gives a table, the worst 10 first.
-    `tune` measures the error of gradients.
+    The result has `outputs`, the errors of the layers in the order of execution, each with `name`,
+    `block`, `operator`, `precision`, `relative`, `maximum` and `lost`. It also has `first_jump`, or
+    None, and `hybridized`, which says whether the net ran as one graph. Printing the result gives a
+    table of the 10 worst layers. `tune` measures the error of gradients.
 
-    Runs the net twice for each batch, and holds all layer outputs in memory.
+    Cost: two runs of the net for each batch, and memory for the outputs of all layers.
     """
     chosen = policy_for(dtype, policy)
     if not isinstance(net, Block):

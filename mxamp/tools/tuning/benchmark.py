@@ -85,26 +85,28 @@ def benchmark(
 
         print(amp.benchmark(net, (data, label), loss_function, budget="20s"))
 
-    The block runs hybridized, and in inference also converted and, where it is installed, on
-    OpenVINO; a block that can't be traced runs eager. Each round times float32 and then the other
-    forms, and compares them with it. A training step is a forward pass, a backward pass and an
-    update by SGD, in 16 bits with the overflow check. The report ends with a sentence that
-    says whether 16 bits pay for this model on this machine, or is "too noisy to tell".
+    The block runs hybridized, or eager if it can't be traced. For inference, the converted block
+    runs too, also on OpenVINO if OpenVINO is installed. Each round times float32 and then each
+    other form, and compares the form with float32. A training step is a forward pass, a backward
+    pass and an update by SGD, in 16 bits with the overflow check. The report ends with a sentence
+    that says whether 16 bits are faster for this model on this machine, or "too noisy to tell".
 
     Parameters
     ----------
     net : Block, or (symbol, arg_params, aux_params)
-        The float32 model. Deep copies run; the state of MXNet's random number generator, which
-        can't be read, changes.
+        The float32 model. The model does not change, as only deep copies run. The state of MXNet's
+        random number generator changes.
     batch : NDArray or tuple
-        The arguments of one call; with a loss, the label is the last element; for a saved model, a
-        dict of inputs by name. An iterable of batches, such as a DataLoader, gives its first batch.
+        The arguments of one call. If you pass a loss, the last element is the label. For a saved
+        model, a dict of inputs by name. Of an iterable of batches, such as a DataLoader, the first
+        batch is used.
     loss : callable, optional
-        Called with the net's output and the label; by default the sum of the outputs.
+        A function of the net's output and the label. The default is the sum of the outputs.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16"; by default float16 where the batch is on a GPU, else bfloat16.
+        "float16" or "bfloat16". The default is float16 if the batch is on a GPU, else bfloat16.
     budget : float or str, default "20s"
-        Seconds, or a text such as "90s" or "5m". At least 3 rounds are timed, and at most 15.
+        The time to spend: seconds, or a text such as "90s" or "5m". `benchmark` times at least 3
+        rounds, and at most 15.
 
     Returns
     -------
@@ -116,7 +118,7 @@ def benchmark(
     ArgumentError
         The model is not in float32 or does not run on the batch.
 
-    Holds two copies of the model, and the converted model.
+    Memory: two copies of the model, and the converted model.
     """
     began, seconds = time.monotonic(), seconds_of(budget)
     with opened(net, batch, loss is not None, most=1) as model:

@@ -160,41 +160,45 @@ def tune(
         tuning.save("net.toml")  # and Policy.load("net.toml") later
 
     `tune` runs the model on your data, in float32 and under mxamp's policy. If the errors exceed
-    the tolerance, a bisection over the layers finds which to keep in float32. Then float32 and the
-    forms that are accurate enough run in turns on the first batch: for training under the policy,
-    for inference converted, converted with `fuse=True`, and on OpenVINO where it is installed. If
-    no form is faster than float32, or OpenVINO is the fastest, the policy changes nothing.
+    the tolerance, a bisection over the layers finds the layers to keep in float32. Then `tune`
+    times float32, and each form that is accurate enough, in turns on the first batch. The form for
+    training is the model under the policy. The forms for inference are the converted model, the
+    model converted with `fuse=True`, and OpenVINO if OpenVINO is installed. If float32 or OpenVINO
+    is the fastest, the policy keeps every operator in float32.
 
     Parameters
     ----------
     net : HybridBlock, or (symbol, arg_params, aux_params)
-        The float32 model. A deep copy runs; the state of MXNet's random number generator, which
-        can't be read, changes.
+        The float32 model. The model does not change, as only a deep copy runs. The state of MXNet's
+        random number generator changes.
     data : NDArray, tuple or dict, or an iterable of them
-        One batch, or a few; of an iterable the first 16 are used. With a loss or a metric, a batch
-        is a tuple of the net's inputs and the label; for a saved model, a dict of inputs by name.
+        One batch, or an iterable of batches, of which the first 16 are used. With a loss or a
+        metric, a batch is a tuple of the net's inputs and the label. For a saved model, a batch is
+        a dict of inputs by name.
     loss : callable, optional
-        Called with the net's output and the label. With a loss, gradients are compared too, and
-        training steps are timed.
+        A function of the net's output and the label. With a loss, `tune` compares gradients too,
+        and times training steps.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16"; by default float16 for GPUs and bfloat16 for CPUs. float16 on a CPU
-        is never fast: it is tuned for accuracy alone, and nothing is timed.
+        "float16" or "bfloat16". The default is float16 on GPUs and bfloat16 on CPUs. For float16 on
+        a CPU, which is never fast, `tune` looks at the accuracy alone, and times nothing.
     rtol : float, optional
         The largest relative error (in the L2 norm) of an output in any batch, and of all
-        parameters' gradients together. By default 0.05 for outputs in inference; in training 0.2
-        for outputs, since normalization by a batch is sensitive, and 0.5 for gradients.
+        parameters' gradients together. In inference, the default is 0.05 for outputs. In training,
+        the default is 0.5 for gradients, and 0.2 for outputs, because batch normalization is
+        sensitive to errors.
     metric : EvalMetric, str or callable, optional
-        In place of `rtol`, or beside it: as `mx.metric.create` takes it. More is better.
+        An argument of `mx.metric.create`, to judge accuracy by in place of `rtol` or besides. A
+        higher value of the metric has to be better.
     min_metric : float, optional
-        The least value of the metric. By default 99 % of the float32 model's.
+        The least value of the metric. The default is 99 % of the float32 model's value.
     budget : float or str, default "60s"
-        Seconds, or a text such as "90s", "5m", "1h". The search stops there, or at Ctrl-C, with
-        the best policy so far. The float32 baseline runs are always made.
+        The time to spend: seconds, or a text such as "90s", "5m", "1h". When the time is up, or at
+        Ctrl-C, `tune` returns the best policy so far. The float32 baseline runs in any case.
     policy : Policy, optional
-        Where the search starts, in place of mxamp's own policy.
+        The policy where the search starts. The default is mxamp's own policy.
     timed : bool, default True
-        False tunes the accuracy alone: the policy is in 16 bits even if that is slow here.
-        Use it for a model that will run on another machine.
+        False tunes the accuracy alone: the policy is in 16 bits even if 16 bits are slow on this
+        machine. Pass False for a model that will run on another machine.
 
     Returns
     -------
@@ -209,7 +213,7 @@ def tune(
     StateError
         The float32 model gives Inf or NaN, or has a metric below `min_metric`.
 
-    Holds a copy of the parameters for each form that is timed, and all activations of one batch.
+    Memory: a copy of the parameters for each form that is timed, and all activations of one batch.
     """
     base = policy_for(target_dtype or (None if policy else machine.default_dtype()), policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
