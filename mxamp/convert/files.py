@@ -66,39 +66,41 @@ def convert_files(
     prefix, out : str or Path
         The part of the files' names before `-symbol.json` and `-0000.params`.
     epoch : int, default 0
-        The number in the name of the parameter file, of both models.
+        The number in the name of the parameter file, the same for both models.
     target_dtype : str or dtype, default "float16"
         "float16", "bfloat16", or "float32" for a float32 model.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists.
     check_inputs : dict of str to array, optional
-        Run both models on these inputs before anything is written, and return the errors
-        (`compare_models`; `random_inputs` makes inputs). A 16-bit model runs in float32.
+        Run both models on these inputs before any file is written, and return the errors of
+        `compare_models`. `random_inputs` returns suitable inputs. If the original is a 16-bit
+        model, it runs in float32 for this check.
     tolerance : float, default 0.25
-        The largest relative error of an output that passes this check. Rounding adds up to some
-        hundredths, on random weights to less than 0.2. An output unrelated to the original's has an
-        error of 1 or more.
+        The largest relative error of an output that passes the check. Rounding gives errors of some
+        hundredths, and of less than 0.2 with random weights. An output that has nothing to do with
+        the original's output has an error of 1 or more.
     force : bool, default False
-        Overwrite existing files, but never the model itself. A process that reads
-        the old files at this very moment may open one file of each model: where others read, write
-        to a new prefix.
+        Overwrite existing files, but never the files of the original. A process that reads the old
+        files at the same time may read one old file and one new file. If other processes read the
+        files, write to a new prefix.
 
     The other parameters are those of `convert_model`.
 
     Returns
     -------
     ConvertedFiles
-        The written files, `symbol` and `params`; the sizes of both files together, `bytes_before`
-        and `bytes_after`; and `errors`, those of `compare_models`, empty without `check_inputs`.
+        `symbol` and `params` are the written files. `bytes_before` and `bytes_after` are the sizes
+        of both files together. `errors` are the errors of `compare_models`, and empty without
+        `check_inputs`.
 
     Raises
     ------
     ArgumentError
-        There is no such model, its files are damaged or do not belong together, a file to write
-        exists already, or is one of the model itself.
+        The model does not exist, its files are damaged or do not belong together, a file to write
+        exists already, or `out` is the original.
     CheckError
-        The converted model gives Inf or NaN where the original doesn't, or has errors above
-        `tolerance`. A `StateError` that holds the `errors` of all outputs.
+        The converted model gives Inf or NaN where the original gives finite numbers, or has errors
+        above `tolerance`. `CheckError.errors` has the errors of all outputs.
     StateError
         The converted model does not run here.
     WriteError

@@ -66,27 +66,28 @@ def convert_symbol(
         symbol, inserted or written by hand, are removed first: see
         [16-bit models](converting.md#16-bit-models).
     target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
-        Operators to run in the target dtype, in float32, in the widest dtype of their inputs;
-        each replaces the default list, as in `mxnet.contrib.amp`.
+        Operators to run in the target dtype, in float32, and in the widest dtype of their inputs.
+        As in `mxnet.contrib.amp`, each list replaces the whole default list.
     conditional_fp32_ops : list of (str, str, list of str), optional
-        (operator, attribute, values): float32 where the attribute has one of the values.
+        (operator, attribute, values): the operator runs in float32 if its attribute has one of the
+        values.
     excluded_sym_names : list of str or Block, optional
-        Layers to keep in float32: names of nodes, where * and ? stand for any characters, or the
-        Gluon blocks that the symbol was made of.
+        Layers to keep in float32: the Gluon blocks of which the symbol was made, or names of nodes.
+        In a name, * and ? stand for any characters.
     data_names : list of str, optional
-        The inputs that are not parameters. They are never cast offline.
+        The inputs that are not parameters, which `cast_optional_params` leaves as they are.
     cast_optional_params : bool, default False
-        Change the dtype of parameters that are only read in the target dtype, so that the graph
-        needs no cast; their values must then be cast too, which `convert_model` does.
+        Change the dtype of each parameter that the graph reads only in the target dtype, and leave
+        out the cast. You must then cast the values of these parameters, as `convert_model` does.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists. The default policy is for this
         machine's kind of device. To convert for GPUs on a machine without one, pass
         `Policy.default("float16", device="gpu")`.
     keep_io_types : bool, optional
-        Take and return the dtypes of the original. This is the default, except for the target
-        float32: such a model takes and returns float32 in place of 16 bits. With False,
-        outputs keep the dtype that they are computed in, and you must pass data that is only read
-        in the target dtype in that dtype.
+        True keeps the dtypes of the original's inputs and outputs. False keeps outputs in the dtype
+        in which they are computed; if the graph reads an input only in the target dtype, you must
+        then pass the input in this dtype. The default is True for a 16-bit target, and False for
+        the target float32, so that the model takes and returns float32.
     input_dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32 and can't be inferred.
 
@@ -138,12 +139,13 @@ def convert_model(
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists.
     cast_optional_params : bool, default False
-        Cast the parameters that are only read in the target dtype to it.
+        Cast to the target dtype each parameter that the graph reads only in the target dtype.
     fuse : bool, default False
-        Fuse operators, for inference on CPUs in bfloat16 or float32. BatchNorms are folded, in
-        float32, into the products before them. Each product, with the activations and sums that
-        follow, becomes a fused operator of oneDNN. A fused model runs on MXNet's CPU builds only,
-        and can't be trained; parameters are cast as with `cast_optional_params`.
+        Fuse operators, for inference on CPUs in bfloat16 or float32. Each BatchNorm is folded, in
+        float32, into the convolution or dense layer before. Each convolution and dense layer, with
+        the activations and sums that follow, becomes a fused operator of oneDNN. A fused model runs
+        only on CPU builds of MXNet, and can't be trained. Parameters are cast as with
+        `cast_optional_params`.
 
     The other parameters are those of `convert_symbol`.
     """
@@ -186,17 +188,17 @@ def convert_hybrid_block(
         fast = amp.convert_hybrid_block(net, "bfloat16")
         fast(data)
 
-    A block that was not hybridized and run needs an example::
+    If the block has not been hybridized and run, pass the arguments of a call::
 
         fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
 
-    Nested inputs and outputs and the states of recurrent layers keep their form. The new block
-    holds copies of the parameters that its graph reads, under the same names, and can be trained.
-    Use `cast_optional_params` for inference: it saves casts, but freezes the parameters it casts.
+    Nested inputs, nested outputs and the states of recurrent layers keep their form. The new block
+    can be trained, and has copies, with the same names, of the parameters that its graph reads. For
+    inference, use `cast_optional_params`, which saves casts, but freezes the cast parameters.
 
-    In bfloat16 the block runs a graph tuned to the shapes of its inputs, as blocks do after `init`,
-    but exports the graph without tuning. The two may differ by rounding, except with
-    `policy.untuned()`.
+    In bfloat16 the new block runs a graph tuned to the shapes of its inputs, as blocks do after
+    `init`. An export of the block contains the graph without tuning. The results of the tuned graph
+    and of the export may differ by rounding, except with `policy.untuned()`.
 
     Parameters
     ----------
@@ -211,17 +213,17 @@ def convert_hybrid_block(
     example_inputs : NDArray or sequence, optional
         The arguments of one call, to trace a block that has no graph yet.
     fuse : bool, default False
-        As for `convert_model`; freezes all parameters of the new block, and hybridizes it with
-        `static_alloc` and `static_shape`: without them, fused operators pack their weights anew at
-        each call.
+        As for `convert_model`. Freezes all parameters of the new block. Hybridizes the new block
+        with `static_alloc` and `static_shape`, because fused operators would otherwise pack their
+        weights anew at each call.
 
-    The other parameters are those of `convert_symbol`. With `keep_io_types=False` the block casts
-    data given to it in float32 or the other 16-bit dtype.
+    The other parameters are those of `convert_symbol`. With `keep_io_types=False` the new block
+    casts float32 data, and data in the other 16-bit dtype, to the target dtype.
 
     Raises
     ------
     StateError
-        The block has no graph yet and no example was given, or a parameter has no value.
+        The block has no graph yet and there are no `example_inputs`, or a parameter has no value.
     """
     options = Options.of(**locals())
     contexts = [ctx] if isinstance(ctx, Context) else list(ctx or [current_context()])
@@ -268,17 +270,17 @@ def convert_bucketing_module(
         converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
         converted.bind(module.data_shapes, module.label_shapes, for_training=False)
 
-    The copy has parameters, and is not bound yet.
+    The copy has parameters, but is not bound.
 
     Parameters
     ----------
     bucketing_mod : BucketingModule
         A float32 module, bound and with parameters. It is not changed.
     cast_optional_params : bool, default False
-        Cast the parameters that every bucket reads in the target dtype only: buckets share their
-        parameters.
+        Cast to the target dtype each parameter that all buckets read only in the target dtype, as
+        buckets share their parameters.
 
-    The other parameters are those of `convert_symbol`, for every bucket.
+    The other parameters are those of `convert_symbol`, and apply to every bucket.
 
     Raises
     ------

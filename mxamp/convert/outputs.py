@@ -103,18 +103,18 @@ def compare_models(
     model, other : (Symbol, arg_params, aux_params)
         The reference and the model to measure. Both run in inference mode, without mxamp.
     inputs : dict of str to array
-        A value for each input that is no parameter; labels may be left out.
+        A value for each input that is not a parameter. You may leave out labels.
     ctx : Context, optional
-        Where to run them; by default the current context.
+        The device on which both models run; by default the current context.
 
     Returns
     -------
     tuple of OutputError
-        The error of each output: its `name` and `shape`; `relative`, the L2 norm of the difference
-        over that of the first model's output; `maximum`, the largest absolute difference; `lost`,
-        the number of elements that are finite in the first model alone; and `same_argmax`, for
-        outputs of two dimensions the share of rows whose largest element stays the same. Elements
-        that are not finite in the first model are left out.
+        An error for each output, with the output's `name` and `shape`. `relative` is the L2 norm of
+        the difference, divided by the L2 norm of the first model's output. `maximum` is the largest
+        absolute difference. `lost` is the number of elements that are finite only in the first
+        model. `same_argmax`, for outputs of two dimensions, is the share of rows whose largest
+        element is in the same place. Elements that are not finite in the first model do not count.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def compare_models(
         An input is missing or is not finite; the first model does not run on the inputs, or gives
         an output without a finite element.
     StateError
-        The other model does not run here, such as a model converted for GPUs on a CPU.
+        `other` does not run on this device, such as a model converted for GPUs on a CPU.
     """
     if not isinstance(inputs, Mapping):
         raise ArgumentError(f"inputs must map names to arrays, not {shown(inputs)}")
@@ -221,16 +221,16 @@ def random_inputs(
         inputs = amp.random_inputs(model, {"data": data.shape})
         amp.convert_files("resnet", "resnet-bf16", target_dtype="bfloat16", check_inputs=inputs)
 
-    Inputs that an Embedding reads are indices into its table, whatever their dtype. Lengths of
-    sequences are whole numbers up to the length of the data.
+    If an Embedding reads an input, the input's values are indices into the Embedding's table. The
+    values of sequence lengths are whole numbers up to the length of the data.
 
     Parameters
     ----------
     model : (Symbol, arg_params, aux_params)
         The model that will read the inputs.
     shapes : dict of str to tuple, optional
-        The shapes of inputs. Shapes that follow from the others, such as those of labels, may be
-        left out.
+        The shapes of inputs. You may leave out shapes that follow from other shapes, such as the
+        shapes of labels.
     dtypes : dict of str to dtype, optional
         Dtypes of inputs that are not float32.
     seed : int, default 0
@@ -239,7 +239,7 @@ def random_inputs(
     Raises
     ------
     UnknownNameError
-        The model has no such input.
+        `shapes` or `dtypes` name an input that the model does not have.
     ArgumentError
         A shape is missing, or the shapes don't fit the model.
     """
