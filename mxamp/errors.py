@@ -23,7 +23,7 @@ class AmpError(Exception):
 class ArgumentError(AmpError, ValueError):
     """An argument, an operator list or a file is invalid.
 
-    The message has the argument that was given, and what is allowed. It is a `ValueError` too.
+    The message shows the invalid argument, and what is allowed. `ArgumentError` is a `ValueError`.
 
     >>> import mxamp as amp
     >>> try:
@@ -49,7 +49,7 @@ class UnknownNameError(ArgumentError, LookupError):
 class StateError(AmpError, RuntimeError):
     """A call out of order: before the call that it needs, or twice.
 
-    Correct the order of the calls: the message names the call that is missing or one too many.
+    The message names the call that is missing or superfluous.
 
     >>> import mxamp as amp
     >>> amp.init("bfloat16")
@@ -61,9 +61,9 @@ class StateError(AmpError, RuntimeError):
 
 
 class CheckError(StateError):
-    """A converted or exported model has wrong outputs; `errors` holds the error of each.
+    """A converted or exported model has wrong outputs; `errors` has the error of each output.
 
-    Catch it to see the errors. To cure it, keep more layers in float32::
+    Catch a `CheckError` to see the errors. To make the outputs right, keep more layers in float32::
 
         inputs = {"data": data}
         try:
@@ -91,7 +91,7 @@ class CheckError(StateError):
 class WriteError(AmpError, OSError):
     """A file can't be written; an existing file is unchanged.
 
-    The disk is full or read-only, for example. It is an `OSError` too. Write to another place::
+    For example, the disk is full or read-only. `WriteError` is an `OSError`. Write elsewhere::
 
         policy = amp.Policy.default("bfloat16")
         try:
@@ -102,9 +102,9 @@ class WriteError(AmpError, OSError):
 
 
 class InstallError(AmpError, ImportError):
-    """MXNet, or a package that a tool needs, can't be imported as it is installed.
+    """MXNet, or a package that a tool needs, is missing or broken.
 
-    The message says what to install. It is an `ImportError` too::
+    The message says what to install. `InstallError` is an `ImportError`::
 
         model = mx.model.load_checkpoint("resnet", 0)
         try:

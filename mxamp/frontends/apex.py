@@ -64,30 +64,30 @@ def initialize(
     Parameters
     ----------
     models : Block or list of Block
-        Initialized nets; O2 and O3 cast them in place. Their parameter files and exports hold
-        float32 at every level.
+        Initialized nets. O2 and O3 cast the nets in place. Parameter files and exports of the nets
+        contain float32 at every level.
     trainers : Trainer or list of Trainer, optional
         Trainers that have not stepped yet.
     opt_level : str
-        "O0": float32 throughout. "O1": operators run by list, parameters stay float32, and the
-        loss scale is dynamic. "O2": parameters in float16, except norms and embeddings, with
-        float32 master weights and a dynamic loss scale. "O3": all in float16 where MXNet has it,
-        loss scale 1.
+        "O0": everything is in float32. "O1": mxamp's list chooses the precision of each operator,
+        parameters stay in float32, and the loss scale is dynamic. "O2": parameters are in float16,
+        except in norms and embeddings, with float32 master weights and a dynamic loss scale. "O3":
+        everything for which MXNet has float16 kernels is in float16, and the loss scale is 1.
     loss_scale : float or "dynamic", optional
         Replaces the level's loss scale.
     dtype : str, default "float16"
-        "float16", "bfloat16" or "auto", the fast dtype of this machine; by default in an automatic
-        run, the run's. With bfloat16, O2 and O3 cast no parameters, and O3's operators run by list.
-        If "auto" is float32, or `init("auto")` has chosen float32, every level is O0, with updates
-        as in plain MXNet.
+        "float16", "bfloat16" or "auto", the fast dtype of this machine. In an automatic run, the
+        default is the dtype of the run. In bfloat16, O2 and O3 cast no parameters, and mxamp's list
+        chooses the precision of O3's operators too. If "auto" or `init("auto")` has chosen float32,
+        every level is O0, with updates as in plain MXNet.
     ctx : Context, optional
         As in `init`.
 
     Raises
     ------
     ArgumentError
-        An unknown level, dtype or loss scale, or an optimizer that can't update float16 weights,
-        with O3.
+        The level, the dtype or the loss scale is unknown, or the level is O3 and the optimizer
+        can't update float16 weights.
     StateError
         Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
         net has float16 parameters.

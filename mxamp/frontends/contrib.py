@@ -65,8 +65,8 @@ def patch_contrib() -> None:
         mxamp.patch_contrib()
         from mxnet.contrib import amp  # its functions are mxamp's
 
-    The same holds for `mxnet.contrib.amp.amp`. Functions imported by name before this call stay
-    MXNet's.
+    `patch_contrib` also replaces the functions of `mxnet.contrib.amp.amp`. Functions that a script
+    has imported by name before the call stay MXNet's.
     """
     contrib_patches.open()
 
@@ -103,7 +103,7 @@ def list_fp32_ops(target_dtype: Any) -> List[str]:
 
 
 def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
-    """Return the operators that follow their inputs or are never cast.
+    """Return the operators that run in the dtype of their inputs, and those that are never cast.
 
     >>> "Flatten" in list_lp16_fp32_ops("float16")
     True
@@ -117,7 +117,7 @@ def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
 
 
 def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
-    """Return (operator, attribute, values): float32 where the attribute has one of the values.
+    """Return (operator, attribute, values): in float32 if the attribute has one of the values.
 
     >>> ("Activation", "act_type", ["softrelu"]) in list_conditional_fp32_ops("float16")
     True
@@ -165,7 +165,7 @@ def list_loss_output_functions(target_dtype: Any) -> List[str]:
 
 
 def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool]]]:
-    """Return which inputs of an operator stay in float32 (True); None for float16, as in MXNet.
+    """Return which inputs of each operator stay in float32 (True); None for float16, as in MXNet.
 
     >>> list_lp16_use_fp32_params("bfloat16")["where"]
     [True, False, False]

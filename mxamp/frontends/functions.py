@@ -46,8 +46,8 @@ def half_function(function: Function) -> Function:
         with amp.autocast("bfloat16"):
             scores(data, data)
 
-    Arrays may stand in lists, tuples and dicts. Operators inside follow the policy. While mixed
-    precision is off, the function runs as it is.
+    Arrays in lists, tuples and dicts are cast too. Operators inside the function follow the policy.
+    While mixed precision is off, nothing is cast.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def float_function(function: Function) -> Function:
         with amp.autocast("bfloat16"):
             squared_error(net(data), target)
 
-    Inside, mixed precision is off. Arrays may stand in lists, tuples and dicts.
+    Mixed precision is off inside the function. Arrays in lists, tuples and dicts are cast too.
 
     Parameters
     ----------
@@ -91,8 +91,8 @@ def promote_function(function: Function) -> Function:
         with amp.autocast("bfloat16"):
             mix(data, data.astype(amp.bfloat16))
 
-    With a float16 and a float32 array, both are float32 inside. Arrays may stand in lists, tuples
-    and dicts.
+    If one argument is a float16 array and one a float32 array, both are float32 arrays inside the
+    function. Arrays in lists, tuples and dicts are cast too.
 
     Parameters
     ----------
@@ -160,15 +160,15 @@ def register_half_function(module: Any, name: str) -> None:
         with amp.autocast("bfloat16"):
             my_layers.attention(query, key, value)  # its arguments are cast to bfloat16
 
-    Calls of `my_layers.attention` get the new function. Code that has imported it by name before
-    keeps the old one.
+    Calls of `my_layers.attention` run the new function. Code that has imported `attention` by name
+    before runs the old function.
 
     Parameters
     ----------
     module : module or object
-        The owner of the function.
+        The module, or another object, that has the function as an attribute.
     name : str
-        The name of the function there.
+        The name of the attribute.
     """
     _register(module, name, TARGET_INSIDE)
 
@@ -186,9 +186,9 @@ def register_float_function(module: Any, name: str) -> None:
     Parameters
     ----------
     module : module or object
-        The owner of the function.
+        The module, or another object, that has the function as an attribute.
     name : str
-        The name of the function there.
+        The name of the attribute.
     """
     _register(module, name, FLOAT32_INSIDE)
 
@@ -201,14 +201,14 @@ def register_promote_function(module: Any, name: str) -> None:
 
         amp.register_promote_function(my_layers, "mix")
         with amp.autocast("bfloat16"):
-            my_layers.mix(a, b)  # in float32 if one of them is
+            my_layers.mix(a, b)  # in float32 if `a` or `b` is in float32
 
     Parameters
     ----------
     module : module or object
-        The owner of the function.
+        The module, or another object, that has the function as an attribute.
     name : str
-        The name of the function there.
+        The name of the attribute.
     """
     _register(module, name, WIDEST_INSIDE)
 
@@ -235,18 +235,19 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
     Parameters
     ----------
     op_type : str
-        Its name in `mx.operator.register`.
+        The operator's name in `mx.operator.register`.
     kind : str
-        "half" (the target dtype), "float" (float32) or "promote" (the widest of its inputs).
+        "half" (the target dtype), "float" (float32) or "promote" (the widest dtype of the inputs).
 
-    Call it before `init`: a policy knows the operators that were registered before it was made.
+    Call `register_custom_operator` before `init`: a policy knows only the operators that were
+    registered before you created the policy.
 
     Raises
     ------
     ArgumentError
         `kind` is not one of the three.
     StateError
-        Mixed precision is on by a policy that does not know the operator.
+        Mixed precision is on already, with a policy that does not know the operator.
     """
     if not isinstance(op_type, str):
         raise ArgumentError(f"op_type must be a name, not {shown(op_type)}")

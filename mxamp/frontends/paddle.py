@@ -47,31 +47,35 @@ def decorate(
         loss.backward()  # scales inside: gradients come out as in float32
         trainer.step(batch_size)  # skipped after an overflow
 
-    In `Module`, `BucketingModule` and `fit` the graph applies the scale at `SoftmaxOutput`,
-    the regression outputs, `SVMOutput` and `MakeLoss`: decorate before the module is bound (`fit`
-    binds it). With `gluon.Trainer`, `backward` scales the gradients of its heads.
+    In `Module`, `BucketingModule` and `fit`, the operators `SoftmaxOutput`, the regression outputs,
+    `SVMOutput` and `MakeLoss` apply the loss scale in the graph: call `decorate` before you bind
+    the module (`fit` binds the module). With `gluon.Trainer`, `backward` scales the head gradients.
 
     Parameters
     ----------
     optimizer : str or Optimizer
-        For a name, the result is a name; for an optimizer, the result is a copy.
+        An optimizer, of which the result is a copy, or a name, for which the result is a name too.
     init_loss_scaling : float, default 2**16
-        The first loss scale: from 1 to 2**24, unless it is kept.
-    incr_every_n_steps, incr_ratio
-        After this many clean steps the scale grows by this factor.
-    decr_every_n_nan_or_inf, decr_ratio
-        From this many overflows on, counted since the scale last grew, each overflow shrinks the
-        scale by this factor.
+        The first loss scale. A dynamic loss scale has to be from 1 to 2**24.
+    incr_every_n_steps : int, default 2000
+        The loss scale grows after this many steps in a row without an overflow.
+    decr_every_n_nan_or_inf : int, default 1
+        The number n: the n-th overflow since the loss scale last grew lowers the loss scale, and so
+        does each later overflow.
+    incr_ratio : float, default 2
+        The factor by which the loss scale grows.
+    decr_ratio : float, default 0.5
+        The factor by which an overflow lowers the loss scale.
     use_dynamic_loss_scaling : bool, default True
-        False keeps the first scale. Steps that overflow are skipped either way.
+        False keeps the first loss scale. Steps that overflow are still skipped.
 
-    If `init("auto")` has chosen float32, the scale is 1, and no step is skipped. The result's
-    attribute `scaling` counts `steps` and `skips` and holds the `loss_scale`.
+    If `init("auto")` has chosen float32, the loss scale is 1, and no step is skipped. The result's
+    attribute `scaling` has the numbers of `steps` and `skips` and the current `loss_scale`.
 
     Raises
     ------
     ArgumentError
-        An unknown name, an object that is no optimizer, or a number out of range.
+        The name is unknown, the object is not an optimizer, or a number is out of range.
     StateError
         The optimizer is decorated already.
     """

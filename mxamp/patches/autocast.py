@@ -54,32 +54,32 @@ def init(
     'bfloat16'
     >>> amp.shutdown()
 
-    Blocks may be made, hybridized and imported before or after the call.
+    You may create, hybridize and import blocks before or after the call.
 
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", or "bfloat16" (on CPUs only, as in MXNet 1.9.1). Taken from `policy` if
-        that is given.
-        "auto" is the dtype that is fast on the device: float16 on GPUs, bfloat16 on CPUs with
-        bfloat16 arithmetic. On other CPUs it is float32: mixed precision stays off, and a log
-        line says why. The same script runs there too: loss scales are 1, and trainers update
-        as in plain MXNet.
+        "float16", "bfloat16" (on CPUs only, as in MXNet 1.9.1) or "auto". If you pass `policy`,
+        the default is the dtype of the policy.
+        "auto" is the dtype that is fast on the device: float16 on GPUs, and bfloat16 on CPUs with
+        bfloat16 arithmetic. On other CPUs "auto" is float32: mixed precision stays off, and a log
+        line says why. The script needs no change for float32: loss scales are 1, and trainers
+        update as in plain MXNet.
     target_precision_ops, fp32_ops, widest_ops : list of str, optional
-        Operators, by any of their names, to run in the target dtype, in float32, and in the
-        widest dtype of their inputs. As in `mxnet.contrib.amp`, a list that is given replaces
-        the default one; use `Policy.override` to change single operators.
+        Operators to run in the target dtype, in float32, and in the widest dtype of their
+        inputs. An operator may have any of its names in MXNet. As in `mxnet.contrib.amp`, each
+        list replaces the whole default list. To change single operators, use `Policy.override`.
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
     policy : Policy, optional
-        A whole policy in place of the operator lists. With "auto" it has to be for the dtype that
-        "auto" means here, and is ignored where that is float32.
+        A whole policy in place of the operator lists. With "auto", the policy has to be for the
+        dtype that is fast on this machine; if float32 is the fast dtype, the policy is ignored.
     ctx : Context or str, optional
-        The kind of device to run in mixed precision. By default the GPU if there is one, else
-        the CPU. Operators on other devices are not cast.
+        The kind of device to run in mixed precision. The default is the GPU if there is one, else
+        the CPU. mxamp does not cast the inputs of operators on other devices.
     tuned : bool, default True
-        Allow faster equivalents of operators, and precisions by shape, in bfloat16 graphs.
-        False is `policy.untuned()`.
+        In bfloat16 graphs, replace operators by faster equivalents, and choose precisions by
+        shape. False turns both off, as `policy.untuned()` does.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def init(
     StateError
         Mixed precision is on already with other arguments.
 
-    A second call with the same arguments does nothing. After an error nothing is patched.
+    A second call with the same arguments does nothing. A call that raises leaves MXNet unpatched.
     """
     check_bool("tuned", tuned)
     lists = target_precision_ops, fp32_ops, widest_ops, conditional_fp32_ops
@@ -133,10 +133,10 @@ def shutdown() -> None:
     >>> amp.is_enabled()
     False
 
-    Does nothing if it is off. Blocks stay usable and compute in float32, except in regions that
-    their own code enters. Open `autocast` regions stay in force until they end. Losses that were
-    scaled before, and their gradients, keep their scale: backward passes and trainers stay patched
-    for it, once a loss was scaled.
+    `shutdown` does nothing if mixed precision is off. Blocks stay usable and compute in float32,
+    except in `autocast` regions inside their own code. Open `autocast` regions stay in force until
+    they end. If you have scaled a loss before `shutdown`, the loss and its gradients keep the loss
+    scale, and backward passes and trainers stay patched to handle this scale.
     """
     if switch_off():
         logger.info("mixed precision is off")
@@ -163,15 +163,15 @@ class autocast:
     ...     amp.is_enabled()
     True
 
-    Regions nest; `enabled=False` turns mixed precision off in a region. You need no `init`. Inside
-    `hybrid_forward`, and around code that makes a symbol, regions apply in the graph.
+    `autocast` works without `init`. Regions nest. A region inside `hybrid_forward`, or around code
+    that creates a symbol, applies to the operators in the graph.
 
     Parameters
     ----------
     dtype : str or dtype, optional
-        "float16", "bfloat16", or "auto", the dtype that is fast on this machine (see `init`): if
-        that is float32, mixed precision is off inside. The default is the dtype in force around the
-        region, else "float16".
+        "float16", "bfloat16", or "auto", the dtype that is fast on this machine (see `init`). If
+        float32 is the fast dtype, mixed precision is off in the region. The default is the dtype in
+        force around the region, or "float16" if mixed precision is off there.
     enabled : bool, default True
         False turns mixed precision off in the region.
     policy : Policy, optional

@@ -87,9 +87,9 @@ class Policy:
     >>> policy.rule("Convolution").op_class
     'low'
 
-    A policy is mxamp's own operator list for a dtype and a device, and changes to it. `default`,
-    `load` and `override` make policies, and `tune` finds one. Policies are immutable and compare by
-    value.
+    A policy consists of mxamp's own operator list for a dtype and a kind of device, and of changes
+    to the list. `Policy.default`, `Policy.load` and `policy.override` return policies, and
+    `amp.tune` finds a policy for a model. Policies are immutable and compare by value.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Policy:
     device : str
         The kind of device, "cpu" or "gpu".
     changes : tuple of Change
-        The steps from mxamp's own list to this policy.
+        The changes that turn mxamp's own list into this policy, in order.
     """
 
     target_dtype: str

@@ -47,11 +47,11 @@ class GradScaler:
     enabled : bool, default True
         With False, the scale is 1, and `step` is a plain `trainer.step`.
 
-    If `init("auto")` has chosen float32 before the scaler is made, the scale is 1 and no step is
-    skipped. States move between such a machine and others.
+    If `init("auto")` has chosen float32 before you make the scaler, the scale is 1 and no step is
+    skipped. You may load the scaler's state on machines on which "auto" chooses another dtype.
 
-    Calls out of order raise `StateError`: a second `step` before `update`, `unscale_` twice or
-    after `step`, `update` before any `step` or `unscale_`.
+    Calls out of order raise `StateError`: a second `step` before `update`, a second `unscale_`, an
+    `unscale_` after `step`, or an `update` before any `step` or `unscale_`.
     """
 
     def __init__(self, *settings: float, enabled: bool = True, **named: float) -> None:

@@ -49,22 +49,23 @@ class LossScaler:
     >>> [scaler.update(finite) for finite in (False, True, True)]
     [512.0, 512.0, 1024.0]
 
-    Several trainers may share one.
+    Several trainers may share one `LossScaler`.
 
     Parameters
     ----------
     init_scale : float, default 2**16
         The first loss scale.
     growth_factor : float, default 2
-        Multiplies the scale when it grows; more than 1.
+        The factor, above 1, by which the scale grows.
     backoff_factor : float, default 0.5
-        Multiplies the scale at an overflow; between 0 and 1.
+        The factor, between 0 and 1, by which an overflow lowers the scale.
     growth_interval : int, default 2000
         The scale grows after this many finite steps in a row.
     min_scale, max_scale : float, default 1 and 2**24
         The limits of the scale.
     hysteresis : int, default 1
-        The scale is lowered from this many overflows on; the count restarts when the scale grows.
+        The number n: the n-th overflow since the scale last grew lowers the scale, and so does each
+        later overflow.
     """
 
     #: The fields of a saved state: the settings of the constructor, and two counts.
@@ -221,7 +222,7 @@ class LossScaler:
 
 
 class StaticLossScaler(LossScaler):
-    """A constant loss scale; steps that overflow are still skipped.
+    """A constant loss scale. Steps that overflow are still skipped.
 
     >>> StaticLossScaler(128).loss_scale
     128.0
@@ -229,7 +230,7 @@ class StaticLossScaler(LossScaler):
     Parameters
     ----------
     scale : float, default 1
-        The loss scale; more than 0.
+        The loss scale, above 0.
     """
 
     _fields = ("loss_scale",)
@@ -240,7 +241,7 @@ class StaticLossScaler(LossScaler):
 
 
 class NoScaler(StaticLossScaler):
-    """A scale of 1: bfloat16 has float32's range. Steps with non-finite gradients are skipped.
+    """A loss scale of 1, for bfloat16. Steps with Inf or NaN gradients are still skipped.
 
     >>> NoScaler().loss_scale
     1.0

@@ -394,29 +394,31 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     >>> trainer.amp_loss_scale
     1024.0
 
-    Afterwards `trainer.amp_loss_scale` is the scale of the next loss, `trainer.amp_last_step` the
-    `StepReport` of the last update, and `trainer.amp_steps` and `trainer.amp_skips` count updates
-    done and skipped. `save_states` and `load_states` include the scaler and the counts.
+    After the call, `trainer.amp_loss_scale` is the scale of the next loss, and
+    `trainer.amp_last_step` is the `StepReport` of the last update. `trainer.amp_steps` counts the
+    updates, and `trainer.amp_skips` the skipped updates. `save_states` and `load_states` include
+    the scaler and the counts.
 
-    A second call without a scaler does nothing; with one, it replaces the scaler.
+    A second call with a scaler replaces the scaler. A second call without a scaler does nothing.
 
     Parameters
     ----------
     optimizer_or_trainer : gluon.Trainer
-        The trainer. Its `update_on_kvstore` is switched off, as updates there can't be skipped.
-        An Optimizer is an error: the argument keeps its name from `mxnet.contrib.amp`.
+        The trainer. mxamp switches the trainer's `update_on_kvstore` off, because an update on a
+        kvstore can't be skipped. An Optimizer raises `ArgumentError`: only the argument's name
+        comes from `mxnet.contrib.amp`.
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
-        By default `LossScaler()` for float16, and a scale of 1 for bfloat16, which has float32's
-        range. Steps with non-finite gradients are skipped either way. Where `init("auto")` has
-        chosen float32, the scaler is not used: the scale is 1, and no step is skipped.
+        The default is `LossScaler()` in float16, and `NoScaler()` in bfloat16, which has float32's
+        range. Both skip steps with Inf or NaN gradients. If `init("auto")` has chosen float32, the
+        scale is 1 with any scaler, and no step is skipped.
 
     Raises
     ------
     ArgumentError
-        Not a Trainer, or not a scaler.
+        An argument is not a Trainer, or not a scaler.
     StateError
-        Mixed precision is off and no scaler is given; or the trainer has updated parameters on
-        its kvstore already, or has to.
+        Mixed precision is off and no scaler is given. Or the trainer has updated parameters on
+        its kvstore already, or can update them only there.
     """
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
@@ -437,9 +439,10 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
         gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
         trainer.step(batch_size)
 
-    Covers all devices. If a gradient has overflowed, the step will be skipped, even if you change
-    the gradient to a finite value. Waits for the gradients. Float16 gradients (of parameters cast
-    to float16) lose the small values that the scale has preserved.
+    `unscale` divides the gradients on all devices. If a gradient has overflowed, the next step is
+    skipped, even if you change the gradient to a finite value. If you have cast parameters to
+    float16, their gradients lose the small values that the loss scale has preserved. `unscale`
+    waits until the gradients are computed.
 
     Parameters
     ----------
@@ -465,19 +468,20 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
         norm = amp.clip_grad_global_norm(trainer, 1.0)
         trainer.step(1)
 
-    The norm is that of all gradients together. Gradients are summed over devices first, so that
-    every device clips by the same factor; `step` does not sum them again. If the norm is Inf or
-    NaN, nothing is clipped, and the step will be skipped. Waits for the gradients.
+    The norm is the L2 norm of all gradients together. `clip_grad_global_norm` sums the gradients
+    over devices before clipping, so that every device clips by the same factor. `step` does not sum
+    the gradients again. If the norm is Inf or NaN, nothing is clipped, and the next step is
+    skipped. The call waits until the gradients are computed.
 
-    `step(batch_size)` divides gradients by the batch size after they have been clipped.
+    `step(batch_size)` divides the clipped gradients by the batch size.
 
     Parameters
     ----------
     trainer : gluon.Trainer
         After `init_trainer`, `scale_loss` and the backward pass.
     max_norm : float
-        Gradients with a larger norm are multiplied by `max_norm / norm`. Inf clips nothing, to
-        read the norm alone.
+        If the norm is larger, the gradients are multiplied by `max_norm / norm`. With Inf, the call
+        clips nothing and only returns the norm.
 
     Returns
     -------
@@ -596,15 +600,21 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     Parameters
     ----------
     loss : NDArray, or lists, tuples and dicts of them
-        The scaled loss has the same containers. A float16 loss is scaled to a float32 loss.
+        The loss. The scaled loss has the same lists, tuples and dicts. The scaled loss of a float16
+        loss is in float32.
     optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
-        The trainers of all parameters that the loss depends on, each after `init_trainer`. The loss
-        is scaled by the smallest of their scales. Each trainer checks its own gradients: if one
-        overflows, it skips its step and lowers its scale.
+        The trainers of all parameters that the loss depends on, each after `init_trainer`. The
+        smallest scale of these trainers multiplies the loss. Each trainer checks its own gradients.
+        If a gradient of a trainer overflows, only this trainer skips its step and lowers its scale.
 
-    Works inside `autograd.record()` and outside. Several losses may be scaled before one step, also
-    in several threads: the scale changes only in steps. Scaling a loss twice raises `StateError`.
-    So does the step of a trainer with gradients of the scaled loss that was not passed here.
+    You may scale a loss inside `autograd.record()` or outside. You may scale several losses before
+    one step, also in several threads, because the scale changes only in steps.
+
+    Raises
+    ------
+    StateError
+        The loss is scaled already. A trainer that has gradients of the scaled loss, but is not in
+        `optimizer_or_trainer`, raises `StateError` in its step.
     """
     hooks = list(dict.fromkeys(map(hook_of, as_list(optimizer_or_trainer))))
     if not hooks:
