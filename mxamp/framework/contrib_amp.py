@@ -8,18 +8,18 @@ from mxnet.contrib import amp as contrib_amp
 from ..errors import StateError
 from .patching import Patch
 
+_PATCH_IT = "mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
 CONTRIB_IS_ON = (
     "mxnet.contrib.amp is on in this process, and can't be undone. Start a new process without its "
-    "init, or call mxamp.patch_contrib() before it, which makes its functions mxamp's"
+    f"init, or call {_PATCH_IT}"
 )
 MXAMP_IS_ON = (
     "mxamp's mixed precision is on, and mxnet.contrib.amp's {name} would add a second one: call "
-    "mxamp.{name}, or mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
+    f"mxamp.{{name}}, or {_PATCH_IT}"
 )
 SCALED_BY_MXAMP = (
     "mxamp scales this trainer's losses, and mxnet.contrib.amp's scale_loss would scale them "
-    "again: call mxamp.scale_loss, or, where a library such as GluonCV makes this call, "
-    "mxamp.patch_contrib() before it, which makes contrib's functions mxamp's"
+    f"again: call mxamp.scale_loss, or, where a library such as GluonCV makes it, {_PATCH_IT}"
 )
 
 #: The two modules that hold the functions of `mxnet.contrib.amp`.
