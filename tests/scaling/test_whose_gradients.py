@@ -98,7 +98,7 @@ def test_the_stale_gradient_of_another_device_is_summed_at_one_scale(second):
     np.testing.assert_allclose(param.data(contexts[0]).asnumpy(), [0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["scale_loss", "unscale", "step", "later", "GradScaler"])
+@pytest.mark.parametrize("way", ["scale_loss", "unscale", "step", "later", "contrib", "GradScaler"])
 def test_losses_and_gradients_scaled_before_shutdown(way):
     """They keep their scale: the program may run backward, step, replace or unscale them."""
     amp.init("float16", ctx=mx.cpu())
@@ -112,6 +112,8 @@ def test_losses_and_gradients_scaled_before_shutdown(way):
     amp.shutdown()
     if way in ("later", "GradScaler"):
         loss.backward()
+    elif way == "contrib":
+        mx.contrib.autograd.backward([loss])  # another function of MXNet's C API
     elif way == "scale_loss":
         scaled(net, trainer)
     elif way == "unscale":
