@@ -1,4 +1,4 @@
-"""Export to ONNX in float32, checked in ONNX Runtime before the file is written."""
+"""Export to ONNX in float32: a file, checked in ONNX Runtime, or a form that runs on OpenVINO."""
 
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import cast
 from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
-from ..framework.machine import dtype_name
+from ..framework.machine import dtype_name, threads
 from ..framework.wording import shown
 from ..graph.edit import Names, Params
 from ..graph.inspect import FLOATS, tensors_of
@@ -34,6 +34,9 @@ NO_INPUTS = (
 )
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
+
+#: The dtypes of OpenVINO's hints.
+_PRECISIONS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @checked_call
@@ -190,3 +193,30 @@ def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -
     errors = list(map(outputs.output_error, model[0].list_outputs(), expected, measured))
     outputs.check_errors(errors, 0.01, "With `check=False` it is written all the same")
     return errors
+
+
+class OpenVINO:
+    """A float32 block in OpenVINO, called as the block is; the outputs come as a flat list.
+
+    `calls` are arguments of calls, of all sizes that it takes. `precision` is the dtype that it
+    computes in: bfloat16 only if that is asked for, on a CPU that has it.
+    """
+
+    def __init__(self, block: mx.gluon.HybridBlock, calls: Sequence[Any], dtype: str) -> None:
+        onnx, openvino = packages("onnx", "openvino")
+        model, examples, self._names = float32_model(block, calls)
+        core, hint = openvino.Core(), "bf16" if dtype == "bfloat16" else "f32"
+        read = core.read_model(exported(onnx, model, examples), b"")
+        options = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": threads()}
+        self._compiled = core.compile_model(read, "CPU", options)
+        found = self._compiled.get_property("INFERENCE_PRECISION_HINT")
+        self.precision = _PRECISIONS[found.to_string()]
+        # Its inputs have several names, and lack arguments that the model does not read.
+        aliases = (one.names for one in self._compiled.inputs)
+        self._used = [next(name for name in names if name in self._names) for names in aliases]
+
+    def __call__(self, *inputs: Any) -> List[Any]:
+        """Run the model once."""
+        given = dict(zip(self._names, arrays_in(inputs)))
+        found = self._compiled({name: given[name].asnumpy() for name in self._used})
+        return [mx.nd.array(found[one]) for one in self._compiled.outputs]

@@ -17,8 +17,7 @@ from mxamp.cli.main import main
 from mxamp.convert.outputs import output_error
 from mxamp.framework import machine
 from mxamp.tools import onnx_operators
-from mxamp.tools.onnx import float32_model
-from mxamp.tools.openvino import OpenVINO
+from mxamp.tools.onnx import OpenVINO, float32_model
 
 ZOO = gluon.model_zoo.vision
 S = mx.sym

@@ -33,7 +33,7 @@ from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
 from ..debugging.measured import Batch, arrays_in, loss_of
-from ..openvino import OpenVINO
+from ..onnx import OpenVINO
 
 TRAINING, INFERENCE = "training", "inference"
 #: The forms: a block as it is, or hybridized, with mixed precision off or under a policy;
