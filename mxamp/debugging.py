@@ -1,17 +1,28 @@
-"""The public name of the debugging tools: `amp.debugging` and `import mxamp.debugging`."""
+"""Tools to debug mixed precision, public as `amp.debugging`.
 
-from .tools import debugging as _tools
-from .tools.debugging import *  # noqa: F403
+>>> import mxamp as amp
+>>> with amp.debugging.operator_stats() as stats:
+...     pass
+>>> len(stats)
+0
 
-__doc__ = _tools.__doc__  # noqa: A001
-__all__ = _tools.__all__
+Operators and casts that ran     operator_stats
+First Inf or NaN of a run        check_numerics, NumericsError
+Errors against float32, by layer compare
+The report of each step          on_step
+"""
 
+from .tools.debugging.findings import NumericsError
+from .tools.debugging.numerics import check_numerics
+from .tools.debugging.operator_counts import operator_stats
+from .tools.debugging.steps import on_step
+from .tools.debugging.tensor_errors import compare
 
-_TRACE = "on_step(trainer, function); examples/tensorboard.py shows a run in TensorBoard"
+__all__ = ["NumericsError", "check_numerics", "compare", "on_step", "operator_stats"]
+
 #: Names of mxamp 1.0, and what to use instead.
 _GONE = {
-    "trace": _TRACE,
-    "read_trace": _TRACE,
+    **dict.fromkeys(("trace", "read_trace"), "on_step, as examples/tensorboard.py does"),
     "gradient_histogram": "a histogram of exponents, as in examples/tensorboard.py",
     **dict.fromkeys(("CastCount", "OperatorCount", "OperatorStats"), "what operator_stats() gives"),
     **dict.fromkeys(("Comparison", "TensorError"), "what compare(...) returns"),

@@ -9,7 +9,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn, with_avx512
-from mxamp.tools.debugging import operator_stats
+from mxamp.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
 
