@@ -28,10 +28,7 @@ from .debugging.measured import arrays_in
 from .onnx_operators import IR_VERSION, OPSET, Call, translate
 
 MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
-NO_INPUTS = (
-    "inputs must be values, not {given}: a dict of arrays by input name, for a block also the "
-    "arguments of a call, or a list of them. For sizes, give mx.nd.zeros(sizes)"
-)
+NO_INPUTS = "inputs must be arrays by input name (for a block also a call's arguments), not {given}"
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 

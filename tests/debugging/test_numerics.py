@@ -11,8 +11,8 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import randn
+from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
-from mxamp.tools.debugging import NumericsError, check_numerics
 from nets import convolutional, made
 
 DEPTH, FAULT = 10, 5
@@ -348,6 +348,30 @@ def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
         trained_with_scale(steps=1, on="raise")
     check = trained_with_scale(steps=3, min_scale=2.0**19)
     assert (check.first.kind, check.first.step) == ("overflow", 2)
+
+
+@pytest.mark.parametrize(
+    "function, maker, printed",
+    [
+        (lambda F, x: F.log(F.Flatten(F.sigmoid(x * -3) * 1e-3)), "zero__mulscalar1", "1 -Inf, "),
+        (lambda F, x: F.log(F.pick(F.sigmoid(x * -5), F.zeros(1))), "zero_sigmoid0", "1 -Inf"),
+        (lambda F, x: F.broadcast_div(x, F.sum(F.relu(3 - x), 1, True)), "zero_sum0", "3 Inf"),
+        (lambda F, x: F.dot(F.relu(x - 3), F.ones((3, 3)) * 6e4) * 2, "", "3 Inf"),
+    ],
+)  # fmt: skip
+def test_zeros_are_followed_to_the_operator_that_made_them(function, maker, printed):
+    net, data = nn.HybridSequential(), nd.array([[4, 3, 3]])
+    net.add(nn.Dense(3, in_units=3, use_bias=False), nn.HybridLambda(function, prefix="zero_"))
+    net.initialize()
+    net[0].weight.set_data(nd.eye(3))
+    net.hybridize()
+    with amp.autocast("float16"):
+        first = checked(lambda: net(data)).first
+    end = f"; its zeros come from {maker!r}" if maker else ""
+    assert printed in str(first.statistics) and str(first).endswith(end) and first.zeros == maker
+    assert (first.kind == "nonfinite") == bool(maker)
+    jump = amp.debugging.compare(net, data, dtype="float16").first_jump
+    assert jump is None or jump.zeros == maker
 
 
 def test_a_finding_holds_the_inputs():

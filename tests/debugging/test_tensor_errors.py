@@ -162,7 +162,7 @@ def test_converted_and_cast_nets_are_refused():
     converted = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data)
     net.cast("float16")
     for other, batch in ((converted, data[0]), (net, data[0].astype("float16"))):
-        with pytest.raises(amp.ArgumentError, match="give a float32 model"):
+        with pytest.raises(amp.ArgumentError, match="give the float32 model"):
             compare(other, batch, dtype="bfloat16")
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import AmpError
-from ...graph.casts.builder import HALVES
-from ...graph.ir import CASTS
 from ...policy.values import RANGES
 from .observing import Tensor
 
@@ -40,6 +38,8 @@ class Statistics:
         The number of values that are NaN.
     inf : int
         The number of infinite values.
+    negative : int
+        How many of these are -Inf.
     minimum : float, optional
         The least finite value; None without any.
     maximum : float, optional
@@ -52,6 +52,7 @@ class Statistics:
     shape: tuple[int, ...]
     nan: int
     inf: int
+    negative: int
     minimum: float | None
     maximum: float | None
     mean: float | None
@@ -62,12 +63,13 @@ class Statistics:
         values = tensor.values
         finite = values[np.isfinite(values)].astype(np.float64)
         nan = int(np.isnan(values).sum())
-        inf = values.size - nan - finite.size
+        inf = values.size - nan - finite.size, int((values == -np.inf).sum())
         of_finite = [float(f(finite)) if finite.size else None for f in (np.min, np.max, np.mean)]
-        return cls(tensor.dtype, values.shape, nan, inf, *of_finite)
+        return cls(tensor.dtype, values.shape, nan, *inf, *of_finite)
 
     def __str__(self) -> str:
-        parts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "Inf")) if n]
+        counts = {"NaN": self.nan, "Inf": self.inf - self.negative, "-Inf": self.negative}
+        parts = [f"{n} {what}" for what, n in counts.items() if n]
         if self.minimum is not None:
             parts.append(f"from {self.minimum:.4g} to {self.maximum:.4g}, mean {self.mean:.4g}")
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -106,6 +108,9 @@ class Finding:
         The counts and range of the tensor.
     inputs : tuple of (str, Statistics)
         The names and statistics of the operator's inputs, for a forward finding.
+    zeros : str
+        In a graph, the operator whose zeros became Inf or NaN, as by underflow before a logarithm;
+        "" for other findings.
     """
 
     kind: str
@@ -117,6 +122,7 @@ class Finding:
     tensor: str
     statistics: Statistics
     inputs: tuple[tuple[str, Statistics], ...] = ()
+    zeros: str = ""
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""
@@ -125,6 +131,7 @@ class Finding:
         is_overflow = self.kind == "overflow"
         more = f"; the largest {dtype} is {RANGES[dtype].largest:.6g}" if is_overflow else ""
         more += "".join(f"; {name}: {found}" for name, found in self.inputs)
+        more += f"; its zeros come from {self.zeros!r}" if self.zeros else ""
         return (
             f"step {self.step}: {backward}{self.node!r} ({self.operator}{block}) "
             f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{more}"
@@ -151,9 +158,3 @@ class NumericsError(AmpError, ArithmeticError):
     def __init__(self, finding: Finding) -> None:
         super().__init__(str(finding))
         self.finding = finding
-
-
-def kind_of(operator: str, tensor: Tensor) -> str:
-    """Return the kind of a tensor with Inf or NaN that an operator makes of finite values."""
-    is_low = operator in CASTS or tensor.dtype in HALVES
-    return "overflow" if is_low and "nan" not in tensor.bad else "nonfinite"

@@ -14,7 +14,7 @@ from mxnet import autograd
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
 
-from ...convert.outputs import error_reason, zeros_for_missing
+from ...convert.outputs import checked_model, error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
 from ...framework.wording import counted, shown
@@ -26,16 +26,9 @@ NOT_ON_BATCH = (
     "block {name!r} does not run on this batch of {arrays}: {why}. A batch holds the net's "
     "arguments, and the label too only where a loss or a metric is given"
 )
-NO_LOSS = (
-    "loss must be a function of the net's output and the label that returns an NDArray computed "
-    "from the output, not {given}"
-)
-NO_BATCH = (
-    "a batch is an NDArray (mx.nd.array(...) makes one) or a tuple of the net's inputs, and of the "
-    "label too where a loss or a metric is given: (data, label), not {given}"
-)
-NOT_FLOAT32 = "{name!r} is in {dtype}: give a float32 model, neither converted nor cast"
-NOT_A_NET = "give a Block, or a saved one: (symbol, arg_params, aux_params), not {given}"
+NO_LOSS = "loss must be a function from the net's output and the label to an NDArray, not {given}"
+NO_BATCH = "a batch must be an array or a tuple (for a loss or metric, label last), not {given}"
+NOT_FLOAT32 = "{name!r} is in {dtype}: give the float32 model, or convert this one to float32 first"
 
 
 class Batch(NamedTuple):
@@ -69,9 +62,7 @@ def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
 
 def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
     """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
-    if not (isinstance(model, tuple) and len(model) == 3 and isinstance(model[0], mx.sym.Symbol)):  # noqa: PLR2004
-        raise ArgumentError(NOT_A_NET.format(given=shown(model)))
-    symbol, args, auxs = model
+    symbol, args, auxs = checked_model(model)
     values = {**args, **auxs}
     names = [name for name in symbol.list_inputs() if name not in values]
     with warnings.catch_warnings():

@@ -15,13 +15,14 @@ from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shown
-from .findings import Finding, NumericsError, Statistics, kind_of
+from ...graph.casts.builder import HALVES
+from ...graph.ir import CASTS
+from .findings import Finding, NumericsError, Statistics
 from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
 
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
-_BACKWARD = (executor.Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
@@ -189,10 +190,11 @@ class NumericsCheck(TensorObserver):
         self, phase: str, site: Site, name: str, tensor: Tensor, read: _Read, kind: str = ""
     ) -> Finding:
         """Return the finding of a tensor, with statistics of it and of what the operator read."""
-        kind = kind or kind_of(site.operator, tensor)
+        overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
+        kind = kind or ("overflow" if overflows and not site.zeros else "nonfinite")
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
         place = (site.block, site.node, site.operator, name)
-        return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs)
+        return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs, site.zeros)
 
     def _report(self, finding: Finding) -> None:
         """Record the finding of the running pass, and log it if `on` says so."""
@@ -223,8 +225,8 @@ class NumericsCheck(TensorObserver):
         """Return the patches of calls, graphs, executors, backward passes and updates."""
         return [
             *super().patches(),
-            *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
-            patch_over(autograd, "grad", self._run_backward),
+            *(patch_over(one, "backward", self._run_backward) for one in (executor.Executor, NDArray)),
+            *(patch_over(autograd, one, self._run_backward) for one in ("backward", "grad")),
             patch_over(Trainer, "_update", self._update),
             patch_over(module.Module, "update", self._update),
         ]
@@ -259,8 +261,10 @@ def check_numerics(
     program, and `first` is the first of all findings, or None. Printing the check gives a line for
     each finding. A check without findings is false. A finding has `kind`, `phase` ("forward" or
     "backward"), `step`, `block`, `node`, `operator`, `tensor`, the `statistics` of the tensor
-    (`dtype`, `shape`, the numbers of `nan` and `inf`, and `minimum`, `maximum` and `mean` of the
-    finite values), and `inputs`: names and statistics of the operator's inputs.
+    (`dtype`, `shape`, the numbers of `nan` and `inf`, how many of these are `negative`, and
+    `minimum`, `maximum` and `mean` of the finite values), `inputs`: names and statistics of the
+    operator's inputs, and `zeros`: in a graph, the operator whose zeros became Inf or NaN, as in
+    the logarithm of a value that underflowed in float16.
 
     The check finds operators and casts that compute Inf or NaN, and inputs and parameters that
     contain Inf or NaN. The check takes an infinity for a mask if the infinity is an argument of

@@ -28,10 +28,11 @@ from ...framework.machine import BFLOAT16
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
 from ...graph.inspect import FLOATS
-from ...graph.ir import Graph, Output
+from ...graph.ir import CASTS, Graph, Output
 from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
+from ...policy.policy import Policy
 from .measured import blocks_in
 
 Arrays = Sequence[NDArray]
@@ -78,7 +79,6 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""
-        raise NotImplementedError
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
@@ -117,6 +117,7 @@ class Site(NamedTuple):
     operator: str
     attributes: Mapping[str, Any]
     names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator has them
+    zeros: str = ""  #: in a graph, the operator that made the zeros of its Inf or NaN
 
 
 class Tensor:
@@ -141,6 +142,15 @@ class Tensor:
         if not self.is_checkable or np.isfinite(self.values).all():
             return frozenset()
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
+
+    def count_zeros(self) -> int:
+        """Return the number of elements that are 0."""
+        return int((self.values == 0).sum())
+
+    def is_zero_at(self, output: Tensor) -> bool:
+        """Return whether the array is 0 wherever an output, of its shape, is Inf or NaN."""
+        fits = all(n in (1, m) for n, m in zip(self.array.shape[::-1], output.array.shape[::-1]))
+        return fits and bool(((self.values == 0) | np.isfinite(output.values)).all())
 
 
 #: The inputs of an operator; None for an input that is not known.
@@ -174,7 +184,6 @@ class TensorObserver(Observer):
 
     def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
         """Observe an output of an operator, its `number`."""
-        raise NotImplementedError
 
     def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
         """Take the begin of a graph's forward pass, or of an eager call at a site."""
@@ -313,7 +322,24 @@ class MonitoredGraph:
         output = self._seen[i, number] = Tensor(array)
         output.bad  # noqa: B018  # read at once, as another operator may write over it
         inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
-        self._observer.on_operator(self._site(i), inputs, output, number)
+        zeros = self._maker_of_zeros(i, output) if output.bad else ""
+        self._observer.on_operator(self._site(i)._replace(zeros=zeros), inputs, output, number)
+
+    def _maker_of_zeros(self, i: int, output: Tensor) -> str:
+        """Return the operator that made the zeros which node i turns into Inf or NaN; "" if none.
+
+        The search goes up the graph as long as operators pass zeros on and make no more.
+        """
+        node, seen, policy = self._graph.nodes[i], self._seen, Policy.default("float16", "gpu")
+        found = [e for e in node.inputs if e in seen and seen[e].is_zero_at(output)]
+        if not found or policy.rule(node.operator).op_class == "low":
+            return ""  # sums of products overflow
+        passing = {*policy.operators("neutral"), *CASTS}
+        while found:
+            node, zeros = self._graph.nodes[found[-1][0]], seen[found[-1]].count_zeros()
+            sources = node.inputs[:1] if node.operator in passing else ()
+            found = [e for e in sources if e in seen and seen[e].count_zeros() >= zeros]
+        return self._graph.nodes[node.inputs[0][0]].name if node.op in CASTS else node.name
 
     def _site(self, i: int) -> Site:
         """Return the site of a node."""

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Sequence, Tuple
 
-import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block
 
@@ -42,8 +41,9 @@ class _Layer(NamedTuple):
     block: str
     operator: str
     precision: str
-    values: Any  #: a float32 NumPy array
-    inputs: Sequence[Any]  #: float32 NumPy arrays; None where an input is not known
+    values: Any  #: a NumPy array
+    inputs: Sequence[Any]  #: NumPy arrays; None where an input is not known
+    zeros: str
 
 
 class TensorError(Distance):
@@ -51,8 +51,11 @@ class TensorError(Distance):
 
     `relative` is the L2 norm of the difference over that of float32's values, the largest of all
     batches; `maximum` the largest absolute difference; `lost` the number of elements that are
-    finite in float32 only. `precision` is the dtype that the operator computes in.
+    finite in float32 only. `precision` is the dtype that the operator computes in, and `zeros` the
+    operator whose zeros became Inf or NaN, if any.
     """
+
+    zeros = ""
 
     def __init__(self, name: str, block: str, operator: str, precision: str) -> None:
         super().__init__()
@@ -62,6 +65,7 @@ class TensorError(Distance):
     def include(self, plain: _Layer, mixed: _Layer) -> None:
         """Include a batch of a layer's output."""
         self.add(self.name, plain.values, mixed.values)
+        self.zeros = self.zeros or mixed.zeros
         for one, other in zip(plain.inputs, mixed.inputs):
             if one is not None and other is not None and one.shape == other.shape:
                 self._inputs.add(self.name, one, other)
@@ -110,6 +114,7 @@ class Comparison:
         jump = "no layer at which the error jumps"
         if first is not None:
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
+            jump += f", by zeros of {first.zeros}" if first.zeros else ""
         net = " of the hybridized net" if self.hybridized else ""
         compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}{net}"
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
@@ -119,8 +124,7 @@ class Comparison:
         rows = [[getattr(error, name) for name in _HEADINGS] for error in worst]
         return f"{text_table(_HEADINGS, rows)}\n\n{self.summary()}"
 
-    def __repr__(self) -> str:
-        return f"<Comparison: {self.summary()}>"
+    __repr__ = __str__  # for notebooks
 
 
 # ---------------------------------------------------------------------- two runs of a net
@@ -172,9 +176,10 @@ def compare(
         The net is not in float32, or the data has no batch.
 
     The result has `outputs`, the errors of the layers in the order of execution, each with `name`,
-    `block`, `operator`, `precision`, `relative`, `maximum` and `lost`. It also has `first_jump`, or
-    None, and `hybridized`, which says whether the net ran as one graph. Printing the result gives a
-    table of the 10 worst layers. `tune` measures the error of gradients.
+    `block`, `operator`, `precision`, `relative`, `maximum`, `lost` and `zeros`, the operator whose
+    zeros became Inf or NaN, or "". It also has `first_jump`, or None, and `hybridized`, which says
+    whether the net ran as one graph. Printing the result gives a table of the 10 worst layers.
+    `tune` measures the error of gradients.
 
     Cost: two runs of the net for each batch, and memory for the outputs of all layers.
     """
@@ -231,7 +236,7 @@ class _Layers(TensorObserver):
         """Record an output of a layer."""
         if not output.is_checkable:
             return
-        values = _in_float32(output)
+        values = output.values
         if site.operator in CASTS and inputs[0] is not None:
             key = self._keys.get(inputs[0])
             if key is not None and self.layers[key].precision == output.dtype:
@@ -244,10 +249,5 @@ class _Layers(TensorObserver):
         self._calls[name] += number == 0
         key = self._keys[output] = name, self._calls[name], number
         precision = site.attributes.get(PRECISION) or output.dtype
-        read = [one and _in_float32(self._before_cast.get(one, one)) for one in inputs]
-        self.layers[key] = _Layer(site.block, site.operator, precision, values, read)
-
-
-def _in_float32(tensor: Tensor) -> Any:
-    """Return a tensor's values in float32; None if it holds no floating-point numbers."""
-    return tensor.values.astype(np.float32, copy=False) if tensor.is_checkable else None
+        read = [one and self._before_cast.get(one, one).values for one in inputs]
+        self.layers[key] = _Layer(site.block, site.operator, precision, values, read, site.zeros)
