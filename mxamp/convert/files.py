@@ -1,7 +1,5 @@
 """Conversion of saved models: from files to files."""
 
-import logging
-import os
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
@@ -17,8 +15,6 @@ from .models import converted_model
 from .options import Options, resolved_dtypes
 from .outputs import OutputError, check_errors, compare_models
 from .saved import checked_output_files, load_model, model_files, saved_semantics, write_model
-
-logger = logging.getLogger("mxamp")
 
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
@@ -113,11 +109,9 @@ def convert_files(
         raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        logger.info("converting %s", os.fspath(prefix))
         converted = converted_model(model, options)
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:
-            logger.info("running %s before and after", os.fspath(prefix))
             original = model
             dtypes = resolved_dtypes(model[0], {**model[1], **model[2]}, input_dtypes)
             # MXNet's CPU kernels don't run every half-precision model.

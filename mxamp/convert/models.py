@@ -5,6 +5,7 @@ returns the dtypes of the original. The symbol, block and dictionaries that were
 """
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
 from mxnet.context import Context, current_context
@@ -26,10 +27,7 @@ from .outputs import Model, checked_model
 from .symbols import Converted, Params, convert
 
 #: The arguments of a BucketingModule that its attributes hold.
-_MODULE_OPTIONS = (
-    "sym_gen", "default_bucket_key", "context", "work_load_list", "fixed_param_names",
-    "state_names", "group2ctxs", "compression_params",
-)  # fmt: skip
+_MODULE_OPTIONS = signature(BucketingModule).parameters.keys() - {"logger"}
 NOT_BOUND = "bind bucketing_mod and give it parameters, by init_params or set_params, to convert it"
 
 

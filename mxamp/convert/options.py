@@ -117,16 +117,19 @@ def resolved_dtypes(
 def checked_dtype(name: str, dtype: Any) -> str:
     """Return the name of a dtype; raise, naming the input `name`, unless MXNet has that dtype."""
     found = dtype_name(dtype)
-    if found not in DTYPE_CODES:
+    if dtype is None or found not in DTYPE_CODES:  # None is float64 to NumPy
         allowed = ", ".join(DTYPE_CODES)
         raise ArgumentError(f"the dtype of input {name!r} must be in {allowed}, not {shown(dtype)}")
     return found
 
 
-def check_mapping(argument: str, value: Any, what: str) -> None:
-    """Raise unless the argument of that name is None, or maps names to `what`."""
+def check_mapping(argument: str, value: Any, what: str, kind: Any = object) -> None:
+    """Raise unless the argument of that name is None, or maps names to `what`, all of a `kind`."""
     if not isinstance(value, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to {what}, not {shown(value)}")
+    for name, one in (value or {}).items():
+        if not isinstance(one, kind):
+            raise ArgumentError(f"{argument} must map to {what}, but {name!r} is {shown(one)}")
 
 
 def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:

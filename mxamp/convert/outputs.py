@@ -29,9 +29,11 @@ logger = logging.getLogger("mxamp")
 
 Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
-NO_MODEL = "a model must be (symbol, arg_params, aux_params) with NDArrays, not {given}"
-NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred{why}: give them (--input NAME:1,3)"
+NO_MODEL = "a saved model must be (symbol, arg_params, aux_params) with NDArrays, not {given}"
+NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred: give them (--input NAME:1,3)"
+NO_FIT = "inputs of the shapes {shapes} do not fit the model: {why}"
 ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
+NOT_ORIGINAL = "the original does not run on these inputs: {why}"
 NOT_HERE = "the model does not run on these inputs here (one for GPUs needs a GPU): {why}"
 NO_VALUES = "input {name!r} must be an array of numbers, not {given}: mx.nd.zeros(sizes) makes one"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
@@ -126,14 +128,15 @@ def compare_models(
     """
     if not isinstance(inputs, Mapping):
         raise ArgumentError(f"inputs must map names to arrays, not {shown(inputs)}")
+    if not isinstance(ctx, (Context, type(None))):
+        raise ArgumentError(f"ctx must be a Context, such as mx.cpu(), not {shown(ctx)}")
     ctx = ctx or current_context()
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
     try:
         expected = run_model(model, given, ctx)
     except MXNetError as error:
-        why = error_reason(error)
-        raise ArgumentError(f"the original does not run on these inputs: {why}") from None
+        raise ArgumentError(NOT_ORIGINAL.format(why=error_reason(error))) from None
     try:
         measured = run_model(other, given, ctx)
     except MXNetError as error:
@@ -248,15 +251,14 @@ def random_inputs(
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
-    found, why = shapes, ""
     try:
         params = {name: array.shape for name, array in args.items()}
         found = {**_inferred_shapes(symbol, {**params, **shapes}), **shapes}
     except MXNetError as error:
-        why = f" ({error_reason(error)})"
+        raise ArgumentError(NO_FIT.format(shapes=shapes, why=error_reason(error))) from None
     missing = [name for name in names if name not in found]
-    if missing or why:
-        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(missing or names), why=why))
+    if missing:
+        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(missing)))
     random, bounds = np.random.RandomState(seed), _bounds(symbol, found)
     result = {}
     for name in names:

@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
 from ..framework.wording import counted, shown
-from ..graph.casts.builder import HALVES
+from ..graph.casts.builder import HALVES, is_converted
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
@@ -38,6 +38,8 @@ logger = logging.getLogger("mxamp")
 Params = Dict[str, NDArray]
 
 LOSSY = "%r in %s turns %s into infinity and %s into zero: name its layer in `excluded_sym_names`"
+STAYS_FUSED = "the model is fused already, and stays so: convert the model as it was before `fuse`"
+AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
 
@@ -91,6 +93,8 @@ def convert(
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     graph = without_copies_before_casts(with_merged_variables(Graph.from_symbol(symbol)))
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
+    if graph.has_fused_operators or (policy.lowers and is_converted(graph)):
+        logger.warning(STAYS_FUSED if graph.has_fused_operators else AGAIN)
     data: Sequence[str] = [name for name in graph.input_names if name not in (params or {})]
     if params is None:
         data = name_list("data_names", options.data_names)

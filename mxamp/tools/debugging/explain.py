@@ -39,7 +39,7 @@ PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = CONVERTED, INFERENCE, TRAINING = ("converted", "inference", "training")
 #: Colors of `to_dot`; that of low precision is `_LOW`.
 _COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
-#: The mode of a plan of a model that is 16-bit already, without another conversion.
+#: The mode of a plan of a model that is 16-bit or fused already, without another conversion.
 AS_IT_IS = "as it is"
 
 HINT = "Gluon adds _fwd to the name of a layer"
@@ -132,8 +132,7 @@ class Plan:
         rows = [[getattr(node, heading) for heading in headings] for node in self.nodes]
         return f"{text_table(headings, rows)}\n\n{self.summary()}"
 
-    def __repr__(self) -> str:
-        return f"<Plan: {self.summary()}>"
+    __repr__ = __str__  # for notebooks
 
     def to_dot(self) -> str:
         """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
@@ -205,7 +204,8 @@ def explain(
         training graph if the block has trained). If a converted block has not run yet, the plan
         follows the policy of the conversion. For other models that have not run, the plan follows
         the active policy (`init`, `autocast`). Without an active policy, the plan shows a 16-bit
-        model as it is, and a float32 model as `convert_*` to float16 would make it.
+        model as it is, and a float32 model as `convert_*` to float16 would make it. A fused model
+        is shown as it is.
     policy : Policy, optional
         The default is mxamp's own policy for `target_dtype` and this machine's kind of device.
     excluded_sym_names : list of str or Block, optional
@@ -257,7 +257,7 @@ def explain(
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
     shapes = options.checked_shapes("input_shapes", input_shapes)
     options.check_mapping("input_dtypes", input_dtypes, "dtypes")
-    options.check_mapping("params", params, "arrays")
+    options.check_mapping("params", params, "NDArrays", NDArray)
     if isinstance(model, HybridBlock) and params is None:
         traced = trace(model, example_inputs)
         symbol, params = traced.symbol, traced.param_values()
@@ -269,15 +269,18 @@ def explain(
     else:
         raise ArgumentError(f"explain takes a Symbol, or a HybridBlock alone, not {shown(model)}")
     source: Source | None = None
-    if policy is None and target_dtype is None:
+    graph = Graph.from_symbol(symbol)
+    # Fused operators have no class in a policy: they keep the dtype that they were fused in.
+    if policy is None and target_dtype is None and not graph.has_fused_operators:
         source = getattr(model, "_source", None)
         policy, mode, run = _in_force(model, source, mode)
         if run is not None:
             input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
-    graph, _, stored = source or (Graph.from_symbol(symbol), policy, frozenset())
+    graph, _, stored = source or (graph, policy, frozenset())
     dtypes = options.resolved_dtypes(symbol, params, input_dtypes)
     data = tuple(name for name in graph.input_names if name not in params)
-    if not any((policy, target_dtype, mode, excluded_sym_names)) and has_halves(graph, dtypes):
+    is_made = graph.has_fused_operators or has_halves(graph, dtypes)
+    if is_made and not any((policy, target_dtype, mode, excluded_sym_names)):
         nodes = tuple(_nodes_as_they_are(graph, dtypes))
         target = max(TARGETS, key=[node.precision for node in nodes].count)
         return Plan(target, nodes, tuple(_inserted_casts(graph)), data, AS_IT_IS)

@@ -60,8 +60,7 @@ class Benchmark:
     def __str__(self) -> str:
         return f"{table(self.timings)}\n\n{self.summary()}"
 
-    def __repr__(self) -> str:
-        return f"<Benchmark: {self.summary()}>"
+    __repr__ = __str__  # for notebooks
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
