@@ -15,8 +15,8 @@ NO_GPU = (
     "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
 )
 SLOW = (
-    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but it will not be "
-    "faster than float32%s"
+    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but bfloat16 is no "
+    "faster than float32 here%s"
 )
 IN_MODEL = (
     ". A model converted here computes in float32 on rounded values, on other CPUs too: to use "
@@ -26,7 +26,7 @@ ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "
     "convolutional nets run 10 to 25 times slower than in float32. %s is the fast dtype here%s"
 )
-FOR_GPUS = ". For the device 'gpu', there is the policy `Policy.default('float16', 'gpu')`"
+FOR_GPUS = ". For a GPU, give --device gpu, or in Python policy=Policy.default('float16', 'gpu')"
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )

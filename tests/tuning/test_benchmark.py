@@ -195,12 +195,3 @@ def test_openvino_is_recommended_where_it_is_the_fastest():
 def test_a_converted_model_that_is_no_faster_is_not_recommended():
     assert "convert" not in report((1.7, 1.9), (1.5, 1.6), (1.4, 1.8))
     assert "convert" not in report((1.7, 1.9), (0.5, 0.6), (0.9, 1.1))
-
-
-def test_wrong_calls():
-    net, data = small_net()
-    cases = ((data, data), "only where a loss"), (mx.nd.ones((2, 5)), "does not run on this batch")
-    for given, said in cases:
-        with pytest.raises(amp.ArgumentError, match=said):
-            amp.benchmark(net, given)
-    assert not _stacks

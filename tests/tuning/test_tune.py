@@ -212,12 +212,12 @@ HALF.cast("float16")
     [
         ({"rtol": 0}, "`rtol` must be a positive"),
         ({"min_metric": 0.5}, "min_metric needs it"),
-        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, r"of the label too where a loss or a metric"),
+        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "for a loss or metric, label last"),
         ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
-        ({"net": 3}, "give a Block, or a saved one"),
+        ({"net": 3}, "a saved model must be"),
         ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
-        ({"net": HALF}, "is in float16: give a float32 model"),
-        ({"policy": amp.Policy.default("float16", "gpu")}, "is for the gpu, and the data is on cpu"),
+        ({"net": HALF}, "is in float16: give the float32 model, or convert this one to float32"),
+        ({"policy": amp.Policy.default("float16", "gpu"), "timed": True}, "policy for the gpu, data on cpu.* float16 with `timed=False`"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(change, words):

@@ -23,6 +23,7 @@ from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObser
 logger = logging.getLogger("mxamp")
 
 _ON = ("raise", "log", "collect")
+_BACKWARD = (executor.Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
@@ -225,8 +226,8 @@ class NumericsCheck(TensorObserver):
         """Return the patches of calls, graphs, executors, backward passes and updates."""
         return [
             *super().patches(),
-            *(patch_over(one, "backward", self._run_backward) for one in (executor.Executor, NDArray)),
-            *(patch_over(autograd, one, self._run_backward) for one in ("backward", "grad")),
+            *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
+            patch_over(autograd, "grad", self._run_backward),
             patch_over(Trainer, "_update", self._update),
             patch_over(module.Module, "update", self._update),
         ]

@@ -11,21 +11,21 @@ import functools
 import math
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import mxnet as mx
 import numpy as np
 
-from ...errors import ArgumentError, StateError
+from ...errors import ArgumentError, StateError, unknown
 from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
 from ...framework.wording import counted, shortened
-from ...patches.autocast import policy_for
 from ...policy.overrides import exact_pattern
-from ...policy.policy import Policy
+from ...policy.policy import Policy, requested_policy
+from ...policy.targets import DEFAULT_TARGET
 from ...scaling.scaler import positive_number
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
@@ -45,11 +45,11 @@ _LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood"
 
 METRIC_ALONE = "a metric is measured in inference of a block, without a loss; min_metric needs it"
 BELOW = "no policy satisfies min_metric={wanted}: the float32 model itself has {found:g}"
-OTHER_DEVICE = "the policy is for the {own}, and the data is on {data}: put both on one device"
+OTHER_DEVICE = "policy for the {own}, data on {data}: use one device, or float16 with `timed=False`"
 NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call shows why"
 NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
-NO_KERNELS = "This CPU has no bfloat16 kernels: only float32 was tried."
+NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
@@ -198,7 +198,8 @@ def tune(
         The policy where the search starts. The default is mxamp's own policy.
     timed : bool, default True
         False tunes the accuracy alone: the policy is in 16 bits even if 16 bits are slow on this
-        machine. Pass False for a model that will run on another machine.
+        machine. Pass False for a model that will run on another machine. The policy may then be
+        for GPUs, `Policy.default("float16", "gpu")`, with the data on the CPU.
 
     Returns
     -------
@@ -215,12 +216,16 @@ def tune(
 
     Memory: a copy of the parameters for each form that is timed, and all activations of one batch.
     """
-    base = policy_for(target_dtype or (None if policy else machine.default_dtype()), policy)
+    default = DEFAULT_TARGET if policy else machine.default_dtype()
+    base = requested_policy(target_dtype or default, policy=policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
     if metric is not None or min_metric is not None:
         if metric is None or loss is not None or not isinstance(net, mx.gluon.Block):
             raise ArgumentError(METRIC_ALONE)
-        metric = copy.deepcopy(mx.metric.create(metric))
+        try:
+            metric = copy.deepcopy(mx.metric.create(metric))
+        except AssertionError:
+            raise unknown("metric", metric, mx.registry.get_registry(mx.metric.EvalMetric)) from None
         if type(metric).__name__ in _LOSSES:
             raise ArgumentError(f"metric must be one of which more is better, not {metric.name}")
     began, seconds = time.monotonic(), seconds_of(budget)
@@ -228,8 +233,6 @@ def tune(
     with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
         if not model.is_traced:
             raise ArgumentError(NO_GRAPH.format(name=net.name))
-        if machine.device_kind(model.context) != base.device:
-            raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=model.context))
         search = _Search(model, base, timed, rtol, min_metric)
         search.run(began + _FOR_SEARCH * seconds, began + seconds)
         return search.tuning()
@@ -266,7 +269,11 @@ class _Search:
     def __init__(
         self, model: Model, base: Policy, timed: bool, rtol: float | None, least: float | None
     ) -> None:
-        self._model, self._base, self.best = model, base, model.plain
+        here = machine.device_kind(model.context)
+        if here != base.device and (timed or base.target_dtype == "bfloat16"):
+            raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=model.context))
+        self._model, self._base, self.best = model, replace(base, device=here), model.plain
+        self._device = base.device
         lists = (arrays for result in model.results for arrays in result.values())
         if not all(np.isfinite(array).all() for arrays in lists for array in arrays):
             raise StateError(NOT_FINITE)
@@ -281,7 +288,7 @@ class _Search:
         #: The layers that stay in float32 in the best form; None until enough are known.
         self.kept: frozenset[str] | None = None
         self.forms: list[Form] = []
-        self.timed = timed and (base.target_dtype, base.device) != ("float16", "cpu")
+        self.timed = timed and (base.target_dtype, here) != ("float16", "cpu")
 
     def _is_within(self, form: Form) -> bool:
         """Return whether the errors of a form, and its metric, are within the tolerance."""
@@ -368,13 +375,13 @@ class _Search:
             notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
         elif best is plain and complete:
             notes.append(FLOAT32)
-        policy = best.policy or self._base.in_float32()
+        policy = replace(best.policy or self._base.in_float32(), device=self._device)
         kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
         if best in timed and best is not plain:
             speed = f", {timed[best].speedup:.3g} times as fast as plain float32"
         figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
-        limits = [f", within a relative error of {self._tolerance:.4g}"]
-        limits = limits if self._tolerance < math.inf else []
+        error = f", within a relative error of {self._tolerance:.4g}"
+        limits = [error] if self._tolerance < math.inf else []
         limits += [f", with a metric from {self._least:.4g}"] if "metric" in best.errors else []
         report = (
             f"Tuned for {'training' if model.loss else 'inference'} on {machine.cpu_name()}, "
