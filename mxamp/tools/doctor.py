@@ -20,6 +20,7 @@ from ..framework import machine
 from ..framework.compat import BROKEN, MXNET, release
 from ..framework.cuda import DRIVER, MAJORS, WHEEL
 from ..framework.environment import AUTOMATIC, automatic_value
+from ..framework.wording import counted
 
 #: Imports MXNet in a process of its own, which some settings end, and prints the default device.
 _IMPORT = "from mxamp.framework import machine; print('\\nmxamp', machine.default_device())"
@@ -48,16 +49,16 @@ _HARMFUL = {
 PROBLEM, NOTE = "problem", "note"
 
 
+#: A GPU as nvidia-smi lists it: name, driver and compute capability, which is no number if unknown.
+Gpu = Tuple[str, ...]
+
+
 class Finding(NamedTuple):
     """A problem or a note about an installation, and what to do about it."""
 
     level: str  #: "problem", or "note": with a note, mxamp works
     what: str
     advice: str
-
-
-#: A GPU as nvidia-smi lists it: name, driver and compute capability, which is no number if unknown.
-Gpu = Tuple[str, ...]
 
 
 def examine() -> tuple[dict[str, str], list[Finding]]:
@@ -68,19 +69,19 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
     gpus, gpu_error = query_gpus()
     device, error = import_mxnet()
     wheels = installed_wheels()
-    usable = ", ".join(sorted(machine.onednn_features()))
+    usable, dtype = machine.onednn_features(), machine.fast_dtype(device or "cpu")
     variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
     facts = {
         "mxamp": __version__,
         "MXNet": ", ".join(map(" ".join, wheels.items())) or "no wheel is installed",
         "NumPy, Python": f"{np.__version__}, {platform.python_version()} on {platform.platform()}",
-        "CPU": f"{machine.cpu_name()}; oneDNN may use {usable or 'no avx512'}",
-        "processors": f"{processors():g}; threads of MXNet's kernels: {machine.threads()}",
+        "CPU": f"{machine.cpu_name()}, with {', '.join(sorted(usable)) or 'no avx512'}",
+        "processors": f"{processors():g}; MXNet computes on {counted(machine.threads(), 'thread')}",
         **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
         **{name: without_folders(os.environ[name]) for name in variables},
-        "dtype 'auto'": machine.fast_dtype(device or "cpu"),
+        "fastest dtype": f"float32: {machine.why_float32()}" if dtype == "float32" else dtype,
     }
-    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu(device)]
+    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu()]
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
 
 
@@ -122,21 +123,18 @@ def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> I
         yield Finding(PROBLEM, what, advice)
 
 
-def _cpu(device: str) -> Iterator[Finding]:
-    """Yield findings on the CPU's bfloat16 instructions and the threads of MXNet's kernels."""
+def _cpu() -> Iterator[Finding]:
+    """Yield findings on MXNet's threads, and on the instructions that oneDNN may use."""
     usable, threads = processors(), machine.threads()
     cores = max(1, int(min(machine.processors() // machine.threads_per_core(), usable)))
     too_many = threads > max(usable, 1)
     if too_many or (threads < cores and "OMP_NUM_THREADS" not in os.environ):
-        what = f"MXNet's kernels run on {threads} threads, slower than on the {cores} cores here"
+        what = f"MXNet's kernels run on {counted(threads, 'thread')}, slower than on {cores} here"
         advice = f"set OMP_NUM_THREADS={cores} before Python starts, if nothing else runs here"
         yield Finding(PROBLEM if too_many else NOTE, what, advice)
     if machine.onednn_features() < machine.cpu_features():
         what = "DNNL_MAX_CPU_ISA keeps oneDNN from instructions that this CPU has"
         yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
-    elif machine.fast_dtype(device or "cpu") == "float32":
-        what = "this CPU, or its virtual machine, has no bfloat16 instructions: float32 is faster"
-        yield Finding(NOTE, what, "compute in float32, or let `mxamp tune` look for a faster form")
 
 
 def import_mxnet() -> tuple[str, str]:
