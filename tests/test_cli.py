@@ -130,7 +130,9 @@ def test_version_and_help_load_neither_mxnet_nor_a_command(option, shown):
 def test_convert(folder, dtype, cast):
     options = ["--cast-params"] if cast else []
     command = f"convert {folder}/net --dtype {dtype} --out {folder}/low --device cpu"
-    run(*command.split(), *options)
+    run(*command.split())
+    assert "overwrite it with --force" in run(*command.split(), status=2).output
+    run(*command.split(), *options, "--force")
     _, args, _ = mx.model.load_checkpoint(f"{folder}/low", 0)
     assert (dtype in map(kind, args.values())) == cast
     assert len(list(folder.iterdir())) == 4
@@ -150,6 +152,7 @@ def test_check(folder, monkeypatch, given, options):
     command = "convert net --dtype float16 --out low --device cpu --check --input".split()
     output = run(*command, f"data:{given}", *options).output
     assert "relative error" in output and "2x3" in output and "bytes" in output
+    assert re.search(r"\nlargest relative error: 0.0\d+; --tolerance: 0.25\n", output)
     declared = mx.sym.load("low-symbol.json").attr_dict().get("data", {}).get("__dtype__")
     assert (declared == "2") == ("--cast-io" in options)
 
@@ -168,15 +171,6 @@ def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):
     assert "give them (--input" in run("compare", "net", "low", status=2).output
 
 
-def test_files_are_overwritten_with_force(folder):
-    (folder / "low-symbol.json").write_text("before")
-    command = f"convert {folder}/net --dtype float16 --out {folder}/low --device cpu"
-    assert "overwrite it with --force" in run(*command.split(), status=2).output
-    assert (folder / "low-symbol.json").read_text() == "before"
-    run(*command.split(), "--force")
-    assert "amp_cast" in (folder / "low-symbol.json").read_text()
-
-
 def test_explain_shows_operators_by_name_and_precision(folder):
     command = ["explain", folder / "net", "--dtype", "float16", "--device", "gpu"]
     head, *rows, _, summary = run(
@@ -187,7 +181,7 @@ def test_explain_shows_operators_by_name_and_precision(folder):
     assert "casts" in summary
 
 
-def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch):
+def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):
     monkeypatch.chdir(folder)
     run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
     shown = run("explain", "half").output
@@ -196,6 +190,16 @@ def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch):
     (row, *_) = [one for one in run("explain", "rounded").output.splitlines() if " Conv" in one]
     assert row.endswith(" float32    its inputs are float32, rounded to float16")
     assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
+    run("convert", "net", "--dtype", "float32", "--fuse", "--out", "fused")
+    _, first, *_, summary = run("explain", "fused").output.splitlines()
+    assert first.split()[1:3] == ["_sg_mkldnn_conv", "float32"] and summary.count(" in ") == 1
+    assert not [one for one in caplog.messages if one.startswith("the model ")]
+    for model, said in (
+        ("half", "was converted before, .*: convert the float32 model"),
+        ("fused", "is fused .* before --fuse"),
+    ):
+        run("convert", model, "--dtype", "bfloat16", "--device", "cpu", "--out", f"{model}2")
+        assert any(re.match(f"the model {said}", one) for one in caplog.messages)
 
 
 WITHOUT_MXNET = """

@@ -115,7 +115,7 @@ CHECK = f"m {F16} --out x --check --input"
 #: The arguments, what the last line says, and the status.
 BAD = [
     (f"m {F16} --out x-symbol.json", ["'x-symbol.json' is the name of a file", "'x'"], 2),
-    (f"m {F16} --out x --input-dtype data", ["must be in float32", "not ''"], 2),
+    (f"m {F16} --out x --input-dtype data", ["'data' is not NAME:DTYPE, such as index:int64"], 2),
     (f"m {F16} --out x --input data:2,8", ["--input and --tolerance are for --check"], 2),
     (f"cut {F16} --out x", ["'cut-symbol.json'", "was cut off"], 2),
     (f"cutp {F16} --out x", ["'cutp-0000.params'", "cut off"], 2),
@@ -124,7 +124,7 @@ BAD = [
      ["'foreign-0000.params'", "'foreign-symbol.json'", "reads fc_bias, fc_weight, head_fwd_bias and 1 other"], 2),
     (f"{CHECK} data:0,8", ["'--input': 'data:0,8' is neither NAME:1,3,224,224 nor NAME:FILE.npy"], 2),
     (f"{CHECK} data:nofile.npy", ["'nofile.npy' can't be read", "No such file"], 2),
-    (f"{CHECK} data:1,3", ["Shape inconsistent", "fc"], 2),
+    (f"{CHECK} data:1,3", ["inputs of the shapes {'data': (1, 3)} do not fit the model: ", "Shape inconsistent", "fc"], 2),
     (f"{CHECK} dato:2,8", ["--input: unknown input 'dato'"], 2),
     (f"m {F16} --out x --check", ["shapes of the inputs data"], 2),
     (f"m.onnx {F16} --out x", ["the prefix of its model is 'm'"], 2),

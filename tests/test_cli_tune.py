@@ -130,7 +130,7 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
     monkeypatch.setattr("mxamp.cli.convert.convert_files", lambda *_, **o: converted.update(o))
     last = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml").splitlines()[-1]
     if way in ("plain", "openvino"):
-        export = "p.toml: mxamp export-onnx m --input data:3,8 --out m.onnx"
+        export = "Wrote p.toml. Next: mxamp export-onnx m --input data:3,8 --out m.onnx"
         assert (export if way == "openvino" else "run the model as it is") in last
         refused = CliRunner().invoke(main, "convert m --policy p.toml --out x".split())
         assert refused.exit_code == 2 and repr(way) in refused.output and not converted
@@ -178,16 +178,11 @@ def test_bad_input_is_told_and_nothing_is_measured(models, arguments, words, mon
 
 
 @pytest.mark.skipif(mx.context.num_gpus() > 0, reason="there is a GPU")
-def test_a_policy_for_gpus_needs_one():
+def test_a_policy_for_gpus_is_tuned_for_accuracy_alone(out):
     output = run("tune", "m", "--device", "gpu", *SHAPE.split(), "--out", "p.toml", status=2)
-    assert "the policy is for the gpu, and the data is on cpu" in output
-
-
-def test_ctrl_c_writes_the_best_so_far(models, out, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "smallest_set", interrupted)
-    output = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml")
-    assert "stopped by Ctrl-C" in output and "stopped by Ctrl-C" in out.read_text()
-    assert not amp.Policy.load(out).lowers
+    assert "policy for the gpu, data on cpu" in output and output.endswith("with --accuracy-only\n")
+    run("tune", "m", "--device", "gpu", *F16[2:3], "--data", "one.npz", "--out", out)
+    assert amp.Policy.load(out) == amp.Policy.default("float16", "gpu").override(
+        fp32_layers=["large"]
+    )
+    run("convert", "m", "--policy", out, "--out", "for-gpu")

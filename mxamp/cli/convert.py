@@ -22,8 +22,9 @@ _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )
 _DTYPE = "The target dtype. float32 turns a 16-bit model into float32."
+_CHECK = "Compare the outputs: norm of the difference, by norm of the original's output."
 _CAST_PARAMS = "Store parameters in 16 bits where possible."
-_TOLERANCE = f"Largest relative error of an output that --check accepts. Default: {TOLERANCE}."
+_TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERANCE}."
 
 
 @click.command(epilog=_EXAMPLES)
@@ -34,7 +35,7 @@ _TOLERANCE = f"Largest relative error of an output that --check accepts. Default
 @click.option("--cast-params", "cast_optional_params", is_flag=True, help=_CAST_PARAMS)
 @click.option("--cast-io", is_flag=True, help="Take and return the target dtype where possible.")
 @options.input_options
-@click.option("--check", is_flag=True, help="Compare the outputs with the original's.")
+@click.option("--check", is_flag=True, help=_CHECK)
 @click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), help=_TOLERANCE)
 @click.option("--fuse", is_flag=True, help="Fuse operators: fastest for inference on CPUs.")
 @options.force_option
@@ -77,9 +78,9 @@ def convert(
     given["input_dtypes"] = dict(given["input_dtypes"])
     given["keep_io_types"] = False if given.pop("cast_io") else None
     given["tolerance"] = given["tolerance"] or TOLERANCE
-    done = convert_files(prefix, out, epoch, **given, **target)
+    new = convert_files(prefix, out, epoch, **given, **target)
     if check:
-        print_errors(done.errors)
-    click.echo(
-        f"{done.symbol}, {done.params}: {done.bytes_after:,} bytes, from {done.bytes_before:,}"
-    )
+        print_errors(new.errors)
+        worst = max(one.relative for one in new.errors)
+        click.echo(f"largest relative error: {worst:.4g}; --tolerance: {given['tolerance']:g}")
+    click.echo(f"{new.symbol}, {new.params}: {new.bytes_after:,} bytes (was {new.bytes_before:,})")

@@ -5,10 +5,9 @@ from typing import Any, Optional
 import click
 
 from ..convert.saved import load_model, saved_semantics
-from ..errors import unknown
 from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
-from ..tools.debugging.explain import HINT, PRECISIONS
+from ..tools.debugging.explain import PRECISIONS
 from ..tools.debugging.explain import explain as explain_symbol
 from .options import chosen_policy, dtype_option, saved_model_options
 from .output import examples
@@ -23,7 +22,7 @@ _EXAMPLES = examples(
 @click.command(epilog=_EXAMPLES)
 @saved_model_options
 @dtype_option
-@click.option("--name", metavar="PATTERN", default="*", help="Only operators of this name.")
+@click.option("--name", metavar="PATTERN", default="*", help="Operators to show, such as *conv*.")
 @click.option(
     "--precision", type=click.Choice(PRECISIONS), help="Only operators of this precision."
 )
@@ -31,12 +30,13 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
     """Show the precision of each operator of a saved model, and why.
 
     PREFIX is model for the files model-symbol.json and model-0000.params; either file name works
-    too. PATTERN is a name in this command's output; * and ? match any characters. Gluon adds _fwd
-    to the name of a layer. A model that was converted before is shown as it is, unless an option
-    says how to convert it again.
+    too. In a PATTERN of names, * and ? match any characters; Gluon adds _fwd to the name of a
+    layer. A model that was converted or fused before is shown as it is, unless an option says how
+    to convert it again.
     """
     symbol, args, auxs = load_model(prefix, epoch)
-    as_it_is = is_converted(Graph.from_symbol(symbol)) and not any(given.values())
+    graph = Graph.from_symbol(symbol)
+    as_it_is = not any(given.values()) and (graph.has_fused_operators or is_converted(graph))
     wanted = given["target_dtype"], given["policy"], given["device"]
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(
@@ -46,6 +46,5 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
             params={**args, **auxs},
         )
     found = plan.filter(name=name)
-    if not len(found):
-        raise unknown("operator name", name, [node.name for node in plan], HINT)
-    click.echo(found.filter(precision=precision))
+    # An unknown name raises.
+    click.echo(found.filter(precision=precision) if len(found) else plan[name])

@@ -51,6 +51,8 @@ class NamedDtype(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> Tuple[str, str]:
         """Return the input's name and dtype."""
         name, _, dtype = value.partition(":")
+        if not (name and dtype):
+            self.fail(f"{value!r} is not NAME:DTYPE, such as index:int64", param, ctx)
         return name, checked_dtype(name, dtype)
 
 

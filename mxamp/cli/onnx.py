@@ -35,3 +35,4 @@ def export_onnx(prefix: str, epoch: int, out: str, force: bool, **given: Any) ->
         sizes = [given["inputs"], *([given["also"]] if given["also"] else [])]
         values = [input_values(model, one, given["input_dtypes"])[0] for one in sizes]
         print_errors(onnx.export_onnx(model, out, values, check=given["check"]))
+    click.echo(f"Wrote {out}")

@@ -19,7 +19,9 @@ RANDOM = "The errors are those on random numbers for {names}: give your own data
 _EXAMPLES = examples(
     "mxamp tune model --data batch1.npz --data batch2.npz --out policy.toml",
     "mxamp tune model --input data:8,3,224,224 --budget 5m --out policy.toml",
+    "mxamp tune model --data a.npz --device gpu --accuracy-only --out gpu.toml",
 )
+_ACCURACY = "Accuracy alone skips the timing, for use elsewhere; for a GPU, add --device gpu."
 
 
 @click.command(epilog=_EXAMPLES)
@@ -32,7 +34,7 @@ _EXAMPLES = examples(
 @options.input_options
 @click.option("--budget", default="60s", show_default=True, help="Time: 90s, 5m, 1h.")
 @click.option("--rtol", type=float, help="Largest relative error of an output. Default: 0.05.")
-@click.option("--accuracy-only", is_flag=True, help="Skip the timing, for use on another machine.")
+@click.option("--timed/--accuracy-only", default=True, help=_ACCURACY)
 @options.force_option
 def tune(
     prefix: str, epoch: int, out: str, data: Sequence[str], inputs: Sequence[Any], **given: Any
@@ -41,7 +43,7 @@ def tune(
 
     The model runs in inference, on your data, in float32 and in 16 bits. Layers that cost too
     much accuracy stay in float32. Of the forms that are accurate enough, the fastest on this
-    machine wins; this may be float32. The last line printed is the command that makes it. With
+    machine wins; this may be float32. The last line printed says how to make and run it. With
     --accuracy-only the policy is in 16 bits even if that is slower here. With --policy the
     search starts from that policy. Ctrl-C ends the search and keeps the best policy so far.
     """
@@ -62,9 +64,8 @@ def tune(
             values, drawn = input_values(model, inputs, given["input_dtypes"])
             notes = [RANDOM.format(names=", ".join(drawn))] if drawn else []
             batches = [checked_batch(model, values, dtypes)]
-        wanted = {"rtol": given["rtol"], "budget": given["budget"]}
-        timed = not given["accuracy_only"]
-        tuning = tune_model(model, batches, policy=start, timed=timed, **wanted)
+        wanted = {name: given[name] for name in ("rtol", "budget", "timed")}
+        tuning = tune_model(model, batches, policy=start, **wanted)
     name, use = shlex.quote(prefix), "run the model as it is, in float32"
     if tuning.way == "openvino":
         shapes = [f"{key}:{','.join(map(str, one.shape))}" for key, one in batches[0].items()]
@@ -74,4 +75,4 @@ def tune(
     elif tuning.way != "plain":
         use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
-    click.echo(in_options("\n".join([str(tuning), *notes, f"{out}: {use}"])))
+    click.echo(in_options("\n".join([str(tuning), *notes, f"Wrote {out}. Next: {use}"])))
