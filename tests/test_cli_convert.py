@@ -191,11 +191,3 @@ def test_custom_operators_are_imported(tmp_path):
         arguments = [command, "custom", "--dtype", "float16", "--import", "cli_custom", *out]
         check_python(f"from mxamp.cli.main import main; main({arguments!r})", cwd=".")
     assert (tmp_path / "x-symbol.json").is_file()
-
-
-def test_half_precision_is_taken_out():
-    assert run("one", "--dtype", "float16", "--cast-params", "--out", "half").exit_code == 0
-    done = run("half", "--dtype", "float32", "--out", "wide", "--check", "--input", "data:2,8")
-    assert done.exit_code == 0, done.output
-    _, args, _ = mx.model.load_checkpoint("wide", 5)
-    assert {str(value.dtype) for value in args.values()} == {"<class 'numpy.float32'>"}

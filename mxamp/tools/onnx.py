@@ -28,7 +28,7 @@ from .debugging.measured import arrays_in
 from .onnx_operators import IR_VERSION, OPSET, Call, translate
 
 MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
-NO_INPUTS = "inputs must be arrays by input name (for a block also a call's arguments), not {given}"
+NO_INPUTS = "inputs must be arrays by name, or of a call, as mx.nd.zeros(sizes), not {given}"
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
 

@@ -270,7 +270,7 @@ def test_without_its_packages_it_says_what_to_install(name, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("inputs, words", [
-    ({}, "inputs without a value: data"), ([], "must be values"), ([1], "must be values"),
+    ({}, "inputs without a value: data"), ([], "must be arrays"), ([1], "must be arrays"),
     ({"dta": nd.ones(2)}, "the closest is 'data'"), ({"data": nd.array([np.nan])}, "give finite values"),
     ([{"data": nd.ones(2)}, {}], "inputs without a value: data"),
 ])  # fmt: skip
@@ -328,7 +328,7 @@ def test_a_block_is_exported_by_the_arguments_of_calls(export, runtime, tmp_path
     with pytest.raises(amp.ArgumentError, match="RNN .projection_size: unroll cells"):
         export(projected, randn(7, 2, 5))
     for sizes in ((2, 3, 12, 12), [2, 3, 12, 12], [(2, 3)], {"data": (2, 3, 12, 12)}, None, []):
-        with pytest.raises(amp.ArgumentError, match=r"not .*mx\.nd\.zeros"):
+        with pytest.raises(amp.ArgumentError, match=r"mx\.nd\.zeros\(sizes\)"):
             amp.export_onnx(net, tmp_path / "n.onnx", sizes)
 
 
@@ -360,7 +360,7 @@ def test_the_command(runtime, tmp_path, monkeypatch):
     mx.model.save_checkpoint("m", 0, *amp.convert_model(symbol, args, {}, "bfloat16"))
     said = run("m --input data:2,4 --also data:3,4 --out m.onnx")
     assert said.count("fc") == 2
-    assert "relative error" in said
+    assert "relative error" in said and said.endswith("Wrote m.onnx\n")
     (given,) = runtime.InferenceSession("m.onnx").get_inputs()
     assert isinstance(given.shape[0], str) or given.shape[0] is None
     assert given.shape[1] == 4

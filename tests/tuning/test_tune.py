@@ -15,7 +15,6 @@ from planted import chain
 import mxamp as amp
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
-from mxamp.tools.tuning.forms import seconds_of
 from mxamp.tools.tuning.tune import smallest_set
 from tuned import TUNING
 
@@ -240,11 +239,6 @@ def test_float16_on_a_cpu_is_not_timed_and_many_batches_are_cut():
     net, data = small()
     tuning = amp.tune(net, (data for _ in itertools.count()), target_dtype="float16")
     assert "Nothing was timed" in str(tuning) and tuning.policy.lowers and not tuning.timings
-
-
-def test_budgets():
-    texts = ("90s", "1.5m", "2h", " 30 ", 0.5, 1e-6)
-    assert [*map(seconds_of, texts)] == [90, 90, 7200, 30, 0.5, 1e-6]
 
 
 # ---------------------------------------------------------------------- the result

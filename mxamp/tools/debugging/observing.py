@@ -320,8 +320,8 @@ class MonitoredGraph:
         if i in self._unread:
             return
         output = self._seen[i, number] = Tensor(array)
-        output.bad  # noqa: B018  # read at once, as another operator may write over it
         inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
+        # `bad` reads the values at once, as another operator may write over them.
         zeros = self._maker_of_zeros(i, output) if output.bad else ""
         self._observer.on_operator(self._site(i)._replace(zeros=zeros), inputs, output, number)
 

@@ -296,8 +296,8 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> None:
 def seconds_of(budget: Any) -> float:
     """Return a `budget` argument, a number or a text such as "5m", as seconds.
 
-    >>> seconds_of("90s"), seconds_of("5m"), seconds_of(30)
-    (90.0, 300.0, 30.0)
+    >>> seconds_of("90s"), seconds_of(" 1.5m"), seconds_of(30), seconds_of(1e-6)
+    (90.0, 90.0, 30.0, 1e-06)
     """
     found = _DURATION.fullmatch(str(budget))
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0

@@ -225,7 +225,8 @@ def tune(
         try:
             metric = copy.deepcopy(mx.metric.create(metric))
         except AssertionError:
-            raise unknown("metric", metric, mx.registry.get_registry(mx.metric.EvalMetric)) from None
+            names = mx.registry.get_registry(mx.metric.EvalMetric)
+            raise unknown("metric", metric, names) from None
         if type(metric).__name__ in _LOSSES:
             raise ArgumentError(f"metric must be one of which more is better, not {metric.name}")
     began, seconds = time.monotonic(), seconds_of(budget)
