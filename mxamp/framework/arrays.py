@@ -12,7 +12,7 @@ from mxnet.base import _LIB, check_call
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
-from .machine import DTYPE_CODES, DTYPE_NAMES, device_kind
+from .machine import DTYPE_CODES, DTYPE_NAMES, default_device, device_kind
 from .operators import handle_of
 
 _SPARSE = -2
@@ -82,6 +82,8 @@ def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
 
 def on_device(arrays: Sequence[NDArray], device: str) -> bool:
     """Return whether all arrays are on `device`, "cpu" or "gpu"."""
+    if device == default_device() == "cpu":  # there is no other device
+        return True
     return all(device_kind(array.context) == device for array in arrays)
 
 
@@ -127,14 +129,13 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         row = invoke(_RESHAPE, [array], ["newshape"], ["(1,)"], None, is_np_op, False)
         row = cast(row, dtype, is_np_op)
         return invoke(_RESHAPE, [row], ["newshape"], ["()"], None, is_np_op, False)
-    is_leaf = bfloat16 and autograd.is_recording() and has_gradient(array)
-    leaf, memory = (array if is_leaf else None), None
-    if leaf is not None:
-        # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
-        array, memory = _recorded_view(leaf), leaf_casts.memory(leaf, dtype)
-    result = invoke(operator, [array], ["dtype"], [dtype], memory, is_np_op, False)
-    if leaf is not None:
-        leaf_casts.keep(leaf, dtype, result)
+    _LeafCasts.made = True
+    if not (bfloat16 and autograd.is_recording() and has_gradient(array)):
+        return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
+    # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
+    view, memory = _recorded_view(array), leaf_casts.memory(array, dtype)
+    result = invoke(operator, [view], ["dtype"], [dtype], memory, is_np_op, False)
+    leaf_casts.keep(array, dtype, result)
     return result
 
 
@@ -146,6 +147,8 @@ class _LeafCasts(threading.local):
     values of the leaf. The backward pass reads the values of the last cast, where float32's reads
     the leaf itself. Each cast has a gradient of its own, and they are summed in float32.
     """
+
+    made = False  #: whether this process has cast any array
 
     def __init__(self) -> None:
         self._scope: Any = None  #: the scope whose end frees the casts; None: nothing is kept

@@ -17,7 +17,7 @@ from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..framework.arrays import dtypes_of, on_device
+from ..framework.arrays import dtypes_of, on_device, shape_of
 from ..framework.patching import Original
 from ..graph.casts.builder import is_converted
 from ..graph.casts.insert import region_marks, rewritten_symbol
@@ -267,7 +267,7 @@ class PolicyCachedOp:
 
         Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
         """
-        key: tuple[Any, ...] = (call, training, *[args[i].shape for i in self._inputs])
+        key: tuple[Any, ...] = (call, training, *[shape_of(args[i]) for i in self._inputs])
         looked_at: Sequence[int] = range(len(args))
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
             key, looked_at = (call, training), [i for i, _ in self._parameters]

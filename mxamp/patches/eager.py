@@ -21,7 +21,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import KIND_NAMES, all_float32, as_list, cast, dtype_code, kind_code
-from ..framework.machine import DTYPE_CODES, default_device, dtype_name
+from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Original
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
@@ -175,7 +175,8 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
     """Return an action for an operator whose gradients at `positions` are zeros by definition."""
 
     def action(original: Invoke, *arguments: Any) -> Any:
-        if not autograd.is_recording():
+        # The crash is that of casts: programs that stay in float32 need no copies.
+        if not (mx_arrays.leaf_casts.made and autograd.is_recording()):
             return then(original, *arguments)
 
         is_np_op = Call(*arguments).is_np_op
@@ -252,8 +253,6 @@ class _Casts:
         self._attributes = frozenset(named)
         # A custom operator's constructor reads all attributes.
         self._reads_all = operator.name == "Custom"
-        # Without a GPU every array is on the policy's device.
-        self._cpu_only = policy.device == default_device() == "cpu"
 
     def decide(self, call: Call, kept: Reason | None = None) -> Decision | None:
         """Return the decision on a call; None without a cast.
@@ -274,7 +273,7 @@ class _Casts:
         elif codes[1:2] != (_FLOAT32,):
             kept = None
         decision = self._decided(codes, attributes, kept)
-        if decision is None or self._cpu_only or mx_arrays.on_device(arrays, self._policy.device):
+        if decision is None or mx_arrays.on_device(arrays, self._policy.device):
             return decision
         return None
 

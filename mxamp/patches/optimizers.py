@@ -64,11 +64,11 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     return (
         policy is not None
         and "sgd" in policy.substitutions
+        and arrays[0].size >= _LEAST  # before the checks that take longer
         and type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient
         and machine.threads() <= _MOST_CORES
         and all(_is_float32_on_cpu(array) for array in arrays if array is not None)
-        and arrays[0].size >= _LEAST
     )
 
 
