@@ -64,6 +64,7 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     return (
         policy is not None
         and "sgd" in policy.substitutions
+        and arrays[0].stype == "default"
         and arrays[0].size >= _LEAST  # before the checks that take longer
         and type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient
