@@ -237,4 +237,6 @@ _CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "_contrib_box_nms": _box_nms, "slice_like": _like, "broadcast_like": _like,
     "_contrib_interleaved_matmul_encdec_qk": _cross_attention,
     "_contrib_interleaved_matmul_encdec_valatt": _cross_attention,
+    # MXNet's translation takes no axis from the end.
+    "_split_v2": lambda c: c.attrs.update(axis=str(int(c.attrs["axis"]) % len(c.shape))),
 }  # fmt: skip

@@ -209,6 +209,7 @@ def test_codes_of_reshape_from_the_left_and_as_text_from_the_right(shape, export
     (lambda x: S.SoftmaxActivation(x), (4, 3, 2)),
     (lambda x: S.SoftmaxActivation(x, mode="channel"), (4, 3, 5, 2)),
     *((partial(S.L2Normalization, mode=mode), (4, 3, 5)) for mode in ("instance", "channel", "spatial")),
+    (lambda x: S.split_v2(x, (1, 3), axis=-1), (2, 5)),
     (partial(S.LRN, nsize=3), (2, 4, 5, 5)), (partial(S.Pooling, global_pool=1), (2, 3, 4, 5)),
 ])  # fmt: skip
 def test_softmaxes_norms_flags_and_loss_layers_without_labels(make, shape, export):
