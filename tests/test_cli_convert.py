@@ -144,6 +144,7 @@ BAD = [
     (f"m {F16} --device gpu --out x --check --input data:2,8", ["does not run on these inputs here", "GPU"], 1),
     (f"{CHECK} data:text.npy", ["input 'data' must be an array of numbers"], 2),
     (f"{CHECK} data:huge.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2),
+    (f"m {F16} --out x --import nomodule", ["Error: No module named 'nomodule'"], 1),
     (f"m {F16} --out x --input-dtype dato:int32", ["unknown input 'dato'"], 2),
     (f"attribute {F16} --out x", ["'attribute-symbol.json'", "Cannot find argument 'num_hiddn'"], 2),
     (f"pipe {F16} --out x", ["there is no file 'pipe-0000.params'"], 2),

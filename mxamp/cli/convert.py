@@ -30,7 +30,7 @@ _TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERA
 @click.command(epilog=_EXAMPLES)
 @options.saved_model_options
 @click.option("--dtype", "target_dtype", type=click.Choice([*TARGETS, "float32"]), help=_DTYPE)
-@click.option("--out", required=True, help="Prefix of the files to write.")
+@click.option("--out", metavar="PREFIX", required=True, help="Prefix of the files to write.")
 @options.repeatable("--fp32-op", "fp32_ops", metavar="NAME", text="Operators to keep in float32.")
 @click.option("--cast-params", "cast_optional_params", is_flag=True, help=_CAST_PARAMS)
 @click.option("--cast-io", is_flag=True, help="Take and return the target dtype where possible.")
@@ -57,7 +57,7 @@ def convert(
     if not (dtype or policy):
         raise click.UsageError("Missing option '--dtype' (or '--policy').")
     if (inputs or given["tolerance"]) and not check:
-        raise click.UsageError("--input and --tolerance are for --check; give that too")
+        raise click.UsageError("--input and --tolerance are for --check: give --check too")
     if dtype == "float32" and (fp32_ops or device):
         raise click.UsageError(FOR_HALVES)
     for path in model_files(out, epoch):

@@ -51,7 +51,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # `head` has read enough: click ends the process quietly
-        except (AmpError, OSError) as error:
+        except (AmpError, ImportError, OSError) as error:
             if isinstance(error, CheckError):
                 print_errors(error.errors)
             failure = click.ClickException(in_options(str(error)))

@@ -37,7 +37,7 @@ dtype_option = click.option("--dtype", "target_dtype", type=click.Choice(TARGETS
 _DEVICE = "Default: the GPU if there is one, else the CPU."
 device_option = click.option("--device", type=click.Choice(DEVICES), help=_DEVICE)
 _POLICY = "A policy file (TOML), in place of --dtype."
-policy_option = click.option("--policy", callback=record_files, help=_POLICY)
+policy_option = click.option("--policy", metavar="FILE", callback=record_files, help=_POLICY)
 force_option = click.option("--force", is_flag=True, help="Overwrite files.")
 _INPUT = "Shape of an input, such as data:1,3,224,224, or a file of values."
 _INPUT_DTYPE = "Dtype of an input that is not float32, such as index:int64."

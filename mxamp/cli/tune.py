@@ -32,7 +32,7 @@ _ACCURACY = "Accuracy alone skips the timing, for use elsewhere; for a GPU, add 
     "--data", metavar="FILE.npz", callback=record_files, text="A batch: arrays by input name."
 )
 @options.input_options
-@click.option("--budget", default="60s", show_default=True, help="Time: 90s, 5m, 1h.")
+@click.option("--budget", metavar="TIME", default="60s", show_default=True, help="90s, 5m, 1h.")
 @click.option("--rtol", type=float, help="Largest relative error of an output. Default: 0.05.")
 @click.option("--timed/--accuracy-only", default=True, help=_ACCURACY)
 @options.force_option

@@ -36,7 +36,7 @@ UNKNOWN_VALUE = (
     f"{AUTOMATIC} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
     f"{', '.join(OFF_VALUES[1:])}, not {{!r}}: mixed precision stays off"
 )
-SUMMARY = "automatic mixed precision: %s on %s, %s lowered, %s, %d skipped, final loss scale %g"
+SUMMARY = "automatic mixed precision: %s on %s, %s in 16 bits, %s, %d skipped, final loss scale %g"
 OWN_AMP = "%s imports mxamp: it runs in its own precision. To choose that here, remove the import"
 OWN_CALLS = "%s calls %s: it runs by its own calls, in %s where they name no dtype, by way of mxamp"
 

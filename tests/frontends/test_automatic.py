@@ -61,7 +61,7 @@ def said(done, word):
 
 def counted(done):
     """Return the dtype, lowered operators, steps and skips of the one summary."""
-    pattern = r": (\w+) on cpu, (\d+) operators? lowered, (\d+) steps?, (\d+) skipped"
+    pattern = r": (\w+) on cpu, (\d+) operators? in 16 bits, (\d+) steps?, (\d+) skipped"
     ((dtype, *counts),) = re.findall(pattern, done.stderr)
     return (dtype, *map(int, counts))
 
@@ -157,7 +157,7 @@ def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
     done = run("own_amp", way=way, value="bfloat16", folder=tmp_path)
     assert said(done, "on") == "True"
     assert "imports mxamp: it runs in its own precision" in done.stderr
-    assert "lowered" not in done.stderr
+    assert "in 16 bits" not in done.stderr
 
 
 # ---------------------------------------------------------------- scripts with an init of their own
