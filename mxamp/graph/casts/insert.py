@@ -145,7 +145,7 @@ class _Rewriter:
         """Return an argument of a decorated user function, cast to the dtype that it requires."""
         dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.off)
         cast = node.attrs[CAST]
-        if dtype is not None and cast.startswith(regions.WIDEST_INSIDE):
+        if cast.startswith(regions.WIDEST_INSIDE):
             dtypes = self.promoted.setdefault(cast, set())
             dtypes.update({value.entry.dtype for value in inputs} & CASTABLE)
             dtype = dtype if cast in self.widened else None

@@ -125,7 +125,7 @@ def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
     edit = Edit(wide, {})
     for place, (i, k) in enumerate(wide.heads):
         # MXNet can't run a body that returns an input as it is.
-        if wide.nodes[i].is_variable and not body.nodes[body.heads[place][0]].is_variable:
+        if wide.nodes[i].is_variable:
             edit.set_head(place, edit.add("_copy", f"{wide.nodes[i].name}_copy", [(i, k)]))
     return edit.applied()
 
