@@ -6,7 +6,7 @@ import pytest
 from fusion import after, model, run
 
 import mxamp as amp
-from helpers import operators_of, same
+from helpers import operators_of, same, with_avx512
 from mxamp.graph.speed.fuse import FusionPass, fold_into_producers
 
 B = amp.Policy.default("bfloat16")
@@ -45,10 +45,9 @@ def test_folding_in_float32_keeps_values(name):
     assert all(same(params[key], kept[key]) for key in kept)
 
 
-def shared_weight():
-    weight = mx.sym.var("weight")
-    first = mx.sym.BatchNorm(conv(X, "a", weight=weight, pad=(1, 1), num_filter=4), name="n")
-    return conv(first, "b", weight=weight, pad=(1, 1), num_filter=4)
+def shared_weight(channels=4):
+    options = {"weight": mx.sym.var("weight"), "pad": (1, 1), "num_filter": channels}
+    return conv(mx.sym.BatchNorm(conv(X, "a", **options), name="n"), "b", **options)
 
 
 def read_twice(join):
@@ -75,3 +74,11 @@ def test_what_can_not_be_folded_stays(name):
     new, values = after(INTO_PRODUCERS, symbol, params, B.override(fp32_layers=["kept"]))
     assert operators_of(new) == operators_of(symbol)
     assert all(same(values[key], params[key]) for key in values)
+
+
+@with_avx512
+def test_mxnet_does_not_fold_what_has_to_stay():
+    symbol = shared_weight(channels=16)
+    params, _ = model(symbol, (2, 16, 8, 8))
+    args = {key: params.pop(key) for key in symbol.list_arguments()[1:]}
+    amp.convert_model(symbol, args, params, "bfloat16", fuse=True)

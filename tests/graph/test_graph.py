@@ -1,16 +1,14 @@
 """A symbol's graph, read and written, and the dtypes that MXNet infers for it."""
 
+import gc
 import json
 
 import mxnet as mx
 import pytest
+from mxnet.symbol import var
 
-from mxamp.graph.ir import Graph
+from mxamp.graph.ir import Graph, collector_paused
 from nets import NETS, Control, made
-
-
-def var(name):
-    return mx.sym.var(name)
 
 
 def test_json_round_trips():
@@ -40,3 +38,12 @@ def test_inputs_are_in_mxnets_order(name):
     graph = Graph.from_symbol(symbol)
     assert graph.input_names == symbol.list_inputs()
     assert graph.to_symbol().list_inputs() == symbol.list_inputs()
+
+
+def test_a_collector_that_was_off_stays_off():
+    gc.disable()
+    with collector_paused():
+        pass
+    was_on = gc.isenabled()
+    gc.enable()
+    assert not was_on

@@ -105,6 +105,7 @@ def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, monkey
 def test_a_file_that_can_not_be_written_stays_what_it_was(tmp_path, monkeypatch):
     path = tmp_path / "states"
     _, trainer = setup(scaler=amp.LossScaler(init_scale=8))
+    attributes = set(vars(trainer._optimizer))
     trainer.save_states(str(path))
     content = path.read_bytes()
 
@@ -116,6 +117,7 @@ def test_a_file_that_can_not_be_written_stays_what_it_was(tmp_path, monkeypatch)
         trainer.save_states(str(path))
     assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == ["states"]
+    assert set(vars(trainer._optimizer)) == attributes
 
 
 def test_trainers_copy_and_pickle(tmp_path):
