@@ -97,6 +97,10 @@ def _leaky_relu(c: Call) -> None:
         c.names[1] = c("Reshape", c.names[1], [-1] + [1] * (len(c.shape) - 2))
 
 
+def _from_start(c: Call) -> None:  # MXNet's translations take no axis from the end
+    c.attrs["axis"] = str(*(k % len(c.shape) for k in parse_integers(c.attrs["axis"]))) or "None"
+
+
 def _like(c: Call) -> Any:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
     every = range(len(c.shape))
     axes = [[*(parse_integers(v) or every)] for k, v in c.attrs.items() if k.endswith("axes")]
@@ -235,8 +239,6 @@ _CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
     "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,
     "_contrib_box_nms": _box_nms, "slice_like": _like, "broadcast_like": _like,
-    "_contrib_interleaved_matmul_encdec_qk": _cross_attention,
-    "_contrib_interleaved_matmul_encdec_valatt": _cross_attention,
-    # MXNet's translation takes no axis from the end.
-    "_split_v2": lambda c: c.attrs.update(axis=str(int(c.attrs["axis"]) % len(c.shape))),
+    "_contrib_interleaved_matmul_encdec_qk": _cross_attention, "_contrib_arange_like": _from_start,
+    "_contrib_interleaved_matmul_encdec_valatt": _cross_attention, "_split_v2": _from_start,
 }  # fmt: skip

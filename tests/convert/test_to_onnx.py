@@ -138,12 +138,11 @@ def test_openvino_serves_blocks(name, runtime):
     assert worst(errors) < (1e-5 if served.precision == "float32" else 0.05)
 
 
-def cross_attention(F, queries, pairs, lengths):
-    """Sockeye's attention of a decoder to an encoder, on sequences of `lengths`."""
+def cross_attention(F, queries, pairs, sizes):
+    """Sockeye's attention of a decoder to an encoder, on sequences of `sizes`."""
     scores = F.contrib.interleaved_matmul_encdec_qk(queries, pairs, heads=2)
-    axes = {"lhs_axes": (-1,), "rhs_axes": (0,)}
-    lengths = F.broadcast_like(lengths.repeat(2).expand_dims(1), queries, **axes)
-    weights = F.softmax(scores, length=lengths.astype("int32"), use_length=True)
+    sizes = F.broadcast_like(sizes.repeat(2).expand_dims(1), queries, lhs_axes=(-1,), rhs_axes=(0,))
+    weights = F.softmax(scores, length=sizes.astype("int32"), use_length=True)
     return F.contrib.interleaved_matmul_encdec_valatt(pairs, weights, heads=2)
 
 
@@ -209,7 +208,7 @@ def test_codes_of_reshape_from_the_left_and_as_text_from_the_right(shape, export
     (lambda x: S.SoftmaxActivation(x), (4, 3, 2)),
     (lambda x: S.SoftmaxActivation(x, mode="channel"), (4, 3, 5, 2)),
     *((partial(S.L2Normalization, mode=mode), (4, 3, 5)) for mode in ("instance", "channel", "spatial")),
-    (lambda x: S.split_v2(x, (1, 3), axis=-1), (2, 5)),
+    (lambda x: S.split_v2(x, (1, 3), axis=-1), (2, 5)), (partial(S.contrib.arange_like, axis=-1), (2, 5)),
     (partial(S.LRN, nsize=3), (2, 4, 5, 5)), (partial(S.Pooling, global_pool=1), (2, 3, 4, 5)),
 ])  # fmt: skip
 def test_softmaxes_norms_flags_and_loss_layers_without_labels(make, shape, export):

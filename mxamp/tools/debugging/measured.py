@@ -10,7 +10,6 @@ from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, Name
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
 
@@ -123,7 +122,7 @@ def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of blocks that could be hybrid as a whole
         made.hybridize(hybridized)
-    with suspended(), autograd.pause(train_mode=False):
+    with suspended(), mx.autograd.pause(train_mode=False):
         made(*inputs)
     return made
 
@@ -135,7 +134,7 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    with suspended(), autograd.pause():
+    with suspended(), mx.autograd.pause():
         drawn = int(mx.nd.random.randint(0, 2**31 - 1).asscalar())
 
     def restart(seed: int = 20180201) -> None:
@@ -197,9 +196,9 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
     params = net.collect_params()
     with suspended():
         params.zero_grad()  # backward skips parameters that the loss does not depend on
-        with autograd.record():
+        with mx.autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
-        with autograd.pause(), scaled_outputs(scale), passes.unseen():
-            autograd.backward(heads)
+        with mx.autograd.pause(), scaled_outputs(scale), passes.unseen():
+            mx.autograd.backward(heads)
         found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
         return [in_float32(array) / np.float32(scale) for array in found]
