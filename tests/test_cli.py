@@ -184,6 +184,7 @@ def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):
     assert row.endswith(" float32    its inputs are float32, rounded to float16")
     assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
     run("convert", "net", "--dtype", "float32", "--fuse", "--out", "fused")
+    run("convert", "half", "--dtype", "float32", "--out", "wide")
     _, first, *_, summary = run("explain", "fused").output.splitlines()
     assert first.split()[1:3] == ["_sg_mkldnn_conv", "float32"] and summary.count(" in ") == 1
     assert not [one for one in caplog.messages if one.startswith("the model ")]
