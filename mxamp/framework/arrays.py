@@ -102,7 +102,9 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
     if dtype_code(array) == _BFLOAT16 and array.ndim:
         # MXNet's copies fail on views of bfloat16 arrays; a slice of the whole array does not.
         keys, whole = ["axis", "begin", "end"], ["0", "0", "None"]
-        return invoke(_SLICE_AXIS, [array], keys, whole, None, is_np_op, False)
+        array = invoke(_SLICE_AXIS, [array], keys, whole, None, is_np_op, False)
+        if operator == _COPY:
+            return array
     return invoke(operator, [array], [], [], None, is_np_op, False)
 
 

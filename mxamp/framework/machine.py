@@ -24,7 +24,7 @@ DTYPE_CODES: Mapping[str, int] = {
 DTYPE_NAMES: Mapping[int, str] = {code: name for name, code in DTYPE_CODES.items()}
 
 #: Names that other libraries have for dtypes; NumPy knows "half" and "single".
-_ALIASES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ALIASES = {"bfloat16": BFLOAT16, "bf16": BFLOAT16, "fp16": "float16", "fp32": "float32"}
 
 # MXNet's device types in CPU memory; all others are GPUs.
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
@@ -45,8 +45,6 @@ def dtype_name(dtype: Any) -> str:
     """
     if isinstance(dtype, str):
         dtype = _ALIASES.get(dtype, dtype)
-        if dtype == "bfloat16":
-            return "bfloat16"
     try:
         parsed = np.dtype(dtype)
     except (TypeError, ValueError):

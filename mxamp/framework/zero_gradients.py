@@ -64,8 +64,8 @@ def copy_inputs_at(
 ) -> List[NDArray]:
     """Return `arrays` with float inputs at `positions` copied, so that backward can't crash.
 
-    None stands for all positions. Each copy is an `add_n` of one array, or a slice of a bfloat16
-    one, whose gradients need no inputs.
+    None stands for all positions. Each copy is an `add_n` of one array, whose gradient needs no
+    inputs.
     """
     return [
         copy(array, is_np_op, _SUM)
