@@ -7,6 +7,7 @@ graph.
 from __future__ import annotations
 
 import logging
+import operator
 from dataclasses import replace
 from typing import Any, Mapping, NamedTuple, Sequence
 
@@ -199,18 +200,16 @@ class PolicyCachedOp:
             policy, off = policy_for_regions(self._marks), True
         if policy is None or not on_device(args[:1], policy.device):
             return self._unchanged
-        gradients = [p._grad for _, p in self._parameters]
-        if any(new is not old for new, old in zip(gradients, self._gradients)):
-            self._drop_ops()
-        self._gradients = gradients
-        training = autograd.is_recording()
+        added: tuple[int, ...] = ()
+        if training := autograd.is_recording():
+            self._drop_stale_ops()
+            added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
         if policy.depends_on_shapes or graph.marks:
             choices = self._choices(call, graph, training, args)
         else:
             choices = self._chosen.setdefault((call, training), NONE)
-        added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
         differs = training and (self._loops or graph is not self._graph)
         key = (call, added, differs, choices)
         op = self._ops.get(key)
@@ -239,11 +238,14 @@ class PolicyCachedOp:
         shapes = dict(zip((self._names[i] for i in self._inputs), sizes))
         return LastGraph(call.policy, dict(zip(self._names, call.dtypes)), shapes, training)
 
-    def _drop_ops(self) -> None:
-        """Drop all ops after gradient arrays changed: static ops would write to the old arrays.
+    def _drop_stale_ops(self) -> None:
+        """Drop all ops if gradient arrays changed: static ops would write to the old arrays.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
+        before, self._gradients = self._gradients, [p._grad for _, p in self._parameters]
+        if all(map(operator.is_, self._gradients, before)):
+            return
         self._ops.clear()
         symbol = self._unchanged.symbol
         self._unchanged = _Op(self._cached_op(symbol, range(len(self._names))), symbol)
