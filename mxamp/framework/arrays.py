@@ -214,9 +214,9 @@ def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> N
 def has_gradient(array: NDArray) -> bool:
     """Return whether an array has a gradient buffer, three times as fast as `array.grad`."""
     gradient = ctypes.c_void_p()
-    check_call(_LIB.MXNDArrayGetGrad(array.handle, ctypes.byref(gradient)))
+    check_call(_held.MXNDArrayGetGrad(array.handle, _byref(gradient)))
     if gradient:
-        check_call(_LIB.MXNDArrayFree(gradient))
+        check_call(_held.MXNDArrayFree(gradient))
     return bool(gradient)
 
 
