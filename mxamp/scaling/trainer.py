@@ -570,7 +570,7 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     if scaler.checks and is_horovod_optimizer(trainer._optimizer):
         obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
     elif on_kvstore or (trainer._contains_sparse_weight and not begun):
-        obstacle = "on the kvstore", "make it with update_on_kvstore=False, of dense parameters"
+        obstacle = "on the kvstore", "make it of dense parameters, with update_on_kvstore=False"
     elif not begun and "async" in str(getattr(kvstore, "type", kvstore)):
         obstacle = "on asynchronous servers", "use a synchronous kvstore, such as 'dist_sync'"
     if obstacle is None:
