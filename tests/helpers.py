@@ -34,9 +34,10 @@ NEEDS_HOROVOD = [
 
 def shut_down():
     """Shut down, and undo and forget what stays through a shutdown."""
+    passes.pending = 0
+    gradients.__init__()
     amp.shutdown()
     passes.close()
-    gradients.__init__()
 
 
 def pairwise(*factors):

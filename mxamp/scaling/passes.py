@@ -30,7 +30,7 @@ from mxnet.numpy import ndarray as np_ndarray
 from ..errors import ArgumentError, StateError
 from ..framework import patching
 from ..framework.arrays import dtype_of, map_arrays
-from ..framework.patching import Original, Patch, PatchSet, wrapping
+from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import shown
 from .finite import multiply, square_sum, unscale
 from .loss_outputs import scaled_outputs
@@ -119,6 +119,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
         _raise_no_loss(loss)
     if scale != 1:
         passes.open()
+        passes.pending += len(arrays)
     gradients.passes += not passes.is_open  # the loss's pass, which nothing sees
     return mapped
 
@@ -316,14 +317,12 @@ gradients = Gradients()
 # ---------------------------------------------------------------------- the one patch of backward
 
 
-class _Passes(PatchSet):
-    """Patches of backward passes and steps, which record the scale of each trainer's gradients.
-
-    `shutdown` leaves them in place: a program may use a loss again that was scaled before.
-    """
+class _Passes(FrontEnd):
+    """Patches of backward passes and steps, which record the scale of each trainer's gradients."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.pending = 0  #: the number of scaled losses whose backward pass may still come
         #: The front end whose scale never leaves the backward pass, if it is on.
         self.automatic: Any = None
         #: Held by passes and steps of several trainers while they read and set flags.
@@ -349,6 +348,15 @@ class _Passes(PatchSet):
                 if issubclass(type(one), Trainer):
                     gradients.add(one)
         super().open()
+
+    def close(self) -> None:
+        """Undo the patches, unless a scaled loss or gradients of one may still be used."""
+        trainers = list(gradients.trainers)
+        if not self.pending and not any(map(gradients.carry_scale, trainers)):
+            super().close()
+            for trainer in trainers:
+                gradients.unscale(trainer)  # stale gradients: nothing sees the passes that follow
+            gradients.scale, gradients.any_scaled = 1.0, False
 
     @property
     def is_nested(self) -> bool:
@@ -424,21 +432,18 @@ class _Passes(PatchSet):
                     compute(given)
             else:
                 automatic.run(compute, arrays, given, recorded)
+        if scale != 1 and others[2:] and not others[2].value:  # unless it retains the graph
+            self.pending = max(self.pending - len(arrays), 0)
         return 0
 
     def _patched_grad(
-        self,
-        original: Original,
-        heads: Any,
-        variables: Any,
-        head_grads: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Run `autograd.grad`; gradients of a scaled loss carry its scale."""
+        head_grads, *others = args or [kwargs.pop("head_grads", None)]
 
         def compute(gradients: Any) -> Any:
-            return original(heads, variables, gradients, *args, **kwargs)
+            return original(heads, variables, gradients, *others, **kwargs)
 
         if self.automatic is None:
             return compute(head_grads)
@@ -447,23 +452,19 @@ class _Passes(PatchSet):
         with nullcontext() if nested else self._running(heads):
             return self.automatic.run_grad(compute, heads, head_grads, nested)
 
-    def _patched_init(
-        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
-    ) -> None:
+    def _patched_init(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Initialize a trainer, and add it to the known trainers."""
-        original(trainer, *args, **kwargs)
+        original(trainer, *args, **named)
         gradients.add(trainer)
 
-    def _patched_step(
-        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
-    ) -> None:
+    def _patched_step(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         gradients.add(trainer)  # a copied trainer has run no constructor
         state = getattr(trainer, "_amp_loss_scaler", None)  # a `State`, or one of MXNet's
         if not hasattr(state, "mark_scaled") and gradients.carry_scale(trainer):
             raise StateError(FOREIGN)
         with self._pass_lock if len(gradients.trainers) > 1 else nullcontext():
-            original(trainer, *args, **kwargs)
+            original(trainer, *args, **named)
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:

@@ -354,11 +354,10 @@ def state_of(trainer: Any) -> State | None:
 
 def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
     """Call `Trainer._update`; warn once of a trainer in float16 whose losses nothing scales."""
-    if not hasattr(trainer, "_amp_loss_scaler"):
-        policy = current_policy()
-        if policy is not None and policy.target_dtype == "float16" and policy.lowers:
-            trainer._amp_loss_scaler = None
-            logger.warning(UNSCALED)
+    policy = None if hasattr(trainer, "_amp_loss_scaler") else current_policy()
+    if policy is not None and policy.target_dtype == "float16" and policy.lowers:
+        trainer._amp_loss_scaler = None
+        logger.warning(UNSCALED)
     original(trainer, *args, **kwargs)
 
 
@@ -565,11 +564,10 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
     settings = trainer._kvstore_params
     kvstore, begun = settings["kvstore"], trainer._kv_initialized
-    on_kvstore = begun and trainer._kvstore is not None and trainer._update_on_kvstore
     obstacle = None
     if scaler.checks and is_horovod_optimizer(trainer._optimizer):
         obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
-    elif on_kvstore or (trainer._contains_sparse_weight and not begun):
+    elif trainer._update_on_kvstore or (trainer._contains_sparse_weight and not begun):
         obstacle = "on the kvstore", "make it of dense parameters, with update_on_kvstore=False"
     elif not begun and "async" in str(getattr(kvstore, "type", kvstore)):
         obstacle = "on asynchronous servers", "use a synchronous kvstore, such as 'dist_sync'"
