@@ -22,7 +22,7 @@ from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import Examples, build_block, trace
-from .options import Names, Options, is_float32
+from .options import Names, Options
 from .outputs import Model, checked_model
 from .symbols import Converted, Params, convert
 
@@ -234,7 +234,7 @@ def convert_hybrid_block(
     input_dtypes = {} if options.keep_io_types else converted.data
     source = None
     # With 16-bit dtypes at its boundary, the source graph is another model.
-    if options.keep_io_types or is_float32(target_dtype):
+    if options.keep_io_types or not options.policy.lowers:
         source = Source(converted.source, converted.policy, frozenset(converted.inputs))
     fast = build_block(
         block, traced, converted.symbol, converted.params, contexts, frozen, source, input_dtypes

@@ -50,9 +50,10 @@ class Options:
         """
         given = {one.name: arguments[one.name] for one in fields(cls) if one.name in arguments}
         lists, policy = [arguments.get(name) for name in _LISTS], given.get("policy")
+        is_float32 = dtype_name(target_dtype) == "float32"
         if given.get("keep_io_types") is None:
-            given["keep_io_types"] = not is_float32(target_dtype)
-        if not is_float32(target_dtype):
+            given["keep_io_types"] = not is_float32
+        if not is_float32:
             if target_dtype is not DEFAULT_TARGET:
                 check_target(target_dtype, (*TARGETS, "float32"))
             given["policy"] = requested_policy(target_dtype, *lists, policy=policy)
@@ -64,11 +65,6 @@ class Options:
         for name in ("cast_optional_params", "fuse", "keep_io_types"):
             check_bool(name, given.get(name, False))
         return cls(**given)
-
-
-def is_float32(target_dtype: Any) -> bool:
-    """Return whether a conversion is to float32."""
-    return dtype_name(target_dtype) == "float32"
 
 
 def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
@@ -154,9 +150,8 @@ def name_list(argument: str, names: Names) -> Sequence[str]:
     """
     if names is None:
         return ()
-    is_list = isinstance(names, Iterable) and not isinstance(names, str)
-    listed: List[Any] = list(names) if is_list else [names]
-    if not is_list or not all(isinstance(name, str) for name in listed):
+    listed = [None] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if not all(isinstance(name, str) for name in listed):
         raise ArgumentError(f"{argument} must be a list of names, not {shown(names)}")
     return listed
 

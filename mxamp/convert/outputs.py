@@ -205,8 +205,7 @@ def _inferred_shapes(symbol: Symbol, known: Mapping[str, Sequence[int]]) -> Dict
     arguments = symbol.list_arguments()
     known = {name: shape for name, shape in known.items() if name in arguments}
     shapes = symbol.infer_shape_partial(**known)[0]
-    found = zip(arguments, shapes or ())
-    return {name: shape for name, shape in found if shape and min(shape) > 0}
+    return {n: shape for n, shape in zip(arguments, shapes or ()) if shape and min(shape) > 0}
 
 
 @checked_call

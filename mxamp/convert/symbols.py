@@ -25,7 +25,7 @@ from ..graph.casts.offline import (
 from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_regions
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
 from ..graph.speed.fuse import fused
-from ..graph.speed.fusible import check_fused_dtype
+from ..graph.speed.fusible import check_fused, check_fused_dtype
 from ..graph.speed.shape_rules import choose
 from ..patches.announcements import warn_of_speed
 from ..policy.active import suspended
@@ -38,7 +38,6 @@ logger = logging.getLogger("mxamp")
 Params = Dict[str, NDArray]
 
 LOSSY = "%r in %s turns %s into infinity and %s into zero: name its layer in `excluded_sym_names`"
-STAYS_FUSED = "the model is fused already, and stays so: convert the model as it was before `fuse`"
 AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
@@ -93,8 +92,8 @@ def convert(
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     graph = without_copies_before_casts(with_merged_variables(Graph.from_symbol(symbol)))
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
-    if graph.has_fused_operators or (policy.lowers and is_converted(graph)):
-        logger.warning(STAYS_FUSED if graph.has_fused_operators else AGAIN)
+    if policy.lowers and is_converted(graph):
+        logger.warning(AGAIN)
     data: Sequence[str] = [name for name in graph.input_names if name not in (params or {})]
     if params is None:
         data = name_list("data_names", options.data_names)
@@ -107,6 +106,8 @@ def convert(
     dtypes.update(dict.fromkeys(wide.variables, "float32"))
     if options.fuse:
         graph, held, policy = fused(graph, held, policy)
+    elif policy.lowers and not has_halves(graph, dtypes):
+        check_fused(graph, policy)
     shapes = {name: array.shape for name, array in held.items()}
     # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
     kept = {*options.not_offline, *(data if options.keep_io_types else ())}
@@ -115,7 +116,7 @@ def convert(
     offline, restore = frozenset(graph.input_names) - kept, options.keep_io_types
     usage = Usage(dtypes, shapes, offline=offline, restore=restore, converting=True)
     new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
-    lowered = _variables_cast_to(new, policy.target_dtype)
+    lowered = _names_cast_to(new, policy.target_dtype)
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     _warn_of_bad_values(held, lowered, inputs, policy.target_dtype)
@@ -183,14 +184,13 @@ def _warn_of_bad_values(
                     logger.warning(LOSSY, name, dtype, *lost)
 
 
-def _variables_cast_to(graph: Graph, dtype: str) -> Set[str]:
-    """Return the names of the variables that a graph casts to `dtype`, directly or by `_copy`."""
+def _names_cast_to(graph: Graph, dtype: str) -> Set[str]:
+    """Return the names of the nodes that a graph casts to `dtype`, directly or by `_copy`."""
     found = set()
     for node in graph.nodes:
         if node.op in CASTS and node.attrs.get("dtype") == dtype:
             source = graph.nodes[node.inputs[0][0]]
             if source.op == "_copy":
                 source = graph.nodes[source.inputs[0][0]]
-            if source.is_variable:
-                found.add(source.name)
+            found.add(source.name)
     return found

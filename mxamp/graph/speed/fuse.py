@@ -64,7 +64,7 @@ def fused(
         for node in graph.nodes
         if node.op in fusible.FUSED and any(map(view.stays_float32, fusible.inner_nodes(node)))
     ]
-    fusible.check_fused(graph, layers, policy)
+    fusible.check_fused(graph, policy, layers)
     return graph, values, policy.override(low=fusible.FUSED, fp32_layers=layers)
 
 

@@ -36,9 +36,9 @@ DOUBLE = (
 )
 
 FOUND_FUSED = (
-    "`fuse=True` can't lower {names}: MXNet has fused them with a BatchNorm or quantized them, and "
-    "such layers have no bfloat16 kernel. Convert the model as it was before get_backend_symbol or "
-    "optimize_for; or convert without `fuse`, which leaves these layers as they are"
+    "these layers are fused or quantized already, and can't become bfloat16: {names}. Convert the "
+    "model as it was before `fuse`, get_backend_symbol or optimize_for; or keep these layers as "
+    "they are by `excluded_sym_names`"
 )
 
 OTHER_HALF = (
@@ -103,16 +103,17 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
         raise ArgumentError(DOUBLE.format(names=shortened(double)))
 
 
-def check_fused(graph: Graph, layers: Container[str], policy: Policy) -> None:
+def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
     """Raise where a fused operator outside `layers` has no bfloat16 kernel.
 
     The graph may have contained such operators before the conversion. In float32 they would run,
-    but silently slower than the caller of `fuse=True` expects.
+    but silently slower than the caller expects. With `layers` None, nothing lowers any of them.
     """
     fixed = [
         node.name
         for node in graph.nodes
-        if _has_no_bfloat16(node) and node.name not in layers and not policy.keeps_layer(node.name)
+        if (node.op in FUSED if layers is None else _has_no_bfloat16(node, layers))
+        and not policy.keeps_layer(node.name)
     ]
     if fixed:
         raise ArgumentError(FOUND_FUSED.format(names=shortened(fixed)))
@@ -124,12 +125,11 @@ def check_fused_dtype(policy: Policy) -> None:
         raise ArgumentError(OTHER_HALF)
 
 
-def _has_no_bfloat16(node: Node) -> bool:
-    """Return whether a node is a fused operator without a bfloat16 kernel."""
+def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
+    """Return whether a node outside `layers` is a fused operator without a bfloat16 kernel."""
     # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
-    return node.op in FUSED and any(
-        is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized")
-    )
+    fixed = any(is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized"))
+    return fixed and node.op in FUSED and node.name not in layers
 
 
 # ---------------------------------------------------------------------- barriers
