@@ -150,7 +150,8 @@ def name_list(argument: str, names: Names) -> Sequence[str]:
     """
     if names is None:
         return ()
-    listed = [None] if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    is_list = isinstance(names, Iterable) and not isinstance(names, str)
+    listed: List[Any] = list(names) if is_list else [None]
     if not all(isinstance(name, str) for name in listed):
         raise ArgumentError(f"{argument} must be a list of names, not {shown(names)}")
     return listed
