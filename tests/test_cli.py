@@ -149,6 +149,8 @@ def test_check(folder, monkeypatch, given, options):
     assert re.search(r"\nlargest relative error: 0.0\d+; --tolerance: 0.25\n", output)
     declared = mx.sym.load("low-symbol.json").attr_dict().get("data", {}).get("__dtype__")
     assert (declared == "2") == ("--cast-io" in options)
+    command = "convert net --dtype float32 --fuse --out x --check --tolerance 1e-9 --input".split()
+    assert "a larger --tolerance" in run(*command, "data:2,4,8,8", status=1).output
 
 
 def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):

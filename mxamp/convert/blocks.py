@@ -179,9 +179,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """Call the block; the states of a recurrent layer may be left out."""
-        if self._layer is not None:
-            return super().__call__(*_with_states_as_list(self._layer, x, *args))
-        return super().__call__(x, *args)
+        given = (x, *args) if self._layer is None else _with_states_as_list(self._layer, x, *args)
+        return super().__call__(*given)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
         """Write the converted graph with its casts, and all parameters; needs no call before.
@@ -189,9 +188,8 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         Both files are replaced together, as by `convert_files`. `remove_amp_cast` is ignored.
         """
         symbol = self._cached_graph[1]
-        values = {
-            name: _cpu_value(param).as_nd_ndarray() for name, param in self.collect_params().items()
-        }
+        params = self.collect_params()
+        values = {name: _cpu_value(param).as_nd_ndarray() for name, param in params.items()}
         auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
         write_model((symbol, values, auxs), files_to_write(path, epoch))
 

@@ -294,14 +294,9 @@ def convert_bucketing_module(
     options = Options.of(**locals())
     args, auxs = bucketing_mod.get_params()
     buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
-    # A bucket returns new values only for the parameters that its graph reads.
-    held = {
-        name: one.params[name]
-        for one in buckets.values()
-        for name in one.source.input_names
-        if name in one.params
-    }
-    values = {**args, **auxs, **held}
+    values = {**args, **auxs}
+    for one in buckets.values():  # each has new values only for the parameters that it reads
+        values.update({n: one.params[n] for n in one.source.input_names if n in one.params})
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         arg_params={name: values[name] for name in args},

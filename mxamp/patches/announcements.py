@@ -26,7 +26,7 @@ ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "
     "convolutional nets run 10 to 25 times slower than in float32. %s is the fast dtype here%s"
 )
-FOR_GPUS = ". For a GPU, give --device gpu, or in Python policy=Policy.default('float16', 'gpu')"
+FOR_GPUS = ". For GPUs (--device gpu, Policy.default('float16', 'gpu')) a check runs like this too"
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )

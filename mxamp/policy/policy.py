@@ -30,7 +30,7 @@ NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not
 BESIDE_LISTS = (
     "a policy contains operator lists: change it with policy.override, give none beside it"
 )
-OTHER_DEVICE = "the list is for the {own} only: load it without a device, not for the {given}"
+OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
 OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
 

@@ -91,7 +91,7 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
 
 
 def test_a_file_is_for_one_kind_of_device(tmp_path):
-    with pytest.raises(amp.ArgumentError, match="saved.toml: the list is for the cpu only"):
+    with pytest.raises(amp.ArgumentError, match="saved.toml: the policy is for the cpu only"):
         Policy.load(saved(F16, tmp_path), device="gpu")
 
 
