@@ -158,14 +158,6 @@ def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     assert tuning.way == tuning.timings[-1].way and "Tuned for training" in str(tuning)
 
 
-def test_channels_that_hold_a_model_back_are_named(monkeypatch):
-    net = nn.Conv2D(12, 3, prefix="odd_")
-    net.initialize()
-    monkeypatch.setattr(forms.Form, "mean_seconds", lambda _self, _=1: 1.0)
-    tuning = amp.tune(net, mx.nd.ones((2, 3, 8, 8)), target_dtype="bfloat16")
-    assert ("no multiple of 16: odd_fwd." in str(tuning)) == KERNELS
-
-
 # ---------------------------------------------------------------------- bounds
 
 

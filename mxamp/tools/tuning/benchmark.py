@@ -10,10 +10,7 @@ from ...framework.keywords import checked_call
 from ...framework.machine import default_dtype, device_kind
 from ...policy.policy import Policy
 from . import forms
-from .forms import HOW, Loss, Timing, channels_note, opened, seconds_of, table, time_in_turns
-
-#: Ratios within this distance of 1 are "as fast"; a wider spread around 1 is noise.
-_AS_FAST = 0.05
+from .forms import HOW, Loss, Timing, opened, seconds_of, table, time_in_turns
 
 NOT_PAID = "Stay in float32 for this model, or let mxamp.tune look for a faster form of it."
 
@@ -35,7 +32,7 @@ class Benchmark:
     timings : tuple of Timing
         The times of each form; those of float32 come first in each task.
     notes : tuple of str
-        What holds the model back, and forms that do not run.
+        Sentences on forms that do not run.
     """
 
     dtype: str
@@ -69,7 +66,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     low, high = timing.quartiles
     if not low <= 1 <= high:
         return f"{does} {timing.speedup:.2g} times as fast{reference}"
-    if max(1 - low, high - 1) <= _AS_FAST:
+    if max(1 - low, high - 1) <= 0.05:  # noqa: PLR2004  # a wider spread around 1 is noise
         return f"{does} as fast{reference}"
     return f"{does} {low:.2f} to {high:.2f} times as fast{reference}, too noisy to tell"
 
@@ -136,5 +133,4 @@ def benchmark(
         for count, group in enumerate(groups, 1):
             time_in_turns(group, began + seconds * count / len(groups))
     timings = tuple(form.timing(group[0]) for group in groups for form in group)
-    notes = model.notes + channels_note(model.block, timings)
-    return Benchmark(policy.target_dtype, timings, tuple(notes))
+    return Benchmark(policy.target_dtype, timings, tuple(model.notes))

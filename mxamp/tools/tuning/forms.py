@@ -24,9 +24,8 @@ from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
-from ...framework.wording import shortened, shown
+from ...framework.wording import shown
 from ...graph.inspect import FLOATS
-from ...graph.ir import Graph
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
@@ -42,8 +41,6 @@ EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
-NOT_RUN = "Form {way} does not run: {why}."
-ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
 #: What a user does to have a form of inference.
 HOW = {
     CONVERTED: "convert the model with `cast_optional_params=True`",
@@ -53,14 +50,10 @@ HOW = {
     "INFERENCE_PRECISION_HINT)",
 }
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
-#: The least seconds of a turn: fast forms run several times in one.
-_SHORTEST = 0.01
-#: Rounds that are timed whatever the budget, and at most.
-_LEAST, _MOST = 3, 15
-#: The channels of a block of oneDNN's layouts, and the speed below which odd ones are named.
-_BLOCK, _HELD_BACK = 16, 1.5
+#: The least seconds of a turn, in which fast forms run several times; the rounds that are timed
+#: whatever the budget, and at most.
+_SHORTEST, _LEAST, _MOST = 0.01, 3, 15
 
 Loss = Optional[Callable[[Any, Any], Any]]
 
@@ -224,7 +217,7 @@ class Model:
                 self.measure(form)
                 forms.append(form)
             except (AmpError, RuntimeError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
-                self.notes.append(NOT_RUN.format(way=way, why=error_reason(error)))
+                self.notes.append(f"Form {way} does not run: {error_reason(error)}.")
         return forms
 
     def measure(self, form: Form) -> None:
@@ -300,18 +293,7 @@ def seconds_of(budget: Any) -> float:
     (90.0, 90.0, 30.0, 1e-06)
     """
     found = _DURATION.fullmatch(str(budget))
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    seconds = float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else 0.0
     if not 0 < seconds < math.inf:
         raise ArgumentError(BUDGET.format(given=shown(budget)))
     return seconds
-
-
-def channels_note(block: Block, timings: Iterable[Timing]) -> list[str]:
-    """Return a note that names convolutions with odd channels, if bfloat16 gains little."""
-    graph = getattr(block, "_cached_graph", None)
-    nodes = Graph.from_symbol(graph[1]).all_nodes if graph else ()
-    convolutions = [node for node in nodes if node.operator == "Convolution"]
-    names = [one.name for one in convolutions if int(one.attrs["num_filter"]) % _BLOCK]
-    best = max((t.speedup for t in timings if t.precision == "bfloat16"), default=_HELD_BACK)
-    odd = ODD_CHANNELS.format(names=shortened(names))
-    return [odd] if names and best < _HELD_BACK else []

@@ -30,16 +30,13 @@ from ...scaling.scaler import positive_number
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
 from . import forms
-from .forms import HOW, Form, Model, Timing, channels_note, opened, seconds_of, table, time_in_turns
+from .forms import HOW, Form, Model, Timing, opened, seconds_of, table, time_in_turns
 
-#: The number of batches of `data` that are used.
-MOST_BATCHES = 16
+#: How many batches of `data` are used, which share of the budget is for the search (the rest is for
+#: the timing), and how many times as fast as float32 a form has to be to take its place.
+MOST_BATCHES, _FOR_SEARCH, _MARGIN = 16, 0.7, 1.02
 #: The default tolerances: of outputs in inference and in training, and of all gradients together.
 OUTPUTS, TRAINING_OUTPUTS, GRADIENTS = 0.05, 0.2, 0.5
-#: A form has to be so many times as fast as float32 to take its place.
-_MARGIN = 1.02
-#: The share of the budget for the search; the rest is for the timing.
-_FOR_SEARCH = 0.7
 #: Metrics of which less is better.
 _LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood", "Perplexity"}
 
@@ -370,7 +367,7 @@ class _Search:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if timed[form].within]
             best = max(good, key=lambda form: timed[form].speedup, default=plain)
-        notes = [*dict.fromkeys(model.notes), *channels_note(model.block, timed.values())]
+        notes = list(dict.fromkeys(model.notes))
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
         if best.way in HOW:
             notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
