@@ -49,14 +49,15 @@ from .statistics import running_statistics
 logger = logging.getLogger("mxamp")
 
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
-_STUCK = 10
+#: After 30, the warning comes again: any scale from 2**24 down has fallen to 1 by then.
+_STUCK = (10, 30)
 _HALF = {"float16", "bfloat16"}
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
 TOO_MANY_SKIPS = (
-    "skipped %d steps in a row, and the loss scale is down to %g: %s are not finite. Look for a "
-    "learning rate that is too high, a division by zero or a logarithm of zero: "
-    "mxamp.debugging.check_numerics names the operator."
+    "skipped %d steps in a row, and the loss scale is down to %g: the gradients of %s are not "
+    "finite. Look for an overflow in float16, a learning rate that is too high, a division by zero "
+    "or a logarithm of zero: mxamp.debugging.check_numerics names the operator."
 )
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
@@ -323,8 +324,8 @@ class State:
             logger.info("step skipped, gradients of %s are not finite; %s", names, change)
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
-        if self._skips_in_a_row == _STUCK:
-            logger.warning(TOO_MANY_SKIPS, _STUCK, report.next_loss_scale, names)
+        if self._skips_in_a_row in _STUCK:
+            logger.warning(TOO_MANY_SKIPS, self._skips_in_a_row, report.next_loss_scale, names)
 
     def publish(self, report: StepReport | None) -> None:
         """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
