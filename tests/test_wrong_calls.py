@@ -104,7 +104,7 @@ WRONG = [
     # the label in a batch, without a loss
     (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),
     (lambda: amp.benchmark(net(), (X, X)), r"on this batch of 2 arrays: .*the label too only where a loss"),
-    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),
+    (lambda: amp.debugging.compare(net(), [(X, X)]), r"on this batch of 2 arrays: .*A batch is a tuple .* A list holds"),
     (lambda: amp.tune(Adds(), (X, X, X, X), LOSS), r"on this batch of 3 arrays: "),
     (lambda: amp.tune(net(), X, LOSS), "a loss or metric, label last"),
     (lambda: amp.tune(net(), (X, X), "sce"), "loss must be a function from .*, not 'sce'"),

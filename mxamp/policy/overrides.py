@@ -18,10 +18,10 @@ from .lists import OperatorList
 from .rules import UNLISTED, Condition, Rule, ShapeRule, not_lowered
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
-Layers = Union[None, Block, Iterable[Union[str, Block]]]
+Layers = Union[None, str, Block, Iterable[Union[str, Block]]]
 
 LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
-LAYERS = "a list of names or of Gluon blocks"
+LAYERS = "a name, a Gluon block or a list of them"
 NO_NAMES = (
     "{argument}: the prefix {prefix!r} of block {name!r} does not end in '_': give the block one "
     "that does, or list the names of its layers, which explain shows"
@@ -39,7 +39,7 @@ def exact_pattern(name: str) -> str:
 
 def layer_patterns(argument: str, layers: Any) -> list[Sequence[str]]:
     """Return the name patterns of each given layer: one for a name, several for a block."""
-    if isinstance(layers, Block):
+    if isinstance(layers, (str, Block)):
         layers = [layers]
     if layers is None:
         return []

@@ -37,8 +37,8 @@ def net():
 
 GIVEN = {
     "a block": (lambda net: net[1], {"net_dense1_fwd"}),
-    "a list": (lambda net: [net[10], net[0]], {"net_dense10_fwd", "net_dense0_fwd"}),
-    "with a name": (lambda net: [net[1], "*dense2_*"], {"net_dense1_fwd", "net_dense2_fwd"}),
+    "a name": (lambda net: "net_dense1_fwd", {"net_dense1_fwd"}),
+    "a list": (lambda net: [net[10], "*dense2_*"], {"net_dense10_fwd", "net_dense2_fwd"}),
     "children alone": (lambda net: net[12], {"net_a_fwd", "net_aa_fwd"}),
     "one child": (lambda net: net[12][0], {"net_a_fwd"}),
     "with children": (lambda net: net[13], {"net_out_fwd", "net_head0_tanh0"}),

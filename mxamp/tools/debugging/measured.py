@@ -22,8 +22,8 @@ from ...scaling.loss_outputs import scaled_outputs
 from ...scaling.passes import passes
 
 NOT_ON_BATCH = (
-    "block {name!r} does not run on this batch of {arrays}: {why}. A batch holds the net's "
-    "arguments, and the label too only where a loss or a metric is given"
+    "block {name!r} does not run on this batch of {arrays}: {why}. A batch is a tuple of the net's "
+    "arguments, and the label too only where a loss or a metric is given. A list holds batches"
 )
 NO_LOSS = "loss must be a function from the net's output and the label to an NDArray, not {given}"
 NO_BATCH = "a batch must be an array or a tuple (for a loss or metric, label last), not {given}"
