@@ -172,6 +172,25 @@ def test_infinities_are_overflows_in_casts_and_low_precision():
         assert (first.kind, first.operator) == (kind, operator)
 
 
+@pytest.mark.parametrize("value, weight", [(1e5, 1.0), (1.0, 1e-6)])
+def test_an_overflow_of_a_cast_names_the_layer_to_keep_in_float32(value, weight):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(2, in_units=1, use_bias=False), nn.HybridLambda("log", prefix="last_"))
+    net.initialize(mx.init.Constant(weight))
+    net.hybridize()
+    policy, kept = amp.Policy.default("float16"), f"{net[0].name}_fwd"
+
+    def checked_under(policy):
+        with amp.autocast(policy=policy), autograd.record():
+            return checked(lambda: net(nd.array([[value]])).backward())
+
+    first = checked_under(policy).first
+    ((name, read),) = first.inputs
+    assert name == ("data" if value > 1 else "gradient from 'last_log0'") and read.maximum > 9e4
+    assert str(first).endswith(f"; {name}: {read}; keep {kept} in float32")
+    assert not checked_under(policy.override(fp32_layers=first.fp32_layers))
+
+
 def test_masks_are_no_fault_until_they_make_nan():
     def attention(allowed):
         scores = nd.dot(nd.ones((2, 4)), w)
@@ -372,10 +391,3 @@ def test_zeros_are_followed_to_the_operator_that_made_them(function, maker, prin
     assert (first.kind == "nonfinite") == bool(maker)
     jump = amp.debugging.compare(net, data, dtype="float16").first_jump
     assert jump is None or jump.zeros == maker
-
-
-def test_a_finding_holds_the_inputs():
-    check = checked(lambda: nd.broadcast_div(nd.array([1.0, -1.0]), nd.zeros((1,))))
-    (left, numbers), (right, zeros) = check.first.inputs
-    assert (left, numbers.minimum, right, zeros.maximum) == ("lhs", -1, "rhs", 0)
-    assert "lhs: float32 2" in str(check.first)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import AmpError
+from ...framework.wording import shortened
 from ...policy.values import RANGES
 from .observing import Tensor
 
@@ -107,10 +108,14 @@ class Finding:
     statistics : Statistics
         The counts and range of the tensor.
     inputs : tuple of (str, Statistics)
-        The names and statistics of the operator's inputs, for a forward finding.
+        The names and statistics of the operator's inputs; in the backward pass of a cast, of the
+        gradients that the cast's consumers computed.
     zeros : str
         In a graph, the operator whose zeros became Inf or NaN, as by underflow before a logarithm;
         "" for other findings.
+    fp32_layers : tuple of str
+        For an overflow in a graph, the operators to keep in float32, as `fp32_layers` of a policy:
+        the operator itself, or the 16-bit operators next to a cast.
     """
 
     kind: str
@@ -123,6 +128,7 @@ class Finding:
     statistics: Statistics
     inputs: tuple[tuple[str, Statistics], ...] = ()
     zeros: str = ""
+    fp32_layers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""
@@ -132,6 +138,7 @@ class Finding:
         more = f"; the largest {dtype} is {RANGES[dtype].largest:.6g}" if is_overflow else ""
         more += "".join(f"; {name}: {found}" for name, found in self.inputs)
         more += f"; its zeros come from {self.zeros!r}" if self.zeros else ""
+        more += f"; keep {shortened(self.fp32_layers)} in float32" if self.fp32_layers else ""
         return (
             f"step {self.step}: {backward}{self.node!r} ({self.operator}{block}) "
             f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{more}"

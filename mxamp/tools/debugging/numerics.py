@@ -124,8 +124,8 @@ class NumericsCheck(TensorObserver):
 
     def _is_skipped(self, site: Site) -> bool:
         """Return whether `skip` names a call, whose values are right by definition."""
-        names = (site.operator, site.node, site.block)
-        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._skip for one in names)
+        # The names of the block, the node and the operator.
+        return any(fnmatch.fnmatchcase(one, text) for text in self._skip for one in site[:3])
 
     # ------------------------------------------------------------------ backward
 
@@ -134,17 +134,16 @@ class NumericsCheck(TensorObserver):
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
 
-    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
+    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, made: Tensor) -> None:
         """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
         if self._reads.get(id(graph)) is None:
-            self._reads[id(graph)] = self._judge_gradient(site, name, array)
+            self._reads[id(graph)] = self._judge_gradient(site, name, made)
 
-    def _judge_gradient(self, site: Site, name: str, array: NDArray) -> Finding | None:
+    def _judge_gradient(self, site: Site, name: str, gradient: Tensor) -> Finding | None:
         """Return the finding of a gradient that is not finite; None without one."""
-        gradient = Tensor(array)
         if not gradient.bad or self._is_skipped(site):
             return None
-        return self._finding("backward", site, f"gradient of {name}", gradient, {})
+        return self._finding("backward", site, f"gradient of {name}", gradient, site.gradients)
 
     def _first_fault(self) -> Finding | None:
         """Return the first finding of the backward pass, in the opposite order of the reads."""
@@ -154,7 +153,7 @@ class NumericsCheck(TensorObserver):
                 faults.append(read)
                 self._reads[key] = None
             elif read.array._fresh_grad and read.array.grad is not None:
-                faults.append(self._judge_gradient(read.site, read.name, read.array.grad))
+                faults.append(self._judge_gradient(read.site, read.name, Tensor(read.array.grad)))
                 del self._reads[key]
         return next((one for one in faults if one is not None), None)
 
@@ -194,8 +193,9 @@ class NumericsCheck(TensorObserver):
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
         kind = kind or ("overflow" if overflows and not site.zeros else "nonfinite")
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
-        place = (site.block, site.node, site.operator, name)
-        return Finding(kind, phase, self._step, *place, Statistics.of(tensor), inputs, site.zeros)
+        place = (site.block, site.node, site.operator, name, Statistics.of(tensor), inputs)
+        layers = tuple(site.layers) if kind == "overflow" else ()
+        return Finding(kind, phase, self._step, *place, site.zeros, layers)
 
     def _report(self, finding: Finding) -> None:
         """Record the finding of the running pass, and log it if `on` says so."""

@@ -27,6 +27,7 @@ from ...framework.arrays import as_list, dtypes_of
 from ...framework.machine import BFLOAT16
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
+from ...graph.casts.builder import is_inserted_cast
 from ...graph.inspect import FLOATS
 from ...graph.ir import CASTS, Graph, Output
 from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
@@ -118,6 +119,8 @@ class Site(NamedTuple):
     attributes: Mapping[str, Any]
     names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator has them
     zeros: str = ""  #: in a graph, the operator that made the zeros of its Inf or NaN
+    layers: Sequence[str] = ()  #: in a graph, what to keep in float32 if the operator overflows
+    gradients: Mapping[str, Tensor] = {}  #: in the backward pass of a cast: what it casts
 
 
 class Tensor:
@@ -191,7 +194,7 @@ class TensorObserver(Observer):
     def on_end(self) -> None:
         """Take the end of a graph's forward pass, or of an eager call."""
 
-    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, array: NDArray) -> None:
+    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, made: Tensor) -> None:
         """Observe a gradient inside of a graph, which the operator at `site` makes."""
 
     def _blocks(self) -> list[Block]:
@@ -269,14 +272,15 @@ class MonitoredGraph:
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
-        readers: dict[int, set[str]] = {}
+        readers: dict[int, list[int]] = {}
         for i, node in enumerate(nodes):
             if not node.is_variable:
                 self._places.setdefault(node.name, []).append(i)
             for source, _ in node.inputs:
-                readers.setdefault(source, set()).add(node.op)
+                readers.setdefault(source, []).append(i)
         # MXNet does not compute what nobody reads: its memory may hold anything.
-        self._unread = {i for i, ops in readers.items() if ops <= _SHAPES}
+        self._readers = readers
+        self._unread = {i for i, few in readers.items() if {nodes[k].op for k in few} <= _SHAPES}
         self._unread.difference_update(i for i, _ in self._graph.heads)
 
     def _register_op_hook(self, *hook: Any) -> None:
@@ -297,6 +301,8 @@ class MonitoredGraph:
         #: The tensors of the running forward pass.
         self._seen: dict[Output, Tensor] = dict(zip(self._inputs, map(Tensor, inputs)))
         self._calls: Counter[str] = Counter()
+        #: By cast: the gradients of its output, which its consumers have computed.
+        self._given: dict[Output, dict[str, Tensor]] = {}
         self._observer.on_begin(self, inputs)
         yield
         self._seen = {}
@@ -311,9 +317,14 @@ class MonitoredGraph:
         node, number = found[1], int(found[3] or 0)
         places = self._places.get(node, [])
         if found[2] or not places:
-            site = self._site(places[0]) if places else Site("", node, "add_n", {}, ())
+            site, made = Site("", node, "add_n", {}, ()), Tensor(array)
+            for i in places[:1]:
+                site = self._site(i, backward=True)._replace(gradients=self._given.pop((i, 0), {}))
+                source = dict(enumerate(self._graph.nodes[i].inputs)).get(number, (i, 0))
+                if is_inserted_cast(self._graph.nodes[source[0]]):
+                    self._given.setdefault(source, {})[f"gradient from {node!r}"] = made
             of = dict(enumerate(site.names)).get(number, f"input {number}")
-            self._observer.on_gradient(self, site, of, array)
+            self._observer.on_gradient(self, site, of, made)
             return
         self._calls[node] += number == 0
         i = places[min(self._calls[node], len(places)) - 1]
@@ -341,8 +352,16 @@ class MonitoredGraph:
             found = [e for e in sources if e in seen and seen[e].count_zeros() >= zeros]
         return self._graph.nodes[node.inputs[0][0]].name if node.op in CASTS else node.name
 
-    def _site(self, i: int) -> Site:
-        """Return the site of a node."""
+    def _layers(self, i: int, backward: bool) -> list[str]:
+        """Return what to keep in float32 if node i overflows: itself, or what is next to a cast."""
+        node = self._graph.nodes[i]
+        if node.op not in CASTS:
+            return [node.name] * (not node.is_variable)
+        near = [k for k, _ in node.inputs] if backward else self._readers.get(i, [])
+        return [name for k in near if is_inserted_cast(node) for name in self._layers(k, backward)]
+
+    def _site(self, i: int, backward: bool = False) -> Site:
+        """Return the site of a node, in the forward or the backward pass."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
         names = [
@@ -350,7 +369,8 @@ class MonitoredGraph:
             for source, name in zip(sources, _input_names(node.operator, len(sources)))
         ]
         inner = (block.name for block in self._blocks if node.name.startswith(block.prefix))
-        return Site(next(inner, ""), node.name, node.operator, node.attrs, names)
+        layers = tuple(dict.fromkeys(self._layers(i, backward)))
+        return Site(next(inner, ""), node.name, node.operator, node.attrs, names, layers=layers)
 
 
 def _input_names(operator: str, count: int) -> Sequence[str]:

@@ -128,8 +128,7 @@ class OperatorStats(Observer):
         rows = [(f"{row.source} to {row.target}", row.casts, row.bytes) for row in self.casts]
         return f"{operators}\n\n{text_table(('cast', 'calls', 'bytes'), rows)}\n\n{self.summary()}"
 
-    def __repr__(self) -> str:
-        return f"<OperatorStats: {self.summary()}>"
+    __repr__ = __str__  # for notebooks
 
     # ------------------------------------------------------------------ while it counts
 
