@@ -213,10 +213,9 @@ def test_infinities_that_an_argument_holds_are_no_fault():
     assert (check.first.kind, check.first.statistics.inf) == ("nonfinite", 2)
 
 
-def while_loop(F, x, iterations=3):
+def while_loop(F, x, most=3):
     step = lambda i, y: (y * 2, (i + 1, y))  # noqa: E731
-    loop = F.contrib.while_loop
-    return loop(lambda i, y: i < 3, step, (F.zeros((1,)), x), max_iterations=iterations)[0]
+    return F.contrib.while_loop(lambda i, y: i < 3, step, (F.zeros(1), x), max_iterations=most)[0]
 
 
 CONTROL = [
@@ -287,7 +286,7 @@ def test_uninitialized_padding_of_loops_is_no_fault():
         freed = nd.full((2, 3, 4), np.nan)
         freed.wait_to_read()
         del freed
-        assert not checked(lambda: while_loop(nd, nd.ones((3, 4)), iterations=5))
+        assert not checked(lambda: while_loop(nd, nd.ones((3, 4)), most=5))
 
 
 def test_a_backward_pass_after_the_check():
@@ -338,10 +337,7 @@ def test_findings_are_raised_logged_and_shown(caplog):
 def test_skipped_operators_excuse_what_follows(way):
     check = checked(prepared(deep(explode), way, randn(4, 8, scale=3)), skip=["*exp*"])
     assert check.first.operator == "FullyConnected"
-    net = deep()
-    weight = weight_of(net, 7)
-    weight.set_data(nd.full(weight.shape, np.nan))
-    assert not checked(prepared(net, way, randn(4, 8), train=True), skip=["*dense7*"])
+    assert not checked(prepared(bad_weight(), way, randn(4, 8), train=True), skip=["*dense7*"])
 
 
 def trained_with_scale(steps, on="collect", **options):
