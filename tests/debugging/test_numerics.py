@@ -172,7 +172,7 @@ def test_infinities_are_overflows_in_casts_and_low_precision():
         assert (first.kind, first.operator) == (kind, operator)
 
 
-@pytest.mark.parametrize("value, weight", [(1e5, 1.0), (1.0, 1e-6)])
+@pytest.mark.parametrize("value, weight", [(1e5, 1.0), (5e4, 2.0), (1.0, 1e-6)])
 def test_an_overflow_of_a_cast_names_the_layer_to_keep_in_float32(value, weight):
     net = nn.HybridSequential()
     net.add(nn.Dense(2, in_units=1, use_bias=False), nn.HybridLambda("log", prefix="last_"))

@@ -27,7 +27,8 @@ from ...framework.arrays import as_list, dtypes_of
 from ...framework.machine import BFLOAT16
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
-from ...graph.casts.builder import is_inserted_cast
+from ...graph.casts.builder import HALVES, is_inserted_cast
+from ...graph.casts.insert import PRECISION
 from ...graph.inspect import FLOATS
 from ...graph.ir import CASTS, Graph, Output
 from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
@@ -272,15 +273,14 @@ class MonitoredGraph:
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
-        readers: dict[int, list[int]] = {}
+        self._readers: dict[int, list[int]] = {}
         for i, node in enumerate(nodes):
             if not node.is_variable:
                 self._places.setdefault(node.name, []).append(i)
             for source, _ in node.inputs:
-                readers.setdefault(source, []).append(i)
+                self._readers.setdefault(source, []).append(i)
         # MXNet does not compute what nobody reads: its memory may hold anything.
-        self._readers = readers
-        self._unread = {i for i, few in readers.items() if {nodes[k].op for k in few} <= _SHAPES}
+        self._unread = {i for i, r in self._readers.items() if {nodes[k].op for k in r} <= _SHAPES}
         self._unread.difference_update(i for i, _ in self._graph.heads)
 
     def _register_op_hook(self, *hook: Any) -> None:
@@ -357,17 +357,18 @@ class MonitoredGraph:
         node = self._graph.nodes[i]
         if node.op not in CASTS:
             return [node.name] * (not node.is_variable)
-        near = [k for k, _ in node.inputs] if backward else self._readers.get(i, [])
-        return [name for k in near if is_inserted_cast(node) for name in self._layers(k, backward)]
+        sides = [k for k, _ in node.inputs], self._readers.get(i, [])
+        near, far = sides if backward else sides[::-1]
+        # An operator with that attribute is in 16 bits, and computes in float32 between casts.
+        found = [k for k in far if self._graph.nodes[k].attrs.get(PRECISION) in HALVES] or near
+        return [name for k in found if is_inserted_cast(node) for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Site:
         """Return the site of a node, in the forward or the backward pass."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
-        names = [
-            source.name if source.is_variable else name
-            for source, name in zip(sources, _input_names(node.operator, len(sources)))
-        ]
+        known = zip(sources, _input_names(node.operator, len(sources)))
+        names = [source.name if source.is_variable else name for source, name in known]
         inner = (block.name for block in self._blocks if node.name.startswith(block.prefix))
         layers = tuple(dict.fromkeys(self._layers(i, backward)))
         return Site(next(inner, ""), node.name, node.operator, node.attrs, names, layers=layers)
