@@ -37,7 +37,7 @@ logger = logging.getLogger("mxamp")
 
 Params = Dict[str, NDArray]
 
-LOSSY = "%r in %s turns %s into infinity and %s into zero: name its layer in `excluded_sym_names`"
+LOSSY = "%s of %r become infinity in %s, and %s zero: name the layer %r in `excluded_sym_names`"
 AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
@@ -119,7 +119,7 @@ def convert(
     lowered = _names_cast_to(new, policy.target_dtype)
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
-    _warn_of_bad_values(held, lowered, inputs, policy.target_dtype)
+    _warn_of_bad_values(held, graph, lowered, inputs, policy.target_dtype)
     warn_of_speed(policy, of_model=True)
     if not options.fuse:
         new = with_copies_before_casts(new, {**dtypes, **inputs})
@@ -164,12 +164,13 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
 
 
 def _warn_of_bad_values(
-    params: Mapping[str, NDArray], lowered: Collection[str], offline: Collection[str], dtype: str
+    params: Params, graph: Graph, lowered: Collection[str], offline: Collection[str], dtype: str
 ) -> None:
     """Log the parameters with NaN or Inf, and the `lowered` ones that lose values in `dtype`.
 
-    Of values that become 0, only those cast `offline` are logged.
+    Of values that become 0, only those cast `offline` are logged, and few of them do not warn.
     """
+    readers = {graph.nodes[i].name: node.name for node in graph.nodes for i, _ in node.inputs}
     with suspended():
         for name, array in params.items():
             if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
@@ -180,17 +181,14 @@ def _warn_of_bad_values(
             if name in lowered or name in offline:
                 over, vanished = count_range_errors(array, cast(copy(array), dtype))
                 if over or (vanished and name in offline):
-                    lost = counted(over, "finite value"), counted(vanished, "value")
-                    logger.warning(LOSSY, name, dtype, *lost)
+                    values, layer = counted(over, "finite value"), readers.get(name, name)
+                    many = over or vanished > array.size // 1000
+                    level = logging.WARNING if many else logging.INFO
+                    logger.log(level, LOSSY, values, name, dtype, vanished, layer)
 
 
 def _names_cast_to(graph: Graph, dtype: str) -> Set[str]:
     """Return the names of the nodes that a graph casts to `dtype`, directly or by `_copy`."""
-    found = set()
-    for node in graph.nodes:
-        if node.op in CASTS and node.attrs.get("dtype") == dtype:
-            source = graph.nodes[node.inputs[0][0]]
-            if source.op == "_copy":
-                source = graph.nodes[source.inputs[0][0]]
-            found.add(source.name)
-    return found
+    casts = [node for node in graph.nodes if node.op in CASTS and node.attrs.get("dtype") == dtype]
+    sources = [graph.nodes[cast.inputs[0][0]] for cast in casts]
+    return {(graph.nodes[one.inputs[0][0]] if one.op == "_copy" else one).name for one in sources}

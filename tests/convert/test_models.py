@@ -40,22 +40,20 @@ def test_a_converted_model_computes_what_autocast_does(dtype, make, offline):
 @pytest.mark.parametrize(
     "value, words",
     [
-        (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 16"),
+        (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 2000"),
         (65519.0, None),
-        (65520.0, "'fc_weight'"),
+        (65520.0, "2 finite values of 'fc_weight' become infinity in float16, and 0 zero: name the layer 'fc' in"),
+        (1e-9, None),
     ],
 )  # fmt: skip
 def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
-    weight = np.ones((4, 4), "float32")
+    weight = np.ones((4, 500), "float32")
     weight[:2, 0] = value
     params = {"fc_weight": nd.array(weight)}
     amp.convert_model(net, params, {}, policy=GPU, cast_optional_params=offline)
-    if words is None:
-        assert not caplog.records
-    else:
-        assert words in caplog.text
-        assert len(caplog.records) == 1
+    assert len(caplog.records) == bool(words)
+    assert (words or "") in caplog.text
     caplog.clear()
     kept = amp.convert_model(net, params, {}, policy=GPU, excluded_sym_names=["fc"])
     assert ("fc_weight" in caplog.text) == bool(np.isnan(value))
