@@ -15,12 +15,12 @@ NO_GPU = (
     "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
 )
 SLOW = (
-    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but bfloat16 is no "
-    "faster than float32 here%s"
+    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but no faster than in "
+    "float32, and convolutions without avx512 are up to 100 times slower%s"
 )
 IN_MODEL = (
-    ". A model converted here computes in float32 on rounded values, on other CPUs too: to use "
-    "bfloat16 kernels there, convert it on a CPU with avx512"
+    ". A model converted here computes in float32 on rounded values, on other CPUs too: for "
+    "bfloat16 kernels, convert it on a CPU with avx512; for speed here, to float32 with `fuse=True`"
 )
 ONLY_TRUE = (
     "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "
