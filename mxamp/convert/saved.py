@@ -19,7 +19,7 @@ from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, closest
 from ..framework.files import NOT_THE_SAME, check_file_path, checksum, left_beside, replaced_files
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened
@@ -37,11 +37,11 @@ _SYMBOL = "-symbol.json"
 #: semantics (NDArray::Load in MXNet's ndarray.cc).
 _MAGIC, _NUMPY_ARRAY = slice(24, 28), (0xF993FACA).to_bytes(4, "little")
 
-_MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.onnx|\.json|\.params)$")
+_MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.(onnx|json|params|toml))$")
 # The names that Gluon and Symbol give to the parameters of a node, after the node's name.
 _PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
 
-NOT_A_PREFIX = "{path!r} is the name of a file: the prefix of its model is {prefix!r}"
+NOT_A_PREFIX = "{path!r} is a file: the prefix of its model is {prefix!r} (`policy` takes policies)"
 LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
 NUMPY_BFLOAT16 = "%s: under npx.set_np(), load its bfloat16 within mx.util.np_shape(True) only"
 SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
@@ -123,7 +123,9 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
         if not path.is_file():
             check_prefix(prefix)
             epochs = ", ".join(map(str, epochs_of(prefix))) if path == files[1] else ""
-            hint = f"; there are parameters of epoch {epochs} (--epoch)" if epochs else ""
+            names = [one.name[: -len(_SYMBOL)] for one in path.parent.glob("*" + _SYMBOL)]
+            near = closest(Path(prefix).name, names) if path == files[0] else ""
+            hint = f"; there are parameters of epoch {epochs} (--epoch)" if epochs else near
             raise ArgumentError(f"there is no file {str(path)!r}{hint}{_left_by_kills(path)}")
     with saved_semantics(prefix, epoch):
         symbol = _read_symbol(files[0])
