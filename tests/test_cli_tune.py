@@ -121,10 +121,11 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
     if way in ("plain", "openvino"):
         export = "Wrote p.toml. Next: mxamp export-onnx m --input data:3,8 --out m.onnx"
         assert (export if way == "openvino" else "run the model as it is") in last
-        refused = CliRunner().invoke(main, "convert m --policy p.toml --out x".split())
+        refused = CliRunner().invoke(main, "convert m --policy p.toml --out x --fuse".split())
         assert refused.exit_code == 2 and repr(way) in refused.output and not converted
         return
     command = last.partition(": mxamp ")[2].split()
+    assert command[-1] == "m-p"
     CliRunner().invoke(main, command)
     assert converted["cast_optional_params"] and converted["fuse"] == (way == "fused")
 
@@ -146,12 +147,12 @@ SHAPE, P = "--input data:4,8", "--out p.toml"
         ("--input data:./data.npy --out data.npy --force", "a file that this command reads"),
         (f"{SHAPE} --policy start.toml --out ./start.toml --force", "a file that this command reads"),
         (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),
-        (f"--data cut.npz {P}", "'cut.npz' can't be read: "),
+        (f"--data cut.npz {P}", "'cut.npz' can't be read as numbers of NumPy: "),
         (f"--data data.npy {P}", "--data .npz files, not 'data.npy'"),
+        (f"--data one.npz --input-dtype dat:int32 {P}", "unknown input 'dat'; the closest is 'data'"),
         (f"--data wrong.npz {P}", "--data wrong.npz: unknown input 'dat'"),
         (f"--data nan.npz {P}", "--data nan.npz: input 'data' is NaN"),
         (f"--data one.npz --data wide.npz {P}", "does not run on this batch"),
-        (f"--input dat:4,8 {P}", "--input: unknown input 'dat'"),
         (f"{SHAPE} --budget soon {P}", "not 'soon'"),
         (f"{SHAPE} --rtol nan {P}", "--rtol must"),
         (f"{SHAPE} --keep-fp32 fcc {P}", "unknown layer 'fcc'"),

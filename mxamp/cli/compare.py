@@ -24,8 +24,8 @@ _BUDGET = 10
 def compare(prefix: str, epoch: int, other: str, inputs: Named, input_dtypes: Named) -> None:
     """Compare the outputs and the time of the saved model OTHER with those of PREFIX.
 
-    Both run in inference in plain MXNet, without mxamp, on the same inputs: those without a file of
-    values get random numbers.
+    Both run in inference in plain MXNet, hybridized with static_alloc and static_shape, on the same
+    inputs: those without a file of values get random numbers.
     """
     with saved_semantics(prefix, epoch):
         models = [load_model(prefix, epoch), load_model(*split_prefix(other, None))]

@@ -14,15 +14,15 @@ from .inputs import Named, input_values
 from .output import examples, print_errors
 
 FOR_HALVES = "--fp32-op and --device are for 16-bit dtypes: leave them out with --dtype float32"
-NO_FORM = "the fastest form in --policy is {!r}: its comments say how to run it; or add --fuse"
+NO_FORM = "the fastest form in --policy is {!r}, which needs no conversion: see its comments"
 
 _EXAMPLES = examples(
     "mxamp convert model --dtype bfloat16 --out model-bf16",
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
     "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )
-_DTYPE = "The target dtype. float32 turns a 16-bit model into float32."
-_CHECK = "Compare the outputs: norm of the difference, by norm of the original's output."
+_DTYPE = "The target dtype. float32 is for 16-bit models, and for --fuse."
+_CHECK = "Compare the outputs with the original's in float32: norm of the difference, by its norm."
 _CAST_PARAMS = "Store parameters in 16 bits where possible."
 _TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERANCE}."
 
@@ -37,7 +37,7 @@ _TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERA
 @options.input_options
 @click.option("--check", is_flag=True, help=_CHECK)
 @click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), help=_TOLERANCE)
-@click.option("--fuse", is_flag=True, help="Fuse operators: fastest for inference on CPUs.")
+@click.option("--fuse", is_flag=True, help="Fuse for CPUs; without avx512, give float32.")
 @options.force_option
 def convert(
     prefix: str,
@@ -68,7 +68,7 @@ def convert(
         target = {"policy": chosen.override(fp32=fp32_ops)}
     if policy:  # tuned in a form: this is the one with the speed that was measured
         form = tuned_form(policy)
-        if form in (OPENVINO, PLAIN) and not given["fuse"]:
+        if form in (OPENVINO, PLAIN):
             raise click.UsageError(NO_FORM.format(form))
         given.update({name: True for name, on in convert_options(form).items() if on})
     if check:

@@ -39,7 +39,7 @@ class NamedInput(click.ParamType):
             return name, _load_numpy(text, np.ndarray)
         sizes = text.split(",")
         if not (name and all(size.strip().isdecimal() and int(size) for size in sizes)):
-            self.fail(f"{value!r} is neither NAME:1,3,224,224 nor NAME:FILE.npy", param, ctx)
+            self.fail(f"{value!r} is no NAME:1,3,8,8 (sizes from 1), nor NAME:FILE.npy", param, ctx)
         return name, tuple(map(int, sizes))
 
 
@@ -89,13 +89,13 @@ def checked_batch(
     model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]
 ) -> Dict[str, Any]:
     """Return inputs as NDArrays in `dtypes`, else in the declared dtypes; raise unless finite."""
+    check_names(dtypes, _data_names(model), "input")
     wanted, batch = {**declared_dtypes(model[0]), **dtypes}, {}
     for name, value in values.items():
         array, dtype = finite_input(name, value), wanted.get(name, "float32")
-        if isinstance(value, np.ndarray) and "float" not in dtype:
-            batch[name] = nd.array(value, dtype=dtype)  # float32 would round large integers
-        else:
-            batch[name] = cast(array, dtype)
+        # An array of float32 would round large integers.
+        is_whole = isinstance(value, np.ndarray) and "float" not in dtype
+        batch[name] = nd.array(value, dtype=dtype) if is_whole else cast(array, dtype)
     return batch
 
 
@@ -106,7 +106,7 @@ def _load_numpy(path: str, kind: type) -> Any:
             found = np.load(file)
             found = found if isinstance(found, np.ndarray) else dict(found)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ArgumentError(f"{path!r} can't be read: {error}") from None
+        raise ArgumentError(f"{path!r} can't be read as numbers of NumPy: {error}") from None
     if not isinstance(found, kind):
         raise ArgumentError(f"--input takes .npy files, and --data .npz files, not {path!r}")
     return found

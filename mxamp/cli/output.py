@@ -43,4 +43,4 @@ def print_errors(errors: Iterable[Any]) -> None:
         (e.name, "x".join(map(str, e.shape)), e.relative, e.maximum, e.lost, e.same_argmax)
         for e in errors
     ]
-    click.echo(text_table(headings, rows))
+    click.echo(text_table(headings, rows) if rows else "The outputs were not checked.")

@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, List, Sequence
 
 import click
@@ -56,9 +57,8 @@ def tune(
     device = start.device if mx.context.num_gpus() else "cpu"
     with mx.Context(device), saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        start = with_excluded_layers(
-            start, given["excluded_sym_names"], Graph.from_symbol(model[0])
-        )
+        graph = Graph.from_symbol(model[0])
+        start = with_excluded_layers(start, given["excluded_sym_names"], graph)
         batches = list(read_batches(model, data, dtypes))
         if not data:
             values, drawn = input_values(model, inputs, given["input_dtypes"])
@@ -66,13 +66,14 @@ def tune(
             batches = [checked_batch(model, values, dtypes)]
         wanted = {name: given[name] for name in ("rtol", "budget", "timed")}
         tuning = tune_model(model, batches, policy=start, **wanted)
-    name, use = shlex.quote(prefix), "run the model as it is, in float32"
+    name, form = shlex.quote(prefix), shlex.quote(Path(out).stem)
+    use = "run the model as it is, in float32"
     if tuning.way == "openvino":
         shapes = [f"{key}:{','.join(map(str, one.shape))}" for key, one in batches[0].items()]
         given_as = [f"--input {shlex.quote(one)}" for one in shapes]
         given_as += [f"--input-dtype {shlex.quote(f'{key}:{one}')}" for key, one in dtypes.items()]
         use = f"mxamp export-onnx {name} {' '.join(given_as)} --out {name}.onnx"
     elif tuning.way != "plain":
-        use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-tuned"
+        use = f"mxamp convert {name} --policy {shlex.quote(out)} --out {name}-{form}"
     replace(tuning, notes=(*tuning.notes, *notes, f"Use: {use}")).save(out)
     click.echo(in_options("\n".join([str(tuning), *notes, f"Wrote {out}. Next: {use}"])))

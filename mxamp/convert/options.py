@@ -99,12 +99,13 @@ def resolved_dtypes(
     inputs = set(symbol.list_inputs())
     known = {name: dtype_name(array.dtype) for name, array in params.items() if name in inputs}
     with prefix_errors("`input_dtypes`"):
-        check_names(input_dtypes or (), symbol.list_inputs(), "input")
+        given = [name for name in input_dtypes or () if name not in known]
+        check_names(given, [one for one in symbol.list_inputs() if one not in known], "input")
         for name, dtype in (input_dtypes or {}).items():
-            given = checked_dtype(name, dtype)
-            if known.get(name, given) != given:
-                raise ArgumentError(f"{name!r} is a parameter in {known[name]}, not in {given}")
-            known[name] = given
+            found = checked_dtype(name, dtype)
+            if known.get(name, found) != found:
+                raise ArgumentError(f"{name!r} is a parameter in {known[name]}, not in {found}")
+            known[name] = found
     arguments = set(symbol.list_arguments())
     inferred = argument_dtypes(symbol, {k: v for k, v in known.items() if k in arguments})
     return {**inferred, **known}

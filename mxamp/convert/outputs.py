@@ -31,9 +31,9 @@ Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
 
 NO_MODEL = "a saved model must be (symbol, arg_params, aux_params) with NDArrays, not {given}"
 NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred: give them (--input NAME:1,3)"
-NO_FIT = "inputs of the shapes {shapes} do not fit the model: {why}"
+NO_FIT = "inputs of the shapes {shapes} do not fit the model and its parameters: {why}"
 ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
-NOT_ORIGINAL = "the original does not run on these inputs: {why}"
+NOT_ORIGINAL = "the original does not run on inputs of these shapes and dtypes: {why}"
 NOT_HERE = "the other model does not run on these inputs here (one for GPUs needs a GPU): {why}"
 NO_VALUES = "input {name!r} must be an array of numbers, not {given}: mx.nd.zeros(sizes) makes one"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
@@ -248,8 +248,8 @@ def random_inputs(
     symbol, args, auxs = checked_model(model)
     check_mapping("dtypes", dtypes, "dtypes")
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
-    check_names([*shapes, *dtypes], symbol.list_inputs(), "input")
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
+    check_names([*shapes, *dtypes], names, "input")
     try:
         params = {name: array.shape for name, array in args.items()}
         found = {**_inferred_shapes(symbol, {**params, **shapes}), **shapes}

@@ -111,7 +111,7 @@ def test_what_is_missing_is_named(call, words):
         (nd.amp_cast(nd.array([[1, np.inf, 1, 1]]), dtype=BF16), "in 1 element:"),
         ([["a"]], "must be an array of numbers"),
         ((2, 4), r"must be an array of numbers, not \(2, 4\)"),  # sizes, by mistake
-        (nd.ones((2, 5)), "the original does not run on these inputs"),
+        (nd.ones((2, 5)), "the original does not run on inputs of these shapes and dtypes"),
     ],
 )
 def test_inputs_are_finite_numbers(value, words):

@@ -42,7 +42,7 @@ _COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
 #: The mode of a plan of a model that is 16-bit or fused already, without another conversion.
 AS_IT_IS = "as it is"
 
-HINT = "Gluon adds _fwd to the name of a layer"
+HINT = "Gluon adds _fwd to the name of a layer; * matches any characters, as in *conv*"
 #: The reason of casts that conversions keep.
 ROUNDS = "rounds on purpose: only casts back read it"
 
