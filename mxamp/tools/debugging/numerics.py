@@ -264,8 +264,9 @@ def check_numerics(
     "backward"), `step`, `block`, `node`, `operator`, `tensor`, the `statistics` of the tensor
     (`dtype`, `shape`, the numbers of `nan` and `inf`, how many of these are `negative`, and
     `minimum`, `maximum` and `mean` of the finite values), `inputs`: names and statistics of the
-    operator's inputs, and `zeros`: in a graph, the operator whose zeros became Inf or NaN, as in
-    the logarithm of a value that underflowed in float16.
+    operator's inputs, `zeros`: in a graph, the operator whose zeros became Inf or NaN, as in the
+    logarithm of a value that underflowed in float16, and `fp32_layers`: for an overflow in a graph,
+    the operators to keep in float32, as the argument of that name of `Policy.override` takes them.
 
     The check finds operators and casts that compute Inf or NaN, and inputs and parameters that
     contain Inf or NaN. The check takes an infinity for a mask if the infinity is an argument of
