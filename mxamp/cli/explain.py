@@ -31,8 +31,8 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
 
     PREFIX is model for the files model-symbol.json and model-0000.params; either file name works
     too. In a PATTERN of names, * and ? match any characters; Gluon adds _fwd to the name of a
-    layer. A model that was converted or fused before is shown as it is, unless an option says how
-    to convert it again.
+    layer. A converted or fused model is shown as it is; with a dtype, policy or device, or layers
+    to keep, as it would be if it were converted again.
     """
     symbol, args, auxs = load_model(prefix, epoch)
     graph = Graph.from_symbol(symbol)

@@ -129,7 +129,7 @@ def decide(
     if detour is not None:
         computes, because = detour
         reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
-        reason = f"{reason}; in {computes} on {dtype} values: {because}"
+        reason = f"{reason}; but here in {computes} on {dtype} values: {because}"
         guards = _inputs_to_copy(operator, attributes, dtype, reads)
         return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
     reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))

@@ -117,7 +117,7 @@ def test_a_metric_in_place_of_a_tolerance():
         batches = [(data, labels)] * 2
         tuning = tuned(net, batches, target_dtype="float16", metric=one, min_metric=least)
         assert set(tuning.kept) == names and tuning.metric == 1.0
-        assert f"thread, with a metric from {least or 0.99:g}." in str(tuning).replace("ds,", "d,")
+        assert f"Tuned for inference, with a metric from {least or 0.99:g}." in str(tuning)
     assert metric.num_inst == 0
 
 

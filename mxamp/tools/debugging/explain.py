@@ -154,7 +154,7 @@ class Plan:
 
     def summary(self) -> str:
         """Return one line: operators by precision, and casts."""
-        counts = ", ".join(f"{n} in {precision}" for precision, n in self.counts().items())
+        counts = ", ".join(f"{n} in {p}" for p, n in self.counts().items()).replace("in as", "as")
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
         shown_as = {CONVERTED: "", AS_IT_IS: "the model as it is: "}
         begins = shown_as.get(self.mode, f"{self.mode} in {self.target_dtype}: ")

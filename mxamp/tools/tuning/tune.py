@@ -361,8 +361,7 @@ class _Search:
     def tuning(self) -> Tuning:
         """Return the result: the fastest form that is accurate, or the best if none was timed."""
         model, best, plain, speed = self._model, self.best, self._model.plain, ""
-        made = [form for form in self.forms if len(form.seconds) > 1]
-        timed = {form: form.timing(plain, self._is_within(form)) for form in made}
+        timed = {f: f.timing(plain, self._is_within(f)) for f in self.forms if len(f.seconds) > 1}
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if timed[form].within]
@@ -381,9 +380,10 @@ class _Search:
         error = f", within a relative error of {self._tolerance:.4g}"
         limits = [error] if self._tolerance < math.inf else []
         limits += [f", with a metric from {self._least:.4g}"] if "metric" in best.errors else []
+        place = f" on {machine.cpu_name()}, {counted(machine.threads(), 'thread')}"
         report = (
-            f"Tuned for {'training' if model.loss else 'inference'} on {machine.cpu_name()}, "
-            f"{counted(machine.threads(), 'thread')}{''.join(limits)}.",
+            f"Tuned for {'training' if model.loss else 'inference'}"
+            f"{place if self.timed else ''}{''.join(limits)}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
             f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
