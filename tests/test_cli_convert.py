@@ -166,11 +166,7 @@ def test_bad_input_is_told_in_one_line(arguments, said, status):
     "arguments, cells, said",
     [
         (f"{CHECK} data:2,8 --tolerance 1e-9", ["0", "1"], "Keep more in float32 with --keep-fp32"),
-        (
-            f"lost {F16} --device gpu --out x --check --input data:2,8",
-            ["1"],
-            "error of 1, more than 0.25",
-        ),
+        (f"lost {F16} --device gpu --out x --check --input data:2,8", ["1"], "error of 1, more"),
         (f"huge {F16} --out x --check --input data:data.npy", ["8"], "Inf or NaN in 8 elements"),
     ],
 )

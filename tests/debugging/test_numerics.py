@@ -178,16 +178,14 @@ def test_an_overflow_of_a_cast_names_the_layer_to_keep_in_float32(value, weight)
     net.add(nn.Dense(2, in_units=1, use_bias=False), nn.HybridLambda("log", prefix="last_"))
     net.initialize(mx.init.Constant(weight))
     net.hybridize()
-    policy, kept = amp.Policy.default("float16"), f"{net[0].name}_fwd"
 
     def checked_under(policy):
         with amp.autocast(policy=policy), autograd.record():
             return checked(lambda: net(nd.array([[value]])).backward())
 
+    policy = amp.Policy.default("float16")
     first = checked_under(policy).first
-    ((name, read),) = first.inputs
-    assert name == ("data" if value > 1 else "gradient from 'last_log0'") and read.maximum > 9e4
-    assert str(first).endswith(f"; {name}: {read}; keep {kept} in float32")
+    assert str(first).endswith(f"; keep {net[0].name}_fwd in float32")
     assert not checked_under(policy.override(fp32_layers=first.fp32_layers))
 
 

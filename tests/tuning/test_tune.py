@@ -152,6 +152,10 @@ def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     tuning = amp.tune(net, data, target_dtype="bfloat16")
     assert tuning.way == "plain" and not tuning.policy.lowers
     assert "run the model as it is" in str(tuning)
+    odd = nn.Conv2D(12, 3, prefix="odd_")
+    odd.initialize()
+    tuning = amp.tune(odd, mx.nd.ones((2, 3, 8, 8)), target_dtype="bfloat16")
+    assert ("no multiple of 16: odd_fwd." in str(tuning)) == KERNELS
     speeds["autocast"] = 2.0
     tuning = amp.tune(net, (data, mx.nd.zeros((64, 64))), LOSS, target_dtype="bfloat16")
     assert [one.way for one in tuning.timings] == ["plain", *["autocast"] * KERNELS]

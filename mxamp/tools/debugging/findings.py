@@ -108,8 +108,7 @@ class Finding:
     statistics : Statistics
         The counts and range of the tensor.
     inputs : tuple of (str, Statistics)
-        The names and statistics of the operator's inputs; in the backward pass of a cast, of the
-        gradients that the cast's consumers computed.
+        The names and statistics of the operator's inputs, for a forward finding.
     zeros : str
         In a graph, the operator whose zeros became Inf or NaN, as by underflow before a logarithm;
         "" for other findings.

@@ -141,9 +141,8 @@ class NumericsCheck(TensorObserver):
 
     def _judge_gradient(self, site: Site, name: str, gradient: Tensor) -> Finding | None:
         """Return the finding of a gradient that is not finite; None without one."""
-        if not gradient.bad or self._is_skipped(site):
-            return None
-        return self._finding("backward", site, f"gradient of {name}", gradient, site.gradients)
+        bad = gradient.bad and not self._is_skipped(site)
+        return self._finding("backward", site, f"gradient of {name}", gradient, {}) if bad else None
 
     def _first_fault(self) -> Finding | None:
         """Return the first finding of the backward pass, in the opposite order of the reads."""
@@ -194,7 +193,7 @@ class NumericsCheck(TensorObserver):
         kind = kind or ("overflow" if overflows and not site.zeros else "nonfinite")
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
         place = (site.block, site.node, site.operator, name, Statistics.of(tensor), inputs)
-        layers = tuple(site.layers) if kind == "overflow" else ()
+        layers = site.layers if kind == "overflow" else ()
         return Finding(kind, phase, self._step, *place, site.zeros, layers)
 
     def _report(self, finding: Finding) -> None:

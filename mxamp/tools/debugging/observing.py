@@ -120,8 +120,7 @@ class Site(NamedTuple):
     attributes: Mapping[str, Any]
     names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator has them
     zeros: str = ""  #: in a graph, the operator that made the zeros of its Inf or NaN
-    layers: Sequence[str] = ()  #: in a graph, what to keep in float32 if the operator overflows
-    gradients: Mapping[str, Tensor] = {}  #: in the backward pass of a cast: what it casts
+    layers: tuple[str, ...] = ()  #: in a graph, what to keep in float32 if the operator overflows
 
 
 class Tensor:
@@ -301,8 +300,6 @@ class MonitoredGraph:
         #: The tensors of the running forward pass.
         self._seen: dict[Output, Tensor] = dict(zip(self._inputs, map(Tensor, inputs)))
         self._calls: Counter[str] = Counter()
-        #: By cast: the gradients of its output, which its consumers have computed.
-        self._given: dict[Output, dict[str, Tensor]] = {}
         self._observer.on_begin(self, inputs)
         yield
         self._seen = {}
@@ -317,14 +314,9 @@ class MonitoredGraph:
         node, number = found[1], int(found[3] or 0)
         places = self._places.get(node, [])
         if found[2] or not places:
-            site, made = Site("", node, "add_n", {}, ()), Tensor(array)
-            for i in places[:1]:
-                site = self._site(i, backward=True)._replace(gradients=self._given.pop((i, 0), {}))
-                source = dict(enumerate(self._graph.nodes[i].inputs)).get(number, (i, 0))
-                if is_inserted_cast(self._graph.nodes[source[0]]):
-                    self._given.setdefault(source, {})[f"gradient from {node!r}"] = made
+            site = self._site(places[0], True) if places else Site("", node, "add_n", {}, ())
             of = dict(enumerate(site.names)).get(number, f"input {number}")
-            self._observer.on_gradient(self, site, of, made)
+            self._observer.on_gradient(self, site, of, Tensor(array))
             return
         self._calls[node] += number == 0
         i = places[min(self._calls[node], len(places)) - 1]

@@ -32,7 +32,7 @@ class Benchmark:
     timings : tuple of Timing
         The times of each form; those of float32 come first in each task.
     notes : tuple of str
-        Sentences on forms that do not run.
+        What holds the model back, and forms that do not run.
     """
 
     dtype: str
@@ -133,4 +133,4 @@ def benchmark(
         for count, group in enumerate(groups, 1):
             time_in_turns(group, began + seconds * count / len(groups))
     timings = tuple(form.timing(group[0]) for group in groups for form in group)
-    return Benchmark(policy.target_dtype, timings, tuple(model.notes))
+    return Benchmark(policy.target_dtype, timings, (*model.notes, *model.channels_note(timings)))

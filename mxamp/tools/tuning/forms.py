@@ -24,8 +24,9 @@ from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
-from ...framework.wording import shown
+from ...framework.wording import shortened, shown
 from ...graph.inspect import FLOATS
+from ...graph.ir import Graph
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
@@ -41,6 +42,7 @@ EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
+ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
 #: What a user does to have a form of inference.
 HOW = {
     CONVERTED: "convert the model with `cast_optional_params=True`",
@@ -54,6 +56,8 @@ _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
 #: The least seconds of a turn, in which fast forms run several times; the rounds that are timed
 #: whatever the budget, and at most.
 _SHORTEST, _LEAST, _MOST = 0.01, 3, 15
+#: The channels of a block of oneDNN's layouts, and the speedup below which odd ones are named.
+_BLOCK, _HELD_BACK = 16, 1.5
 
 Loss = Optional[Callable[[Any, Any], Any]]
 
@@ -223,6 +227,13 @@ class Model:
     def measure(self, form: Form) -> None:
         """Write the errors of a form over all batches, and its metric, into it."""
         self._judge(form, [self._run(batch, form) for batch in self.batches])
+
+    def channels_note(self, timings: Iterable[Timing]) -> list[str]:
+        """Return a note that names convolutions with odd channels, if bfloat16 gains little."""
+        nodes = Graph.from_symbol(self.block._cached_graph[1]).all_nodes if self.is_traced else ()
+        names = [one.name for one in nodes if int(one.attrs.get("num_filter", _BLOCK)) % _BLOCK]
+        best = max((t.speedup for t in timings if t.precision == "bfloat16"), default=_HELD_BACK)
+        return [ODD_CHANNELS.format(names=shortened(names))] if names and best < _HELD_BACK else []
 
     def _judge(self, form: Form, found: Sequence[dict[str, list[Any]]]) -> None:
         """Write the errors of what a form has returned for each batch, and its metric, into it."""

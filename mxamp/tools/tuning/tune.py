@@ -366,7 +366,7 @@ class _Search:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if timed[form].within]
             best = max(good, key=lambda form: timed[form].speedup, default=plain)
-        notes = list(dict.fromkeys(model.notes))
+        notes = [*dict.fromkeys(model.notes), *model.channels_note(timed.values())]
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
         if best.way in HOW:
             notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
