@@ -55,13 +55,18 @@ TOOLING = {f"test_{name}.py" for name in (
 )}  # fmt: skip
 
 
+#: Files and tests, by parts of their names, that take seconds: most start processes.
+LONG = {"_run.py", "_readme", "_distributed", "freed", "pipe", "too_late", "random_g", "tuning/"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.name in TOOLING:
             item.add_marker("proof")
         # The case's id, not its position, decides: positions follow one parameter's order.
-        if item.get_closest_marker("matrix") and zlib.crc32(item.name.encode()) % 16:
+        is_left_out = item.get_closest_marker("matrix") and zlib.crc32(item.name.encode()) % 16
+        if is_left_out or any(name in item.nodeid for name in LONG):
             item.add_marker("slow")
     # The long ones first: none is left for one worker when the others have finished.
     if "PYTEST_XDIST_WORKER" in os.environ:
