@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -38,6 +38,8 @@ _CAST = handle_of("Cast")
 _COPY = handle_of("identity")
 _SLICE_AXIS = handle_of("slice_axis")
 _RESHAPE = handle_of("_np_reshape")
+#: The dtypes to which this process has cast arrays.
+cast_dtypes: Set[str] = set()
 
 
 def dtype_code(array: NDArray) -> int:
@@ -131,7 +133,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
         row = invoke(_RESHAPE, [array], ["newshape"], ["(1,)"], None, is_np_op, False)
         row = cast(row, dtype, is_np_op)
         return invoke(_RESHAPE, [row], ["newshape"], ["()"], None, is_np_op, False)
-    _LeafCasts.made = True
+    cast_dtypes.add(dtype)
     if not (bfloat16 and autograd.is_recording() and has_gradient(array)):
         return invoke(operator, [array], ["dtype"], [dtype], None, is_np_op, False)
     # amp_cast's gradient forgets grad_req="add" in bfloat16; the view in between keeps it.
@@ -149,8 +151,6 @@ class _LeafCasts(threading.local):
     values of the leaf. The backward pass reads the values of the last cast, where float32's reads
     the leaf itself. Each cast has a gradient of its own, and they are summed in float32.
     """
-
-    made = False  #: whether this process has cast any array
 
     def __init__(self) -> None:
         self._scope: Any = None  #: the scope whose end frees the casts; None: nothing is kept

@@ -176,7 +176,7 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
 
     def action(original: Invoke, *arguments: Any) -> Any:
         # The crash is that of casts: programs that stay in float32 need no copies.
-        if not (mx_arrays.leaf_casts.made and autograd.is_recording()):
+        if not (mx_arrays.cast_dtypes and autograd.is_recording()):
             return then(original, *arguments)
 
         is_np_op = Call(*arguments).is_np_op
