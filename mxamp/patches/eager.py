@@ -322,11 +322,14 @@ class _Additions(_Casts):
 class _Layers(_Casts):
     """Calls of layers, dense ones or convolutions: small calls stay in float32."""
 
+    #: Whether a recorded call on these inputs is computed in parts, in float32 too.
+    runs_in_parts: Any = staticmethod(lambda _inputs: False)
+
     def run(self, original: Invoke, *arguments: Any) -> Any:
         """Call the layer on inputs that are cast as the policy and its size decide."""
         arrays, recording = arguments[1], autograd.is_recording()
         kept = self._reason_to_keep(recording, *arguments) if self._by_size else None
-        if kept and all_float32(arrays) and not (recording and needs_separate_bias(arrays)):
+        if kept and all_float32(arrays) and not (recording and self.runs_in_parts(arrays)):
             return original(*arguments)
         return self.compute(original, Call(*arguments), kept)
 
@@ -373,12 +376,14 @@ class _Convolutions(_Layers):
 class _DenseLayers(_Layers):
     """Calls of `FullyConnected`."""
 
+    runs_in_parts = staticmethod(needs_separate_bias)
+
     def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
         """Call `FullyConnected`; its bias gets a gradient even where its weight needs none.
 
         MXNet computes no gradient of the bias there.
         """
-        if not (autograd.is_recording() and needs_separate_bias(call.arrays)):
+        if not (autograd.is_recording() and self.runs_in_parts(call.arrays)):
             return super().compute(original, call, kept)
         calls, attrs = _Calls(self._policy, original, call), without_bias(call.attrs)
         *reads, bias = call.arrays
@@ -398,14 +403,13 @@ class _Calls(Parts):
 
     def __init__(self, policy: Policy, original: Invoke, whole: Call) -> None:
         self.inputs, self.attrs = whole.arrays, whole.attrs
-        self._policy, self._original, self._whole = policy, original, whole
+        self._policy, self._original, self._is_np_op = policy, original, whole.is_np_op
 
     def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
         """Call an operator under the policy; return its output."""
         handle, names, values = handle_of(op), [*attrs], [*attrs.values()]
         action = _actions_of(self._policy)[handle] or _plain
-        is_np_op = self._whole.is_np_op
-        return action(self._original, handle, inputs, names, values, None, is_np_op, False)
+        return action(self._original, handle, inputs, names, values, None, self._is_np_op, False)
 
 
 #: The calls that do more than cast; `_Casts` for others.
@@ -509,8 +513,7 @@ def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:
     """Cast the inputs of `tensordot` as the policy decides."""
-    policy = current_policy()
-    action = _actions_of(policy)[_TENSORDOT] if policy is not None else None
+    action = (_OFF if (policy := current_policy()) is None else _actions_of(policy))[_TENSORDOT]
     if action is None:
         return original(a, b, axes)
 
