@@ -21,6 +21,7 @@ from hypothesis import settings
 from helpers import shut_down
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
+from mxamp.graph.speed import convolutions, equivalents, recurrent, shape_rules
 from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
@@ -100,13 +101,22 @@ def assert_unpatched():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
 
+#: The least sizes of what substitutions make faster.
+_LEAST_SIZES = {"_LEAST", "_LEAST_WHEN_TRAINING", "_LEAST_NORM", "_LEAST_LAYER", "_LEAST_STACKED",
+                "_LEAST_REVERSED"}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _cast_small_calls(request):
-    """Cast eager calls of any size: the arrays of most tests are too small to gain by bfloat16."""
+    """Cast layers of any size: the arrays of most tests are too small to gain by bfloat16."""
     # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("sizes"):
             patch.setattr(eager._Layers, "_reason_to_keep", lambda *_: None)
+            patch.setattr(shape_rules, "_relative_size", lambda *_: 1)
+            for module in (convolutions, equivalents, recurrent):
+                for name in _LEAST_SIZES & vars(module).keys():
+                    patch.setattr(module, name, 0)
         yield
 
 

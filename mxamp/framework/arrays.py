@@ -158,7 +158,7 @@ class _LeafCasts(threading.local):
 
     def begin(self, scope: Any) -> None:
         """Keep casts until `scope` ends, if it is the first that records."""
-        if self._scope is None and autograd.is_recording():
+        if self._scope is None:
             self._scope = scope
 
     def end(self, scope: Any) -> None:

@@ -18,7 +18,7 @@ from mxnet.ndarray import CachedOp
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
-from ..framework.arrays import dtypes_of, on_device, shape_of
+from ..framework.arrays import dtypes_of, kind_code, on_device, shape_of
 from ..framework.patching import Original
 from ..graph.casts.builder import is_converted
 from ..graph.casts.insert import region_marks, rewritten_symbol
@@ -41,17 +41,22 @@ FUSED_ALREADY = (
     "hybridize() without a backend; for fused inference in bfloat16, convert_hybrid_block(net, "
     '"bfloat16", fuse=True)'
 )
+_gradients_of = operator.attrgetter("_grad")
 #: The most graphs that a block keeps for data of different shapes: each may hold memory.
 _MOST_GRAPHS = 32
 #: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
 
 
-def patched_call_cached_op(original: Original, self: HybridBlock, *args: Any) -> Any:
-    """Run the graph rewritten for the policy in force."""
-    if current_policy() is not None:
-        install_policy_op(self, args)
-    return original(self, *args)
+def build_call_cached_op(original: Original) -> Original:
+    """Return a `_call_cached_op` that runs the graph rewritten for the policy in force."""
+
+    def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
+        if type(self._cached_op) is not PolicyCachedOp and current_policy() is not None:
+            install_policy_op(self, args)
+        return original(self, *args)
+
+    return _call_cached_op
 
 
 def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
@@ -141,6 +146,14 @@ class _Call(NamedTuple):
     off: bool  #: mixed precision is off outside the graph's regions
 
 
+class _Last(NamedTuple):
+    """The last call's op and what selected it: most calls take the same op again."""
+
+    objects: list[Any]  #: compared by identity
+    values: list[Any]
+    op: _Op
+
+
 class PolicyCachedOp:
     """A block's cached op that runs the graph rewritten for the policy in force at each call.
 
@@ -160,21 +173,24 @@ class PolicyCachedOp:
         self._marks = frozenset() if is_converted(self._graph) else self._graph.marks
         names = self._names = symbol.list_inputs()
         places = block._cached_op_args
-        self._parameters = [(i, p) for i, (is_data, p) in enumerate(places) if not is_data]
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
+        self._places = [i for i, (is_data, _) in enumerate(places) if not is_data]
+        self._parameters = [places[i][1] for i in self._places]
         unset = any(map(reads_unset_flag, self._graph.nodes))
         self._flags = [flag for flag in block._flags if flag[0] != "static_shape" or not unset]
         # Without unsafe loops and without changes for training, training runs the inference graph.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         self._scalable = _with_scale_input(self._graph, self._symbol_class)
         weights = weights_beside_biases(self._graph)
-        self._weights = [(names[i], p) for i, p in self._parameters if names[i] in weights]
+        pairs = zip(self._places, self._parameters)
+        self._weights = [(names[i], p) for i, p in pairs if names[i] in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
         self._passed_in = weights.intersection(names[i] for i in self._inputs)
         self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         self._ops: dict[Any, _Op] = {}
         self._chosen: dict[Any, Choices] = {}
+        self._last: _Last | None = None
         self._hook: tuple[Any, bool] | None = None
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
@@ -194,16 +210,37 @@ class PolicyCachedOp:
         return op.symbol, op.run.inputs(args) if isinstance(op.run, _ReorderedOp) else args
 
     def _select_op(self, args: Sequence[NDArray]) -> _Op:
-        """Return the op for the policy in force and these arguments, making it if it is new."""
+        """Return the op for the policy in force and these arguments."""
         policy, off = self._policy or current_policy(), False
         if policy is None and self._marks:
             policy, off = policy_for_regions(self._marks), True
-        if policy is None or not on_device(args[:1], policy.device):
+        if policy is None:
             return self._unchanged
+        training = autograd.is_recording()
+        # An array keeps its dtype and shape: only those of the data are read in every call. New
+        # values of `grad_req` make new lists of gradients.
+        params = map(args.__getitem__, self._places)
+        objects = [policy, off, training, *params, *map(_gradients_of, self._parameters)]
+        values = [one for i in self._inputs for one in (kind_code(args[i]), shape_of(args[i]))]
+        last = self._last
+        if last and values == last.values and all(map(operator.is_, objects, last.objects)):
+            return last.op
+        if not on_device(args[:1], policy.device):
+            return self._unchanged
+        op = self._find_op(policy, off, training, args)
+        # With `fp32_layers`, each call may have to warn of layers that no block has. Without
+        # parameters, a call may be on another device.
+        keeps = bool(self._places) and not policy.fp32_layers
+        self._last = _Last(objects, values, op) if keeps else None
+        return op
+
+    def _find_op(self, policy: Policy, off: bool, training: bool, args: Sequence[NDArray]) -> _Op:
+        """Return the op for a policy and these arguments, making it if it is new."""
         added: tuple[int, ...] = ()
-        if training := autograd.is_recording():
+        if training:
             self._drop_stale_ops()
-            added = tuple([i for i, p in self._parameters if p._grad_req == "add"])
+            pairs = zip(self._places, self._parameters)
+            added = tuple([i for i, p in pairs if p._grad_req == "add"])
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
         if policy.depends_on_shapes or graph.marks:
@@ -243,7 +280,7 @@ class PolicyCachedOp:
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
-        before, self._gradients = self._gradients, [p._grad for _, p in self._parameters]
+        before, self._gradients = self._gradients, [*map(_gradients_of, self._parameters)]
         if all(map(operator.is_, self._gradients, before)):
             return
         self._ops.clear()
@@ -272,7 +309,7 @@ class PolicyCachedOp:
         key: tuple[Any, ...] = (call, training, *[shape_of(args[i]) for i in self._inputs])
         looked_at: Sequence[int] = range(len(args))
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
-            key, looked_at = (call, training), [i for i, _ in self._parameters]
+            key, looked_at = (call, training), self._places
         choices = self._chosen.get(key)
         if choices is None:
             shapes = {self._names[i]: args[i].shape for i in looked_at}
@@ -303,7 +340,7 @@ class PolicyCachedOp:
 
     def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
-        params = {i for i, _ in self._parameters}
+        params = set(self._places)
         places = {
             "data_indices": [place for place, i in enumerate(order) if i not in params],
             "param_indices": [place for place, i in enumerate(order) if i in params],

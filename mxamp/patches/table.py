@@ -13,7 +13,6 @@ from typing import Any, Callable, Iterator, NamedTuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
-from mxnet._ctypes import ndarray as mx_ctypes
 from mxnet.gluon import HybridBlock
 from mxnet.gluon.data import DataLoader, dataloader
 from mxnet.kvstore import KVStore
@@ -111,10 +110,8 @@ _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers 
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
-    Row(mx_ctypes, "c_str_array", eager.build_c_str_array,
-        "it encodes the attributes of each eager call anew, which takes up to 5 microseconds"),
-    Row(autograd._RecordingStateScope, "__enter__", wrapping(eager.patched_enter), _LEAVES),
-    Row(autograd._RecordingStateScope, "__exit__", wrapping(eager.patched_exit), _LEAVES),
+    Row(autograd._RecordingStateScope, "__enter__", eager.build_enter, _LEAVES),
+    Row(autograd._RecordingStateScope, "__exit__", eager.build_exit, _LEAVES),
     Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
     Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
     *(Row(owner, name, wrapping(eager.patched_view), _VIEWS) for owner, names in (
@@ -125,7 +122,7 @@ ALL = (
       for owner in (NDArray, mx.np.ndarray)),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
-    Row(HybridBlock, "_call_cached_op", wrapping(cached_op.patched_call_cached_op), _GRAPHS),
+    Row(HybridBlock, "_call_cached_op", cached_op.build_call_cached_op, _GRAPHS),
     Row(symbol_register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator), _MARKS),
     Row(HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph), _MARKS),
     Row(HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr), _MARKS),

@@ -24,7 +24,7 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 #: Names of rules by shapes and neighbors in operator lists: functions of `graph.speed.shape_rules`.
 SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
-    "few_columns",
+    "few_columns", "small_layers",
 )  # fmt: skip
 
 #: Shape rules that affect results. The others only affect speed, and apply only in tuned graphs.
@@ -73,7 +73,7 @@ class Condition:
 class Reason(NamedTuple):
     """Why shapes or neighbors keep one call of an operator in float32."""
 
-    kind: str  #: one of `SHAPE_RULES`, "substitution" or "small_call"
+    kind: str  #: one of `SHAPE_RULES`, or "substitution"
     text: str  #: for reports; never compared
 
     @property
@@ -91,7 +91,7 @@ class ShapeRule(NamedTuple):
     """A rule that, depending on shapes and neighbors, keeps one operator in float32."""
 
     reason: Reason
-    limit: int = 0  #: the longest sum that long_sums leaves in the target dtype
+    limit: int = 0  #: the longest sum of `long_sums`, or the multiplications of `small_layers`
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
-from ..framework.arrays import cast, dtype_of, flat_view, plain_array
+from ..framework.arrays import cast, dtype_of, flat_view, plain_array, shape_of
 from ..framework.machine import device_kind
 from ..framework.patching import Original, wrapping
 from ..policy.active import suspended
@@ -37,6 +37,9 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
     batches, on_cpu = _split_by_device(arrays)
+    if not batches:
+        with np.errstate(all="ignore"):
+            return all(map(_is_finite, on_cpu))
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
         # Runs while the CPU checks its own arrays.
         pending = [mx.nd.multi_all_finite(*batch, num_arrays=len(batch)) for batch in batches]
@@ -96,9 +99,11 @@ def _split_by_device(arrays: Sequence[NDArray]) -> tuple[list[list[NDArray]], li
     on_cpu: list[NDArray] = []
     for array in arrays:
         dense = plain_array(array.data if isinstance(array, RowSparseNDArray) else array)
-        if dense.size and device_kind(dense.context) == "cpu":
+        if 0 in shape_of(dense):
+            continue
+        if device_kind(dense.context) == "cpu":
             on_cpu.append(dense)
-        elif dense.size:
+        else:
             # multi_all_finite and multi_sum_sq infer no shape of a 0-d array.
             dense = dense if dense.ndim else dense.reshape((1,))
             groups.setdefault((dense.context, dtype_of(dense)), []).append(dense)

@@ -103,7 +103,7 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
 
 @pytest.mark.parametrize("channels, groups, norm, low", [
     ((16, 32), 1, True, True), ((32, 24), 1, True, False), ((24, 32), 1, True, False),
-    ((32, 24), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
+    ((32, 24), 1, False, False), ((40, 33), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
     ((1, 32), 1, False, False), ((3, 24), 1, False, False), ((64, 32), 2, True, True),
 ])  # fmt: skip
 def test_convolutions_by_channels(channels, groups, norm, low):

@@ -7,6 +7,7 @@ back to a reference kernel, about 20 times slower, in float32 too.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .passes import BLOCK, COLORS, PLANAR_AXES, Call, Detail, Parts
@@ -15,6 +16,8 @@ from .passes import BLOCK, COLORS, PLANAR_AXES, Call, Detail, Parts
 _LARGEST_KERNEL = 7
 # Channels per group. In inference, groups of 8 have fast kernels too.
 _NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
+# The least multiplications of a call that gains.
+_LEAST, _LEAST_WHEN_TRAINING = 2**22, 2**19
 
 
 def match_narrow_groups(call: Call) -> Detail | None:
@@ -28,7 +31,9 @@ def match_narrow_groups(call: Call) -> Detail | None:
         and weight[0] == groups * narrow
         and weight[0] % BLOCK == 0
     )
-    return weight if fits else None
+    least = _LEAST_WHEN_TRAINING if call.training else _LEAST
+    size = math.prod(call.shape or (least,)) * math.prod(weight) // weight[0]
+    return weight if fits and size >= least else None
 
 
 def merged_groups(parts: Parts, detail: Detail) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Sequence
 
 from ...policy.values import is_true, parse_integers
 from .passes import Attributes, Call, Detail, Parts, has_elements
+
+# The least elements of a LayerNorm whose equivalent is faster.
+_LEAST_NORM = 2**11
 
 
 def match_relu6(call: Call) -> Detail | None:
@@ -29,7 +33,9 @@ def relu6(parts: Parts, _detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return () for a LayerNorm over the last axis; else None."""
+    """Return () for a LayerNorm over the last axis, unless it is known to be small; else None."""
+    if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
+        return None
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not is_true(attrs.get("output_mean_var", "False"))
     return () if plain else None

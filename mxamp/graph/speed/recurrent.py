@@ -23,6 +23,9 @@ _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 # with avx512_bf16, 1 to 64 rows).
 _LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**19, "gru": 2**19}
 _LARGE_STEP = 2**23
+# The least parameters of each layer from which an `RNN` per layer is faster, and the least per
+# element that a backward layer reverses.
+_LEAST_LAYER, _LEAST_STACKED, _LEAST_REVERSED = 2**18, 2**16, 2
 # The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
 # Reshapes keep the order of elements.
@@ -84,8 +87,13 @@ def match_layers(call: Call) -> Detail | None:
     if shaped is None:
         return None
     shapes = _shapes(attrs, shape[-1])
-    narrow = any(_row_width(shapes[k : k + 2]) < _WIDE_ROW for k in range(0, len(shapes) // 2, 2))
-    return None if narrow else (*shape[1:], shaped)
+    weights = [shapes[k : k + 2] for k in range(0, len(shapes) // 2, 2)]
+    if any(_row_width(pair) < _WIDE_ROW for pair in weights):
+        return None
+    size = sum(math.prod(one) for pair in weights for one in pair) / len(weights)
+    least = _LEAST_STACKED if len(weights) > 1 and not call.training else _LEAST_LAYER
+    backward = (_directions(attrs) - 1) * math.prod(shape[:2]) * sum(n for _, n in weights[0])
+    return None if size < max(least, _LEAST_REVERSED * backward) else (*shape[1:], shaped)
 
 
 def _is_special(attrs: Attributes) -> bool:

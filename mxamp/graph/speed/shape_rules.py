@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from types import MappingProxyType
 from typing import AbstractSet, Callable, Mapping
 
 from ...policy.policy import Policy
@@ -19,10 +20,11 @@ from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
 from . import recurrent
 from . import shapes as layouts
-from .passes import COLORS, Call, Shapes
+from .passes import BLOCK, COLORS, Call, Shapes
 from .shapes import Site
 from .substitutions import ACTIVATIONS, ALL, BLOCKED, NONE, OPERATORS, Choices, Match, match_call
 
+SMALL_LAYERS = "small_layers"
 # Dense layers in training gain with more rows than this, whatever the size of the weight.
 _MANY_ROWS = 256
 _WEIGHTS_A_ROW = 2**15
@@ -30,6 +32,10 @@ _WEIGHTS_A_ROW = 2**15
 _UNROLLED = 16
 # In inference, casting a weight costs as much as multiplying it by this many rows saves.
 _ROWS_A_CAST = 24
+# Elements of such a weight from which any number of rows gains.
+_LARGE_SHARED = 2**16
+# Convolutions with as many channels gain without a blocked kernel.
+_MANY_CHANNELS = 32
 # Dense layers with fewer outputs lose. With fewer rows the layer takes no time worth a rule.
 _FEW_COLUMNS, _ROWS_OF_COLUMNS = 32, 128
 
@@ -50,6 +56,9 @@ def _choose(graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shap
     policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
     substituted = _matches(graph, policies, policy, usage, known)
     kept = _kept_reasons(graph, policies, policy, usage, known, substituted)
+    for i in kept.keys() & substituted.keys():
+        if substituted[i][0] == "image_convolution":  # it is for bfloat16 kernels
+            del substituted[i]
     bodies = {}
     for i, node in enumerate(graph.nodes):
         if rewrites_bodies(node, usage.training):
@@ -99,9 +108,15 @@ def _kept_reasons(
     usage: Usage,
     known: Mapping[int, Shapes],
     substituted: Mapping[int, Match],
+    small_layers: Mapping[int, Reason] = MappingProxyType({}),
 ) -> dict[int, Reason]:
-    """Return why operators stay in float32, by index of the operators that do."""
+    """Return why operators stay in float32, by index of the operators that do.
+
+    `small_layers` are known to.
+    """
     kept: dict[int, Reason] = {}
+    sizes: dict[int, float] = {}
+    small: dict[int, Reason] = {}
     blocked: dict[Output, bool] = {}
     running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
     norms, readers = layouts.nodes_before_norms(running), _reader_counts(graph, usage.stored)
@@ -124,19 +139,26 @@ def _kept_reasons(
             reads_volume=i in of_volumes,
             has_blocks=i in substituted and substituted[i][0] in BLOCKED,
         )
-        reason = _reason_to_keep(site, rule)
+        reason = small_layers.get(i) or _reason_to_keep(site, rule)
         if reason is not None:
             kept[i] = reason
+        else:
+            for one in rule.by_shape:
+                if one.name == SMALL_LAYERS:
+                    sizes[i], small[i] = _relative_size(site, one.limit), one.reason
         blocked[i, 0] = reason is None and (
             site.has_blocks or layouts.has_blocked_output(site, running[i], rule.op_class, blocked)
         )
+    # All or none: a single layer in float32 may have large arrays cast that it is added to.
+    if sum(sizes.values()) < len(small):
+        return _kept_reasons(graph, policies, policy, usage, known, substituted, small)
     return kept
 
 
 def _reason_to_keep(site: Site, rule: Rule) -> Reason | None:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
     for one in reversed(rule.by_shape):
-        if RULES[one.name](site, one.limit):
+        if one.name != SMALL_LAYERS and RULES[one.name](site, one.limit):
             return one.reason
     return None
 
@@ -202,17 +224,38 @@ def _has_few_columns(site: Site) -> bool:
     return weight[0] < _FEW_COLUMNS and _row_count(site, data) >= _ROWS_OF_COLUMNS
 
 
+def _relative_size(site: Site, limit: int) -> float:
+    """Return the multiplications of a layer relative to a limit; infinity for unknown shapes.
+
+    Of a convolution it is an upper bound, exact for strides of 1. It is at least 1 if the weight
+    needs no cast, or many layers share its cast and the sum of its gradients.
+    """
+    data, weight = (*site.shapes, None, None)[:2]
+    if data is None or weight is None:
+        return math.inf
+    groups = int(site.node.attrs.get("num_group", "1"))
+    places = math.prod(data) // max(1, weight[1] * groups)
+    size = places * math.prod(weight) / max(1, limit)
+    shared = site.training and site.uses >= _UNROLLED and math.prod(weight) >= _LARGE_SHARED
+    return max(size, 1.0) if shared or not site.uses else size
+
+
 def _has_odd_channels(site: Site) -> bool:
     """Return whether a convolution lacks a blocked bfloat16 kernel, where that costs most.
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
-    itself is slower.
+    itself is slower. With less than 32 channels, float32 has a faster kernel for multiples of 8,
+    and for kernels of 1 x 1.
     """
     both = layouts.channel_counts(site)
     if both is None or site.has_blocks:
         return False
-    return both[0] <= COLORS or (site.feeds_norm and not layouts.has_blocked_kernel(site, both))
+    if both[0] <= COLORS:
+        return True
+    pointwise = math.prod((site.shapes[1] or ())[2:]) == 1
+    fast = min(both) < _MANY_CHANNELS and (pointwise or not any(n % (BLOCK // 2) for n in both))
+    return (site.feeds_norm or fast) and not layouts.has_blocked_kernel(site, both)
 
 
 def _has_long_sums(site: Site, limit: int) -> bool:
@@ -235,34 +278,24 @@ RULES: Mapping[str, Callable[[Site, int], bool]] = {
     # oneDNN can't read a view of a 3-D convolution's output in bfloat16.
     "volume_views": lambda site, _: site.reads_volume,
     "few_columns": lambda site, _: _has_few_columns(site),
+    # In graphs, all layers together.
+    SMALL_LAYERS: lambda site, limit: _relative_size(site, limit) < 1,
 }
 
 
 # ---------------------------------------------------------------------- eager calls
 
-# The multiplications from which the bfloat16 kernel of an eager call saves more time than the calls
-# that cast its inputs take (measured: 100 microseconds), in inference and in training.
-_LEAST_EAGER = 2**24
-_BY_SIZE = frozenset({"few_rows", "few_columns"})
-SMALL_CALL = "a small eager call: casting its inputs takes longer than bfloat16 saves"
+# The rules that eager calls follow. Calls that cast take several times as long as nodes of a graph.
+_IN_CALLS = frozenset({"few_rows", "few_columns", SMALL_LAYERS})
+_TIMES_IN_CALLS = 8
 
 
 def reason_to_keep_call(
     rule: Rule, attrs: dict[str, str], shapes: Shapes, training: bool
 ) -> Reason | None:
-    """Return why an eager call of a product with a float32 weight stays in float32, or None.
-
-    Only a policy with rules about speed for the operator keeps calls by their size.
-    """
-    data, weight = (*shapes, None, None)[:2]
-    if data is None or weight is None or all(one.reason.exact for one in rule.by_shape):
-        return None
-    node = Node(rule.operator, "", attrs)
-    site = Site(node, shapes, training, False, False, 1, False, False)
+    """Return why the size of an eager call with a float32 weight keeps it in float32, or None."""
+    site = Site(Node(rule.operator, "", attrs), shapes, training, False, False, 1, False, False)
     for one in rule.by_shape:
-        if one.name in _BY_SIZE and RULES[one.name](site, one.limit):
+        if one.name in _IN_CALLS and RULES[one.name](site, one.limit * _TIMES_IN_CALLS):
             return one.reason
-    # Of a convolution, an upper bound, exact for strides of 1.
-    groups = int(attrs.get("num_group", "1"))
-    outputs = math.prod(data) // max(1, weight[1] * groups)
-    return Reason("small_call", SMALL_CALL) if outputs * math.prod(weight) <= _LEAST_EAGER else None
+    return None
