@@ -82,6 +82,7 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
         ({"quota": 2.0}, PROBLEM, "4 threads, slower than on 2 here", "OMP_NUM_THREADS=2"),
         ({"processors": 16}, NOTE, "4 threads, slower than on 8 here", "OMP_NUM_THREADS=8"),
         ({"DNNL_MAX_CPU_ISA": "AVX2"}, PROBLEM, "keeps oneDNN from instructions", "unset DNNL_MAX_CPU_ISA"),
+        ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, NOTE, "does not use this CPU's AMX", "DNNL_MAX_CPU_ISA=AVX512_CORE_AMX"),
         ({"DNNL_DEFAULT_FPMATH_MODE": "BF16"}, PROBLEM, "less exact", "unset"),
         ({"MXNET_MKLDNN_ENABLED": "False"}, PROBLEM, "bfloat16 fails", "unset"),
     ],

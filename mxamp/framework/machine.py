@@ -1,5 +1,6 @@
 """The machine: MXNet's dtypes and devices, and the instructions of the CPU."""
 
+import ctypes
 import logging
 import os
 import platform
@@ -30,7 +31,11 @@ _ALIASES = {"bfloat16": BFLOAT16, "bf16": BFLOAT16, "fp16": "float16", "fp32": "
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
 _BELOW_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"})
-_MAX_ISA = "DNNL_MAX_CPU_ISA"
+_MAX_ISA, _AMX = "DNNL_MAX_CPU_ISA", "AVX512_CORE_AMX"
+#: What lets oneDNN use AMX.
+FOR_AMX = f"{_MAX_ISA}={_AMX}"
+#: Linux's system call `arch_prctl`, its code ARCH_REQ_XCOMP_PERM, and the number of AMX's tiles.
+_REQUEST_TILES = (158, 0x1023, 18)
 #: The instructions for bfloat16 arithmetic.
 _BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
@@ -82,10 +87,13 @@ def fast_dtype(device: Optional[str] = None) -> str:
 
 def why_float32() -> str:
     """Return the reason why "auto" is float32 on this CPU, for a log line."""
+    cpu = f"this CPU ({cpu_name()})"
+    if "amx_bf16" in cpu_features():
+        return f"{cpu} is fast in bfloat16 if {FOR_AMX} is set before Python starts"
     if cpu_features() & _BFLOAT16_FEATURES:
         limit = f"{_MAX_ISA}={os.environ.get(_MAX_ISA)}"
-        return f"{limit} keeps oneDNN from the bfloat16 instructions of this CPU ({cpu_name()})"
-    return f"this CPU ({cpu_name()}) computes no bfloat16 in hardware"
+        return f"{limit} keeps oneDNN from the bfloat16 instructions of {cpu}"
+    return f"{cpu} computes no bfloat16 in hardware"
 
 
 @lru_cache(maxsize=None)
@@ -125,12 +133,25 @@ def onednn_features() -> FrozenSet[str]:
     flags = cpu_features()
     if limit in _BELOW_AVX512:
         return frozenset()
-    return flags & {"avx512"} if limit in ("AVX512_CORE", "AVX512_CORE_VNNI") else flags
+    if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+        return flags & {"avx512"}
+    # MXNet's oneDNN, 2.4, uses AMX on demand alone.
+    return flags if limit == _AMX and _may_use_amx() else flags - {"amx_bf16"}
+
+
+@lru_cache(maxsize=None)
+def _may_use_amx() -> bool:
+    """Ask Linux for AMX's tiles; without them oneDNN's kernels end the process."""
+    return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(*_REQUEST_TILES)
 
 
 def computes_bfloat16() -> bool:
-    """Return whether oneDNN may use bfloat16 arithmetic on this CPU."""
-    return bool(onednn_features() & _BFLOAT16_FEATURES)
+    """Return whether oneDNN computes faster in bfloat16 than in float32 on this CPU.
+
+    With AMX, avx512_bf16 takes 1.5 to 1.9 times as long as float32 (Xeon, 5th generation).
+    """
+    needed = "amx_bf16" if "amx_bf16" in cpu_features() else "avx512_bf16"
+    return needed in onednn_features()
 
 
 def cpu_flags() -> FrozenSet[str]:

@@ -15,8 +15,8 @@ NO_GPU = (
     "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
 )
 SLOW = (
-    "this CPU (%s) computes no bfloat16 in hardware: the results are right, but no faster than in "
-    "float32, and convolutions without avx512 are up to 100 times slower%s"
+    "%s: bfloat16's results are right, but no faster than float32's, and convolutions without "
+    "avx512 are up to 100 times slower%s"
 )
 IN_MODEL = (
     ". A model converted here computes in float32 on rounded values, on other CPUs too: for "
@@ -73,7 +73,7 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
         _warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS if of_model else "")
     elif not machine.computes_bfloat16():
         advice = IN_MODEL if of_model and policy.rule("Convolution").missing else ""
-        _warn_once(f"bfloat16{advice}", SLOW, machine.cpu_name(), advice)
+        _warn_once(f"bfloat16{advice}", SLOW, machine.why_float32(), advice)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:

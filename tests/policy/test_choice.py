@@ -12,9 +12,10 @@ from mxamp.policy.active import FLOAT32, nearest_policy
 
 BF16 = frozenset({"avx512", "avx512_bf16"})
 #: How many GPUs, what the CPU has, and what "auto" is there.
+AMX = BF16 | {"amx_bf16"}
 MACHINES = {
     "gpu": (1, frozenset(), "float16"), "gpu and bfloat16": (2, BF16, "float16"), "avx512_bf16": (0, BF16, "bfloat16"),
-    "amx_bf16": (0, frozenset({"avx512", "amx_bf16"}), "bfloat16"), "avx512": (0, frozenset({"avx512"}), "float32"),
+    "amx_bf16": (0, AMX, "float32"), "avx512": (0, frozenset({"avx512"}), "float32"),
     "old": (0, frozenset(), "float32"),
 }  # fmt: skip
 
@@ -67,6 +68,18 @@ def test_onednns_limit_counts(monkeypatch, caplog, limit, dtype):
     assert ("convert it on a CPU with avx512" in caplog.text) == (limit == "AVX2")
     if dtype == "float32":
         assert machine.why_float32().startswith(f"DNNL_MAX_CPU_ISA={limit} keeps oneDNN from")
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_amx_needs_onednns_limit_and_linuxs_permission(monkeypatch, caplog, allowed):
+    on_machine(monkeypatch, "amx_bf16")
+    monkeypatch.setattr(machine, "_may_use_amx", lambda: allowed)
+    assert machine.onednn_features() == BF16
+    amp.init("bfloat16")
+    assert f"is fast in bfloat16 if {machine.FOR_AMX} is set" in caplog.text
+    monkeypatch.setenv(*machine.FOR_AMX.split("="))
+    assert machine.onednn_features() == (AMX if allowed else BF16)
+    assert machine.fast_dtype() == ("bfloat16" if allowed else "float32")
 
 
 def test_float32_is_said_once(float32, caplog):
