@@ -17,18 +17,10 @@ MAJORS = (5, 6, 7, 8)
 
 #: The libraries in the nvidia-*-cu11 wheels, in an order in which each finds its symbols.
 CUDA_LIBRARIES = (
-    "libcudart.so.11.0",
-    "libnvrtc.so.11.2",
-    "libnvToolsExt.so.1",
-    "libcublasLt.so.11",
-    "libcublas.so.11",
-    "libcusparse.so.11",
-    "libcusolver.so.11",
-    "libcufft.so.10",
-    "libcurand.so.10",
-    "libcudnn.so.8",
-    "libnccl.so.2",
-)
+    "libcudart.so.11.0", "libnvrtc.so.11.2", "libnvToolsExt.so.1", "libcublasLt.so.11",
+    "libcublas.so.11", "libcusparse.so.11", "libcusolver.so.11", "libcufft.so.10",
+    "libcurand.so.10", "libcudnn.so.8", "libnccl.so.2",
+)  # fmt: skip
 
 NO_DRIVER = (
     f"{WHEEL} is installed, but the NVIDIA driver's libcuda.so.1 can't be loaded here. Install the "

@@ -31,13 +31,9 @@ _ALIASES = {"bfloat16": BFLOAT16, "bf16": BFLOAT16, "fp16": "float16", "fp32": "
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 # DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
 _BELOW_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"})
-_MAX_ISA, _AMX = "DNNL_MAX_CPU_ISA", "AVX512_CORE_AMX"
+_MAX_ISA = "DNNL_MAX_CPU_ISA"
 #: What lets oneDNN use AMX.
-FOR_AMX = f"{_MAX_ISA}={_AMX}"
-#: Linux's system call `arch_prctl`, its code ARCH_REQ_XCOMP_PERM, and the number of AMX's tiles.
-_REQUEST_TILES = (158, 0x1023, 18)
-#: The instructions for bfloat16 arithmetic.
-_BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
+FOR_AMX = f"{_MAX_ISA}=AVX512_CORE_AMX"
 
 
 def dtype_name(dtype: Any) -> str:
@@ -90,7 +86,7 @@ def why_float32() -> str:
     cpu = f"this CPU ({cpu_name()})"
     if "amx_bf16" in cpu_features():
         return f"{cpu} is fast in bfloat16 if {FOR_AMX} is set before Python starts"
-    if cpu_features() & _BFLOAT16_FEATURES:
+    if "avx512_bf16" in cpu_features():
         limit = f"{_MAX_ISA}={os.environ.get(_MAX_ISA)}"
         return f"{limit} keeps oneDNN from the bfloat16 instructions of {cpu}"
     return f"{cpu} computes no bfloat16 in hardware"
@@ -129,20 +125,21 @@ def processors() -> int:
 def onednn_features() -> FrozenSet[str]:
     """Return the `cpu_features` that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
     # oneDNN ignores unknown names, lower-case ones included.
-    limit = os.environ.get(_MAX_ISA, "ALL")
-    flags = cpu_features()
+    limit, flags = os.environ.get(_MAX_ISA, "ALL"), cpu_features()
     if limit in _BELOW_AVX512:
         return frozenset()
     if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
         return flags & {"avx512"}
     # MXNet's oneDNN, 2.4, uses AMX on demand alone.
-    return flags if limit == _AMX and _may_use_amx() else flags - {"amx_bf16"}
+    asks = f"{_MAX_ISA}={limit}" == FOR_AMX and "amx_bf16" in flags
+    return flags if asks and _may_use_amx() else flags - {"amx_bf16"}
 
 
 @lru_cache(maxsize=None)
 def _may_use_amx() -> bool:
     """Ask Linux for AMX's tiles; without them oneDNN's kernels end the process."""
-    return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(*_REQUEST_TILES)
+    # The system call arch_prctl with ARCH_REQ_XCOMP_PERM and the number of the tiles' state.
+    return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(158, 0x1023, 18)
 
 
 def computes_bfloat16() -> bool:
@@ -152,11 +149,6 @@ def computes_bfloat16() -> bool:
     """
     needed = "amx_bf16" if "amx_bf16" in cpu_features() else "avx512_bf16"
     return needed in onednn_features()
-
-
-def cpu_flags() -> FrozenSet[str]:
-    """Return the CPU's flags, by their names in /proc/cpuinfo."""
-    return frozenset(_cpu_info().get("flags", "").split())
 
 
 def threads_per_core() -> int:
@@ -180,7 +172,7 @@ def _cpu_info() -> Dict[str, str]:
 @lru_cache(maxsize=None)
 def cpu_features() -> FrozenSet[str]:
     """Return which of the features avx512, avx512_bf16 and amx_bf16 the CPU has."""
-    flags = cpu_flags()
+    flags = frozenset(_cpu_info().get("flags", "").split())
     # oneDNN calls these four avx512_core.
     avx512 = {"avx512"} if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= flags else set()
     return frozenset(avx512 | (flags & {"avx512_bf16", "amx_bf16"}))

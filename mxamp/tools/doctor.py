@@ -132,11 +132,7 @@ def _cpu() -> Iterator[Finding]:
         what = f"MXNet's kernels run on {counted(threads, 'thread')}, slower than on {cores} here"
         advice = f"set OMP_NUM_THREADS={cores} before Python starts, if nothing else runs here"
         yield Finding(PROBLEM if too_many else NOTE, what, advice)
-    unused = machine.cpu_features() - machine.onednn_features()
-    if "amx_bf16" in unused:
-        what = "oneDNN does not use this CPU's AMX, without which bfloat16 is slow"
-        yield Finding(NOTE, what, f"set {machine.FOR_AMX} before Python starts")
-    elif unused:
+    if machine.onednn_features() < machine.cpu_features() - {"amx_bf16"}:
         what = "DNNL_MAX_CPU_ISA keeps oneDNN from instructions that this CPU has"
         yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
 
