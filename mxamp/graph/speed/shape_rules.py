@@ -11,11 +11,11 @@ import math
 from collections import Counter
 from dataclasses import replace
 from types import MappingProxyType
-from typing import AbstractSet, Callable, Mapping
+from typing import Callable, Mapping, Sequence
 
 from ...policy.policy import Policy
 from ...policy.regions import REGION, policy_for_node
-from ...policy.rules import Reason, Rule, has_long_sums
+from ...policy.rules import Reason, Rule, ShapeRule, has_long_sums
 from ...policy.values import flattens_data
 from ..ir import Graph, Node, Output, Usage, body_usage, infer_dtypes, rewrites_bodies
 from . import recurrent
@@ -115,11 +115,12 @@ def _kept_reasons(
     `small_layers` are known to.
     """
     kept: dict[int, Reason] = {}
-    sizes: dict[int, float] = {}
     small: dict[int, Reason] = {}
+    excess = 0.0  # of the layers' multiplications over their limits, relative to these
     blocked: dict[Output, bool] = {}
     running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
-    norms, readers = layouts.nodes_before_norms(running), _reader_counts(graph, usage.stored)
+    norms = layouts.nodes_before_norms(running)
+    readers = Counter(output for node in graph.nodes for output in node.inputs)
     of_volumes = layouts.volume_readers(running, policy, usage)
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
@@ -127,7 +128,7 @@ def _kept_reasons(
         rule = policies[i].rule(node.operator)
         if not rule.by_shape and i not in substituted and not layouts.may_be_blocked(node):
             continue
-        uses = readers.get(node.inputs[1], 0) if len(node.inputs) > 1 else 0
+        uses = _uses_of_weight(graph, node, policies[i], usage, readers)
         site = Site(
             node,
             known.get(i, ()),
@@ -135,52 +136,53 @@ def _kept_reasons(
             feeds_norm=i in norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
             uses=uses,
-            casts_weight=_casts_weight(graph, node, uses, policies[i], usage),
+            casts_weight=_casts_weight(graph, node, uses, usage),
             reads_volume=i in of_volumes,
             has_blocks=i in substituted and substituted[i][0] in BLOCKED,
         )
-        reason = small_layers.get(i) or _reason_to_keep(site, rule)
+        alone = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
+        reason = small_layers.get(i) or _reason_to_keep(site, alone)
         if reason is not None:
             kept[i] = reason
-        else:
+        elif not policies[i].keeps_layer(node.name):
             for one in rule.by_shape:
                 if one.name == SMALL_LAYERS:
-                    sizes[i], small[i] = _relative_size(site, one.limit), one.reason
+                    small[i] = one.reason
+                    excess += _relative_size(site, one.limit) - 1
         blocked[i, 0] = reason is None and (
             site.has_blocks or layouts.has_blocked_output(site, running[i], rule.op_class, blocked)
         )
     # All or none: a single layer in float32 may have large arrays cast that it is added to.
-    if sum(sizes.values()) < len(small):
+    if excess < 0:
         return _kept_reasons(graph, policies, policy, usage, known, substituted, small)
     return kept
 
 
-def _reason_to_keep(site: Site, rule: Rule) -> Reason | None:
+def _reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
-    for one in reversed(rule.by_shape):
-        if one.name != SMALL_LAYERS and RULES[one.name](site, one.limit):
+    for one in reversed(rules):
+        if RULES[one.name](site, one.limit):
             return one.reason
     return None
 
 
-def _reader_counts(graph: Graph, stored: AbstractSet[str]) -> Counter[Output]:
-    """Return the number of readers of each output, except of variables named in `stored`."""
-    return Counter(
-        output
-        for node in graph.nodes
-        for output in node.inputs
-        if graph.nodes[output[0]].name not in stored
-    )
-
-
-def _casts_weight(graph: Graph, node: Node, uses: int, policy: Policy, usage: Usage) -> bool:
-    """Return whether the graph may be trained and casts the second input, read `uses` times."""
-    if not node.inputs[1:] or not (usage.training or usage.converting):
-        return False
+def _uses_of_weight(
+    graph: Graph, node: Node, policy: Policy, usage: Usage, readers: Mapping[Output, int]
+) -> int:
+    """Return the number of readers of a node's second input; 0 if it needs no cast."""
+    if not node.inputs[1:]:
+        return 0
     weight = graph.nodes[node.inputs[1][0]]
     stored = weight.name in usage.stored or usage.dtypes.get(weight.name) == policy.target_dtype
-    cast_offline = weight.name in usage.offline and uses == 1
-    return not (weight.is_variable and (stored or cast_offline))
+    return 0 if weight.is_variable and stored else readers[node.inputs[1]]
+
+
+def _casts_weight(graph: Graph, node: Node, uses: int, usage: Usage) -> bool:
+    """Return whether the graph may be trained and casts the second input, read `uses` times."""
+    if not uses or not (usage.training or usage.converting):
+        return False
+    weight = graph.nodes[node.inputs[1][0]]
+    return not (weight.is_variable and weight.name in usage.offline and uses == 1)
 
 
 # ---------------------------------------------------------------------- the rules
@@ -295,7 +297,5 @@ def reason_to_keep_call(
 ) -> Reason | None:
     """Return why the size of an eager call with a float32 weight keeps it in float32, or None."""
     site = Site(Node(rule.operator, "", attrs), shapes, training, False, False, 1, False, False)
-    for one in rule.by_shape:
-        if one.name in _IN_CALLS and RULES[one.name](site, one.limit * _TIMES_IN_CALLS):
-            return one.reason
-    return None
+    rules = [one for one in rule.by_shape if one.name in _IN_CALLS]
+    return _reason_to_keep(site, [one._replace(limit=one.limit * _TIMES_IN_CALLS) for one in rules])
