@@ -6,9 +6,6 @@ from collections import Counter
 from math import prod
 from typing import Mapping, NamedTuple, Sequence
 
-from mxnet.base import MXNetError
-from mxnet.util import is_np_shape
-
 from . import ir
 from .casts.insert import PRECISION
 from .casts.offline import is_inserted_copy
@@ -86,17 +83,15 @@ def is_cast(source: str, target: str) -> bool:
     return source != target and {source, target} <= FLOATS
 
 
-def precision_of_call(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Return the dtype of a call's first floating-point tensor, under which a census counts it."""
-    dtypes = [tensor.dtype for tensor in (*inputs, *outputs)]
-    return next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
-
-
 def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
-    """Return the dtype that node i computes in, where `values` are the tensors of the graph."""
+    """Return the dtype that node i computes in, where `values` are the tensors of the graph.
+
+    It is the recorded one, or that of the node's first floating-point tensor.
+    """
     node = graph.nodes[i]
-    inputs = [values[entry] for entry in node.inputs]
-    return node.attrs.get(PRECISION) or precision_of_call(inputs, [values[i, 0]])
+    dtypes = [values[entry].dtype for entry in (*node.inputs, (i, 0))]
+    first = next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
+    return node.attrs.get(PRECISION) or first
 
 
 def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:
@@ -116,22 +111,5 @@ def tensors_of(
     arguments = set(symbol.list_arguments())
     inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
-    try:
-        known = {name: shape for name, shape in shapes.items() if name in arguments}
-        _, found, _ = symbol.infer_shape_partial(**known)
-    except MXNetError:
-        found = None  # inconsistent shapes: MXNet raises when the graph runs
-    listed = found or [None] * len(entries)
-    return {
-        e: Tensor(dtype, _known_shape(shape)) for e, dtype, shape in zip(entries, types, listed)
-    }
-
-
-def _known_shape(shape: Shape | None) -> Shape | None:
-    """Return an inferred shape as a tuple; None if one of its dimensions is unknown."""
-    if shape is None:
-        return None
-    # NumPy semantics write -1 for an unknown dimension. Classic semantics write 0, and () for an
-    # unknown shape.
-    known = min(shape, default=0) >= 0 if is_np_shape() else min(shape, default=0) > 0
-    return tuple(shape) if known else None
+    known = ir.infer_shapes(graph, shapes)
+    return {entry: Tensor(dtype, known[entry]) for entry, dtype in zip(entries, types)}

@@ -13,6 +13,7 @@ from typing import Any, Iterator, Mapping, Sequence, Tuple
 
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
+from mxnet.util import is_np_shape
 
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve
@@ -216,20 +217,33 @@ class Graph:
     @property
     def operators(self) -> frozenset[str]:
         """The names of all operators as called, bodies of loops included."""
-        inner = (body.operators for node in self.nodes for body in node.subgraphs)
-        return frozenset(node.op for node in self.nodes if not node.is_variable).union(*inner)
+        return frozenset(node.op for node in self.all_nodes if not node.is_variable)
 
     @property
     def layer_names(self) -> list[str]:
         """The names of all operator nodes, each once, bodies of loops included."""
-        inner = (
-            name for node in self.nodes for body in node.subgraphs for name in body.layer_names
-        )
-        own = (node.name for node in self.nodes if not node.is_variable)
-        return list(dict.fromkeys([*own, *inner]))
+        return list(dict.fromkeys(node.name for node in self.all_nodes if not node.is_variable))
 
 
-# ---------------------------------------------------------------------- dtypes
+# ---------------------------------------------------------------------- shapes and dtypes
+
+
+def infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shape | None]:
+    """Return the shape of every output, for variables of these `shapes`; None where unknown."""
+    outputs, symbol = graph.all_outputs
+    try:
+        given = {name: shapes[name] for name in graph.input_names if name in shapes}
+        _, found, _ = symbol.infer_shape_partial(**given)
+    except MXNetError:
+        found = None  # the graph can't run on these shapes; MXNet says why when it runs
+    # NumPy semantics write -1 for an unknown dimension. Classic semantics write 0, and () for an
+    # unknown shape.
+    least = 0 if is_np_shape() else 1
+    return {
+        output: tuple(shape) if shape is not None and min(shape, default=0) >= least else None
+        for output, shape in zip(outputs, found or [None] * len(outputs))
+    }
+
 
 #: The inferred output dtypes of single nodes: a cache.
 _inferred: dict[Any, tuple[str, ...]] = {}

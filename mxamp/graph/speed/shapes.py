@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import AbstractSet, Mapping, Sequence
 
-from mxnet.base import MXNetError
-
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
 from ..casts.builder import is_inserted_cast
-from ..ir import Graph, Node, Output, Shape, Usage
+from ..ir import Graph, Node, Output, Shape, Usage, infer_shapes
 from . import recurrent, substitutions
 from .passes import BLOCK, COLORS, Shapes
 
@@ -254,25 +252,8 @@ def input_shapes(graph: Graph, policy: Policy, usage: Usage) -> dict[int, Shapes
             wanted[i] = recurrent.opened_inputs(graph, node)
     asked = {o for few in wanted.values() for o in few if o is not None and o not in shapes}
     if asked and shapes:
-        shapes.update(_infer_shapes(graph, usage.shapes))
+        shapes.update(infer_shapes(graph, usage.shapes))
     return {
         i: tuple([None if output is None else shapes.get(output) for output in outputs])
         for i, outputs in wanted.items()
     }
-
-
-def _infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shape]:
-    """Return the shapes of all outputs that MXNet can infer from the `shapes` of variables."""
-    outputs, symbol = graph.all_outputs
-    try:
-        known = {name: shapes[name] for name in graph.input_names if name in shapes}
-        _, inferred, _ = symbol.infer_shape_partial(**known)
-    except MXNetError:
-        return {}  # the graph can't run on these shapes; MXNet says why when it runs
-    return {output: shape for output, shape in zip(outputs, inferred or ()) if _is_known(shape)}
-
-
-def _is_known(shape: Shape | None) -> bool:
-    """Return whether an inferred shape has all its dimensions."""
-    # Classic semantics write 0 for unknown dimensions, NumPy's -1.
-    return bool(shape) and min(shape or ()) > 0
