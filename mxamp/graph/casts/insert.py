@@ -362,10 +362,10 @@ def rewritten_symbol(
     rewritten = rewritten_graph(graph, policy, usage, choices)
     if rewritten is graph:
         return None
-    if not reverse:
-        return runnable_symbol(rewritten, symbol_class, graph.input_names)
-    rewritten = with_reversed_inputs(rewritten)
-    return runnable_symbol(rewritten, symbol_class, graph.input_names[::-1])
+    names = graph.input_names
+    if reverse:
+        rewritten, names = with_reversed_inputs(rewritten), names[::-1]
+    return runnable_symbol(rewritten, symbol_class, names)
 
 
 def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:

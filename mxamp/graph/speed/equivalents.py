@@ -89,14 +89,8 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
     add = parts.add
     places = add("_contrib_arange_like", "places", x, axis="-1")
     zero = add("slice_axis", "zero", places, axis="0", begin="0", end="1")
-    lengths = add(
-        "Concat",
-        "lengths",
-        zero,
-        add("_plus_scalar", "ends", places, scalar="1"),
-        dim="0",
-        num_args="2",
-    )
+    ends = add("_plus_scalar", "ends", places, scalar="1")
+    lengths = add("Concat", "lengths", zero, ends, dim="0", num_args="2")
     row = add("Reshape", "row", places, shape="(1, -1)")
     column = add("Reshape", "column", lengths, shape="(-1, 1)")
     # One mask for each length; copying rows of it is faster than comparing every element.

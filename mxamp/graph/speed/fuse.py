@@ -6,7 +6,7 @@ fuses, fold each BatchNorm into the product before it, and pad channels.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -62,7 +62,7 @@ def fused(
     layers = [
         node.name
         for node in graph.nodes
-        if node.op in fusible.FUSED and any(map(view.stays_float32, fusible.inner_nodes(node)))
+        if node.op in fusible.FUSED and any(map(view.stays_float32, node.subgraphs[0].nodes))
     ]
     fusible.check_fused(graph, policy, layers)
     return graph, values, policy.override(low=fusible.FUSED, fp32_layers=layers)
@@ -260,25 +260,16 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
     oneDNN's concatenation.
     """
     images: dict[Output, Output] = {}
-    for i, node in enumerate(view.graph.nodes):
-        name = _substituted_weight_name(view, node, "image_convolution")
-        if name is None:
-            continue
-        padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-        _set_weight(edit, i, name, np.pad(view.params[name].asnumpy(), padding))
-        data = node.inputs[0]
+    padding = ((0, 0), (0, 1), (0, 0), (0, 0))
+    for i, name, weight in _matching_weights(view, "image_convolution"):
+        _set_weight(edit, i, name, np.pad(weight, padding))
+        data = view.graph.nodes[i].inputs[0]
         if data not in images:
-            images[data] = _add_channel_by_convolution(edit, f"{node.name}_data_four", data)
+            made = edit.unique_name(f"{view.graph.nodes[i].name}_data_four")
+            eye = fusible.float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
+            inputs = [data, edit.add_parameter(f"{made}_weight", eye)]
+            images[data] = edit.add_node(Node("Convolution", made, _FOURTH_CHANNEL, inputs))
         edit.set_input(i, 0, images[data])
-
-
-def _add_channel_by_convolution(edit: Edit, name: str, data: Output) -> Output:
-    """Add a convolution that appends a channel of zeros to color images; return its output."""
-    name = edit.unique_name(name)
-    weight = edit.add_parameter(
-        f"{name}_weight", fusible.float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
-    )
-    return edit.add_node(Node("Convolution", name, _FOURTH_CHANNEL, [data, weight]))
 
 
 def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
@@ -288,11 +279,7 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
 
     The substitution of the same name does this in graphs that run, but not in fused operators.
     """
-    for i, node in enumerate(view.graph.nodes):
-        name = _substituted_weight_name(view, node, "merged_groups")
-        if name is None:
-            continue
-        weight = view.params[name].asnumpy()
+    for i, name, weight in _matching_weights(view, "merged_groups"):
         channels, narrow, *kernel = weight.shape
         merged, groups = BLOCK // narrow, channels // BLOCK
         apart = weight.reshape(groups, merged, narrow, 1, narrow, *kernel)
@@ -309,15 +296,20 @@ def _set_weight(edit: Edit, i: int, name: str, values: Any) -> None:
     edit.change(variable, attrs=without_shape(edit.node(variable)))
 
 
-def _substituted_weight_name(view: fusible.FusionView, node: Node, substitution: str) -> str | None:
-    """Return the name of the weight of a convolution that a substitution fits; None for others."""
-    name = view.own_parameter(node, 1)
-    if name is None:
-        return None
-    shapes = (None, view.params[name].shape)
-    inside = policy_for_node(view.policy, node.attrs)
-    match = match_call(Call(node, inside, training=False, shapes=shapes))
-    return name if match is not None and match[0] == substitution else None
+def _matching_weights(
+    view: fusible.FusionView, substitution: str
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield the index of each convolution that a substitution fits, and its weight's name, values.
+
+    The weights have no other consumers.
+    """
+    for i, node in enumerate(view.graph.nodes):
+        name = view.own_parameter(node, 1)
+        if name is not None:
+            inside, weight = policy_for_node(view.policy, node.attrs), view.params[name]
+            match = match_call(Call(node, inside, training=False, shapes=(None, weight.shape)))
+            if match is not None and match[0] == substitution:
+                yield i, name, weight.asnumpy()
 
 
 #: In order: each pass sees the graph that the passes before it have made.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import AbstractSet, Any, Container, Iterable, Mapping
+from typing import AbstractSet, Any, Container, Mapping
 
 import mxnet as mx
 import numpy as np
@@ -84,11 +84,6 @@ class FusionView(View):
 def float32_array(values: Any) -> NDArray:
     """Return NumPy values as a float32 array on the CPU."""
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
-
-
-def inner_nodes(node: Node) -> Iterable[Node]:
-    """Return the nodes inside a fused operator."""
-    return (inner for body in node.subgraphs for inner in body.nodes)
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:

@@ -132,17 +132,13 @@ def _bound_after_pooling(attrs: Mapping[str, str], bound: float) -> float:
     return bound if not bound or attrs.get("pool_type", "max") in ("max", "avg") else math.inf
 
 
-def _unchanged_bound(_attrs: Mapping[str, str], bound: float) -> float:
-    return bound
-
-
 #: Operators that treat all channels alike, with the bound of their output for one of their input.
 _ELEMENTWISE: Mapping[str, _BoundRule] = {
     "Activation": _bound_after_activation, "LeakyReLU": _bound_after_leaky,
     "clip": _bound_after_clip, "Pooling": _bound_after_pooling,
     "Dropout": _bound_after_dropout, "Pad": _bound_after_pad,
-    **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), _unchanged_bound),
-    **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), _unchanged_bound),
+    **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), lambda _attrs, bound: bound),
+    **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), lambda _attrs, bound: bound),
     **dict.fromkeys(("sigmoid", "_npx_sigmoid", "hard_sigmoid"), lambda _attrs, _bound: 1.0),
     **dict.fromkeys(
         ("_plus_scalar", "_minus_scalar", "_rminus_scalar", "_maximum_scalar", "_minimum_scalar"),

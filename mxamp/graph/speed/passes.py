@@ -110,24 +110,9 @@ class Parts:
         return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
 
 
-def always(_call: Call) -> bool:
-    """Return True: the pass applies in training and in inference."""
-    return True
-
-
 def in_training(call: Call) -> bool:
     """Return whether gradients will be computed."""
     return call.training
-
-
-def in_inference(call: Call) -> bool:
-    """Return whether no gradients will be computed."""
-    return not call.training
-
-
-def are_floats(dtypes: Sequence[str]) -> bool:
-    """Return whether inputs of these dtypes are castable floats."""
-    return CASTABLE.issuperset(dtypes)
 
 
 def are_float32(dtypes: Sequence[str]) -> bool:
@@ -151,9 +136,9 @@ class Pass(NamedTuple):
     ops: frozenset[str]
     match: Callable[[Call], Detail | None]
     build: Callable[[Parts, Detail], Sequence[Any] | None]
-    when: Callable[[Call], bool] = always
+    when: Callable[[Call], bool] = lambda _call: True  #: in training and in inference
     float32: str | None = None  #: why all its operators compute in float32
-    fits: Callable[[Sequence[str]], bool] = are_floats  #: the dtypes of the call's inputs
+    fits: Callable[[Sequence[str]], bool] = CASTABLE.issuperset  #: the dtypes of the call's inputs
 
 
 def has_elements(call: Call) -> bool:

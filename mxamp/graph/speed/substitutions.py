@@ -92,7 +92,8 @@ ALL: Mapping[str, Pass] = {one.name: one for one in (
          batched_products.dense_products,
          lambda call: call.training and call.lowers("FullyConnected")),
     Pass("masked_softmax", frozenset({"softmax"}), equivalents.match_masked_softmax,
-         equivalents.masked_softmax, passes.in_inference, SUMS, passes.has_integer_lengths),
+         equivalents.masked_softmax, lambda call: not call.training, SUMS,
+         passes.has_integer_lengths),
     Pass("split", _SPLITS, equivalents.match_split, equivalents.split, float32=IN_TRAINING),
 )}  # fmt: skip
 
