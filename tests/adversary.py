@@ -176,6 +176,16 @@ def interpret(graph, inputs):
     return [found[head] for head in graph.heads]
 
 
+def recorded(run, call):
+    """Return the outputs of a call, after its backward passes in training."""
+    for _ in range(rounds(run)):
+        with autograd.record() if run.training else nullcontext():
+            outputs = as_list(call())
+        if run.training:
+            autograd.backward(outputs, head_gradients(run, outputs))
+    return outputs
+
+
 def eager(run):
     """Return what plain MXNet computes, operator by operator: a dict of arrays for each shape."""
     graph = Graph.from_symbol(run.plain)
@@ -186,11 +196,7 @@ def eager(run):
         for name, array in args.items():
             if run.training and wanted[name] != "null":
                 array.attach_grad(wanted[name])
-        for _ in range(rounds(run)):
-            with autograd.record() if run.training else nullcontext():
-                outputs = interpret(graph, {**args, **aux})
-            if run.training:
-                autograd.backward(outputs, head_gradients(run, outputs))
+        outputs = recorded(run, lambda inputs={**args, **aux}: interpret(graph, inputs))
         grads = {n: a.grad for n, a in args.items() if run.training and a.grad is not None}
         results.append(collected(outputs, grads, aux if run.training else {}))
     return results
@@ -229,13 +235,8 @@ def hybridized(run):
         data = args["data"]
         if run.training and wanted["data"] != "null":
             data.attach_grad(wanted["data"])
-        for _ in range(rounds(run)):
-            with amp.autocast(policy=run.policy):
-                with autograd.record() if run.training else nullcontext():
-                    outputs = block(data)
-                outputs = outputs if isinstance(outputs, list) else [outputs]
-                if run.training:
-                    autograd.backward(outputs, head_gradients(run, outputs))
+        with amp.autocast(policy=run.policy):
+            outputs = recorded(run, lambda data=data: block(data))
         grads = {}
         if run.training:
             grads = {n: p.grad() for n, p in params.items() if wanted.get(n, "null") != "null"}

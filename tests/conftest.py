@@ -160,6 +160,13 @@ def as_on_gpus(monkeypatch):
 
 
 @pytest.fixture
+def small_weights_too(monkeypatch):
+    """Fused dense layers become convolutions whatever the size of their weights."""
+    monkeypatch.setattr("mxamp.graph.speed.dense_convolutions._LARGE", 1)
+    monkeypatch.setattr("mxamp.graph.speed.dense_convolutions._WIDE", 1)
+
+
+@pytest.fixture
 def unfused(monkeypatch):
     """Executors that run the operators of a graph one by one, where oneDNN would fuse some."""
     monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")

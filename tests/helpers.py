@@ -15,7 +15,9 @@ import pytest
 
 import mxamp as amp
 from mxamp.framework.machine import dtype_name
-from mxamp.graph.ir import Graph
+from mxamp.graph.ir import Graph, Usage
+from mxamp.graph.speed.shape_rules import choose
+from mxamp.policy.rules import SHAPE_RULES
 from mxamp.scaling.passes import gradients, passes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,6 +103,23 @@ def randn(*shape, seed=0, scale=1.0):
 
 def operators_of(symbol):
     return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
+
+
+def chosen(symbol, policy=None, **usage):
+    """Return the choices by shape for a symbol's graph, under bfloat16's own policy or another."""
+    policy = policy or amp.Policy.default("bfloat16")
+    return choose(Graph.from_symbol(symbol), policy, Usage(**usage))
+
+
+def kept(symbol, policy=None, kinds=SHAPE_RULES, **usage):
+    """Return the operators that rules by shape of these kinds keep in float32, in order."""
+    nodes, found = Graph.from_symbol(symbol).nodes, chosen(symbol, policy, **usage).kept
+    return [nodes[i].name for i, reason in sorted(found) if reason.kind in kinds]
+
+
+def substitutions(symbol, policy=None, **usage):
+    """Return the names of the substitutions in a symbol's graph."""
+    return {name for _, (name, _) in chosen(symbol, policy, **usage).substituted}
 
 
 def exported(block, folder):

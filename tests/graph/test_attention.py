@@ -3,7 +3,7 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from fusion import after, model, run
+from fusion import HEADS, after, attend, heads, joined, model, run
 
 import mxamp as amp
 from helpers import operators_of, with_avx512
@@ -17,22 +17,12 @@ B = amp.Policy.default("bfloat16")
 ATTENTION = FusionPass(fuse_attention, "attention")
 S = mx.sym
 X = S.var("data")
-UNITS, HEADS, SIZE = 24, 3, 8
+UNITS, SIZE = 24, 8
 FUSED = ["_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"]
 
 
 def dense(data, units=UNITS, **more):
     return S.FullyConnected(data, num_hidden=units, flatten=False, **more)
-
-
-def heads(data, shape=(0, 0, HEADS, -1), axes=(0, 2, 1, 3), merged=(-3, 0, 0), **more):
-    split = S.transpose(S.reshape(data, shape=shape), axes=axes)
-    return S.reshape(split, shape=merged, **more)
-
-
-def joined(mixed):
-    split = S.transpose(S.reshape(mixed, shape=(-4, -1, HEADS, 0, 0)), axes=(0, 2, 1, 3))
-    return S.reshape(split, shape=(0, 0, -3))
 
 
 def from_one_layer(x, **more):
@@ -41,11 +31,6 @@ def from_one_layer(x, **more):
 
 def from_three_layers(x):
     return [dense(x), dense(x, no_bias=True), dense(x)]
-
-
-def attend(projections, scores=lambda x: x * 0.3, shares=S.softmax, heads=heads, joined=joined):
-    q, k, v = (heads(one) for one in projections)
-    return joined(S.batch_dot(shares(scores(S.batch_dot(q, k, transpose_b=True))), v))
 
 
 def masked(x):
@@ -94,10 +79,6 @@ GRAPHS = {
 }  # fmt: skip
 
 
-def of_two_sources():
-    return [dense(X), dense(S.relu(X)), dense(X)]
-
-
 def read_twice():
     q, k, v = from_three_layers(X)
     return S.Group([attend([q, k, v]), v])
@@ -108,16 +89,10 @@ def shared_weight():
     return attend([dense(X, weight=weight, bias=bias) for _ in range(3)])
 
 
-def heads_returned():
+def returned(which):
     q, k, v = (heads(one) for one in from_one_layer(X))
     mixed = S.batch_dot(S.softmax(S.batch_dot(q, k, transpose_b=True)), v)
-    return S.Group([joined(mixed), q])
-
-
-def mixed_returned():
-    q, k, v = (heads(one) for one in from_one_layer(X))
-    mixed = S.batch_dot(S.softmax(S.batch_dot(q, k, transpose_b=True)), v)
-    return S.Group([joined(mixed), mixed])
+    return S.Group([joined(mixed), {"q": q, "mixed": mixed}[which]])
 
 
 def in_a_region(graph):
@@ -134,12 +109,12 @@ def with_other_heads():
 
 #: Graphs that stay as they are.
 LEFT = {
-    "two sources": lambda: attend(of_two_sources()),
+    "two sources": lambda: attend([dense(X), dense(S.relu(X)), dense(X)]),
     "a projection is an output": read_twice,
     "a third is read twice": lambda: attend([from_one_layer(X)[k] for k in (0, 0, 2)]),
     "a shared weight": shared_weight,
-    "a head is an output": heads_returned,
-    "the mixed heads are an output": mixed_returned,
+    "a head is an output": lambda: returned("q"),
+    "the mixed heads are an output": lambda: returned("mixed"),
     "a region": lambda: in_a_region(lambda: attend(from_one_layer(X))),
     "an interleaved one in a region": lambda: in_a_region(interleaved),
     "heads in another order": with_other_heads,

@@ -15,13 +15,10 @@ B = amp.Policy.default("bfloat16")
 WITHOUT = B.override(substitutions=set(B.substitutions) - {"batch_dot"})
 
 
-class Product(nn.HybridBlock):
-    def __init__(self, **attrs):
-        super().__init__()
-        self.attrs = attrs
-
-    def hybrid_forward(self, F, a, b):
-        return F.batch_dot(a, b, **self.attrs)
+def product(**attrs):
+    block = nn.HybridLambda(lambda F, a, b: F.batch_dot(a, b, **attrs))
+    block.hybridize()
+    return block
 
 
 def trained(block, policy, *arrays):
@@ -50,8 +47,7 @@ def arrays_of(groups, rows, sums, columns, transpose_a=False, transpose_b=False)
 @pytest.mark.parametrize("transpose_a", [False, True])
 def test_values_and_gradients(transpose_a, transpose_b, monkeypatch):
     monkeypatch.setattr(batched_products, "_LEAST", 1)
-    block = Product(transpose_a=transpose_a, transpose_b=transpose_b)
-    block.hybridize()
+    block = product(transpose_a=transpose_a, transpose_b=transpose_b)
     arrays = arrays_of(3, 20, 12, 7, transpose_a, transpose_b)
     mine = trained(block, B, *arrays)
     assert products_of(block, B, *arrays) == 3
@@ -62,9 +58,7 @@ def test_values_and_gradients(transpose_a, transpose_b, monkeypatch):
 
 @pytest.mark.parametrize("columns, count", [(127, 0), (128, 2)])
 def test_only_large_products_are_replaced(columns, count):
-    block = Product()
-    block.hybridize()
-    arrays = arrays_of(2, 256, 256, columns)
+    block, arrays = product(), arrays_of(2, 256, 256, columns)
     trained(block, B, *arrays)
     assert products_of(block, B, *arrays) == count
     assert products_of(block, B.override(fp32=["batch_dot"]), *arrays) == 0

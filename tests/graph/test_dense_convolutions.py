@@ -1,13 +1,11 @@
 """Dense layers as convolutions in fused models: the same answers, for any number of rows."""
 
 import mxnet as mx
-import numpy as np
 import pytest
-from fusion import after, model, run
+from fusion import model, same_after
 
 import mxamp as amp
-from helpers import operators_of, values
-from mxamp.graph.speed import dense_convolutions
+from helpers import operators_of
 from mxamp.graph.speed.dense_convolutions import make_dense_convolutions
 from mxamp.graph.speed.fuse import FusionPass
 
@@ -18,12 +16,6 @@ DENSE = FusionPass(make_dense_convolutions, "dense_convolution")
 LAYERS = B.override(fp32_layers=["kept"])
 S = mx.sym
 X = S.var("data")
-
-
-@pytest.fixture
-def small_weights_too(monkeypatch):
-    monkeypatch.setattr(dense_convolutions, "_LARGE", 1)
-    monkeypatch.setattr(dense_convolutions, "_WIDE", 1)
 
 
 def dense(data, units=7, **more):
@@ -68,14 +60,7 @@ LEFT = {
 
 def check(symbol, shape):
     params, data = model(symbol, shape)
-    before = {name: values(array) for name, array in params.items()}
-    new, new_params = after(DENSE, symbol, params, LAYERS)
-    for one, other in zip(run(symbol, params, data), run(new, new_params, data)):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
-    for name, array in before.items():
-        np.testing.assert_array_equal(values(params[name]), array)
-    return operators_of(new)
+    return operators_of(same_after(DENSE, symbol, params, LAYERS, data)[0])
 
 
 @pytest.mark.usefixtures("small_weights_too")

@@ -1,9 +1,8 @@
 """BatchNorm folded in float32 into the product before it."""
 
 import mxnet as mx
-import numpy as np
 import pytest
-from fusion import after, model, run
+from fusion import after, model, same_after
 
 import mxamp as amp
 from helpers import operators_of, same, with_avx512
@@ -36,13 +35,9 @@ FOLDED = {
 def test_folding_in_float32_keeps_values(name):
     symbol = FOLDED[name]()
     params, data = model(symbol, (2, 4, 8, 8))
-    kept = {key: value.copy() for key, value in params.items()}
-    new, values = after(INTO_PRODUCERS, symbol, params, B)
+    new, values = same_after(INTO_PRODUCERS, symbol, params, B, data)
     assert "BatchNorm" not in operators_of(new)
     assert set(values) == set(new.list_inputs()) - {"data"}
-    for mine, theirs in zip(run(new, values, data), run(symbol, params, data)):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-    assert all(same(params[key], kept[key]) for key in kept)
 
 
 def shared_weight(channels=4):

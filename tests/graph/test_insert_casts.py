@@ -7,9 +7,11 @@ import mxamp as amp
 from helpers import kind, randn, with_avx512
 from mxamp.graph.casts.insert import rewrite, rewritten_symbol
 from mxamp.graph.ir import Graph, Usage
+from nets import Control
 
 GPU = amp.Policy.default("float16", "gpu")
 CPU = amp.Policy.default("float16", "cpu")
+var = mx.sym.var
 
 
 def rewritten(symbol, policy=GPU, **usage):
@@ -30,10 +32,6 @@ def text(symbol, policy=GPU, **usage):
             lines.append(f"{node.name} = {node.op}{dtype}({inputs})")
     lines.append("return " + ", ".join(graph.nodes[i].name for i, _ in graph.heads))
     return lines
-
-
-def var(name):
-    return mx.sym.var(name)
 
 
 def dense(data, name, weight=None):
@@ -143,3 +141,11 @@ def test_a_parameter_that_is_also_an_output_keeps_its_dtype():
         assert kind(low[1]["w"]) == stored
         outputs = low[0].bind(mx.cpu(), {"data": randn(2, 4), **low[1]}).forward()
         assert {kind(out) for out in outputs} == {"float32"}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["foreach", "cond", "while_loop"])
+def test_operators_in_bodies_follow_their_loop(name, training):
+    result = rewritten(Control(name)(var("data")), CPU, training=training)
+    inside = [node.name for holder, node, _ in result.decided() if holder is not result.graph]
+    assert bool(inside) == (not training or name == "foreach")

@@ -11,18 +11,9 @@ from helpers import randn, values
 FLOAT32 = amp.Policy.default("bfloat16").in_float32()
 
 
-class Softmax(nn.HybridBlock):
-    def __init__(self, **attrs):
-        super().__init__()
-        self.attrs = {"use_length": True, **attrs}
-
-    def hybrid_forward(self, F, x, lengths):
-        return F.softmax(x, lengths, **self.attrs)
-
-
 def softmax(x, lengths, policy=FLOAT32, **attrs):
     """Return the output of a hybridized softmax, and the operators that ran."""
-    block = Softmax(**attrs)
+    block = nn.HybridLambda(lambda F, x, ends: F.softmax(x, ends, use_length=True, **attrs))
     block.hybridize()
     if policy is None:
         with amp.autocast(enabled=False):

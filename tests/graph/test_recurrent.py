@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import randn, values, with_avx512
+from helpers import randn, substitutions, values, with_avx512
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import Choices
@@ -60,36 +60,29 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
         np.testing.assert_allclose(values(mine), values(theirs), rtol=2e-5, atol=2e-6)
 
 
-def operators(symbol, policy=None, shape=DATA, mode="inference", **shapes):
-    policy = policy or amp.Policy.default("bfloat16")
-    options = {"mode": mode, "input_shapes": {"data": shape, **shapes}}
-    return {node.operator for node in amp.explain(symbol, policy=policy, **options)}
-
-
 @with_avx512
-def test_where_it_is_done():
-    assert "RNN" not in operators(symbol_of("lstm", **LARGE))
-    assert "RNN" not in operators(symbol_of("gru", **{**LARGE, "state_size": 419}))
-    vanilla = symbol_of("rnn_tanh", **{**LARGE, "state_size": 512})
-    assert "RNN" not in operators(vanilla, shape=(2, 32, 8))
-
-
-@pytest.mark.parametrize("attrs, call", [
-    ({}, {"mode": "training"}), ({}, {"mode": "converted"}),
-    ({}, {"shape": (2, 15, 8)}), ({}, {"shape": (257, 16, 8)}),
-    ({"state_size": 362}, {}), ({"state_size": 362}, {"shape": (2, 4096, 8)}),
-    ({"state_size": 1024}, {"shape": (2, 1, 8)}),
-    ({"num_layers": 2, "bidirectional": True}, {"shape": (65, 16, 8)}),
-    ({"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, {}), ({"projection_size": 16}, {}),
+@pytest.mark.parametrize("mode, attrs, shape, done", [
+    ("lstm", {}, DATA, True), ("gru", {"state_size": 419}, DATA, True),
+    ("rnn_tanh", {"state_size": 512}, (2, 32, 8), True),
+    ("lstm", {}, (2, 15, 8), False), ("lstm", {}, (257, 16, 8), False),
+    ("lstm", {"state_size": 362}, DATA, False), ("lstm", {"state_size": 362}, (2, 4096, 8), False),
+    ("lstm", {"state_size": 1024}, (2, 1, 8), False),
+    ("lstm", {"num_layers": 2, "bidirectional": True}, (65, 16, 8), False),
+    ("lstm", {"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}, DATA, False),
+    ("lstm", {"projection_size": 16}, DATA, False),
 ])  # fmt: skip
-def test_where_it_is_not_done(attrs, call):
-    assert "RNN" in operators(symbol_of("lstm", **{**LARGE, **attrs}), **call)
+def test_where_it_is_done(mode, attrs, shape, done):
+    symbol = symbol_of(mode, **{**LARGE, **attrs})
+    assert substitutions(symbol, shapes={"data": shape}) == ({"rnn"} if done else set())
+    assert not substitutions(symbol, shapes={"data": shape}, training=True)
+    plan = amp.explain(symbol, "bfloat16", mode="converted", input_shapes={"data": shape})
+    assert [node.operator for node in plan.nodes] == ["RNN"]
 
 
 # ---------------------------------------------------------------------- a layer at a time
 
 
-def stacked(mode, layers, directions, width, size, batch=ROWS, **attrs):
+def stacked(mode, layers, directions, width, size, steps=STEPS, **attrs):
     """Return a symbol of an RNN with matrices as Gluon has them, and the shapes of its inputs."""
     rows, widths = MODES[mode] * size, [width] + [size * directions] * (layers - 1)
     shapes = [(rows, one) for below in widths for _ in range(directions) for one in (below, size)]
@@ -102,8 +95,8 @@ def stacked(mode, layers, directions, width, size, batch=ROWS, **attrs):
         mx.sym.var("data"), joined, *map(mx.sym.var, states), mode=mode, num_layers=layers,
         state_size=size, bidirectional=directions == 2, name="rnn", **attrs,
     )  # fmt: skip
-    begin = (layers * directions, batch, size)
-    return symbol, {**dict(zip(names, shapes)), **dict.fromkeys(states, begin)}
+    known = {**dict(zip(names, shapes)), **dict.fromkeys(states, (layers * directions, ROWS, size))}
+    return symbol, {**known, "data": (steps, ROWS, width)} if steps else known
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -115,7 +108,6 @@ def test_each_layer_computes_what_all_layers_do(
     mode, width, layers, directions, state_outputs, training
 ):
     symbol, shapes = stacked(mode, layers, directions, width, 16, state_outputs=state_outputs)
-    shapes["data"] = (STEPS, ROWS, width)
     arrays = {name: randn(*shape, seed=k) * 0.5 for k, (name, shape) in enumerate(shapes.items())}
     policy = amp.Policy.default("bfloat16").in_float32()
     plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
@@ -136,26 +128,32 @@ def test_each_layer_computes_what_all_layers_do(
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def count_rnns(symbol, shapes, policy=None, mode="training"):
-    """Return how many RNNs a symbol's graph runs."""
-    policy = policy or amp.Policy.default("bfloat16")
-    plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode=mode)
-    return sum(node.operator == "RNN" for node in plan.nodes)
+CLIPPED = {"lstm_state_clip_min": -1.0, "lstm_state_clip_max": 1.0}
+
+#: A symbol and its shapes, and whether each layer runs alone in training, and in inference.
+ALONE = [
+    (stacked("lstm", 2, 1, 256, 256), True, True), (stacked("lstm", 2, 1, 7, 256), True, True),
+    (stacked("lstm", 2, 1, 256, 256, p=0.5), False, False),
+    (stacked("lstm", 2, 1, 256, 256, **CLIPPED), False, False),
+    (stacked("lstm", 2, 1, 256, 256, steps=None), False, False),
+    ((symbol_of("gru", state_size=256, num_layers=2), {"data": DATA}), False, False),
+    ((symbol_of("lstm", state_size=256, num_layers=2, projection_size=8), {"data": DATA}), False, False),
+    # Rows that are too narrow, and wide enough.
+    (stacked("rnn_tanh", 1, 1, 2**15, 15), False, False), (stacked("rnn_tanh", 1, 1, 2**15, 16), True, True),
+    # The least layers, and the largest that are too small.
+    (stacked("lstm", 1, 1, 182, 182, 2000), True, True), (stacked("lstm", 1, 1, 181, 181), False, False),
+    (stacked("gru", 1, 1, 210, 209), True, True), (stacked("gru", 1, 1, 208, 209), False, False),
+    (stacked("lstm", 2, 1, 91, 91), False, True), (stacked("lstm", 2, 1, 90, 90), False, False),
+    (stacked("lstm", 2, 1, 640, 128), True, True), (stacked("lstm", 2, 1, 639, 128), False, True),
+    (stacked("lstm", 1, 2, 256, 256, 170), True, True), (stacked("lstm", 1, 2, 256, 256, 171), False, False),
+    (stacked("lstm", 1, 2, 96, 96, 64), False, True), (stacked("lstm", 1, 2, 96, 96, 65), False, False),
+]  # fmt: skip
 
 
-def test_where_each_layer_runs_alone():
-    def count(width=16, **attrs):
-        symbol, shapes = stacked("lstm", 2, 1, width, 16, **attrs)
-        return count_rnns(symbol, {**shapes, "data": (2, ROWS, width)})
-
-    assert count() == count(width=7) == 2
-    assert count(p=0.5) == 1
-    assert count(lstm_state_clip_min=-1.0, lstm_state_clip_max=1.0) == 1
-    symbol, shapes = stacked("lstm", 2, 1, 16, 16)
-    assert count_rnns(symbol, shapes) == 1, "without the data's shape"
-    vector = symbol_of("gru", state_size=16, num_layers=2)
-    assert count_rnns(vector, {"data": DATA}) == 1
-    projected = symbol_of("lstm", state_size=16, num_layers=2, projection_size=8)
-    assert count_rnns(projected, {"data": DATA}) == 1
-    symbol, shapes = stacked("rnn_tanh", 2, 1, 15, 15)
-    assert count_rnns(symbol, {**shapes, "data": (2, ROWS, 15)}) == 1, "rows too narrow"
+@pytest.mark.sizes
+@pytest.mark.parametrize("rnn, trained, inferred", ALONE)
+def test_where_each_layer_runs_alone(rnn, trained, inferred):
+    symbol, shapes = rnn
+    for training, alone in ((True, trained), (False, inferred)):
+        found = substitutions(symbol, shapes=shapes, training=training)
+        assert ("rnn_layers" in found) == alone

@@ -2,41 +2,28 @@
 
 import mxnet as mx
 import pytest
-from mxnet import gluon, nd
-from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import chosen, kept, substitutions
+from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.shape_rules import RULES, choose
+from mxamp.graph.speed.shape_rules import RULES, reason_to_keep_call
 from mxamp.policy.rules import SHAPE_RULES
 
 B = amp.Policy.default("bfloat16")
+X = mx.sym.var("data")
+MODES = pytest.mark.parametrize("training", [True, False])
 
 
-def sequential(*layers):
-    net = nn.HybridSequential()
-    net.add(*layers)
-    net.initialize(mx.init.Xavier())
-    return net
+def conv(name, data, filters=16, **attrs):
+    attrs = {"kernel": (3, 3), "pad": (1, 1), "no_bias": True, **attrs}
+    return mx.sym.Convolution(data, num_filter=filters, name=name, **attrs)
 
 
-def precisions(net, shape, mode="inference", policy=B):
-    """Return the precision of each operator, in order, by its type."""
-    data = nd.zeros(shape)
-    plan = amp.explain(
-        net, policy=policy, example_inputs=data, mode=mode, input_shapes={"data": shape}
-    )
-    return [(node.operator, node.precision) for node in plan.nodes]
-
-
-def chosen(symbol, policy=B, **usage):
-    return choose(Graph.from_symbol(symbol), policy, Usage(**usage))
-
-
-def kept(symbol, policy=B, **usage):
-    """Return the names of the operators that a choice keeps in float32."""
-    graph = Graph.from_symbol(symbol)
-    return [graph.nodes[i].name for i, _ in choose(graph, policy, Usage(**usage)).kept]
+def precisions(symbol, shape):
+    """Return the precision of each operator in inference, by its name."""
+    plan = amp.explain(symbol, policy=B, mode="inference", input_shapes={"data": shape})
+    return {node.name: node.precision for node in plan.nodes}
 
 
 def test_the_rules_are_those_that_lists_may_name():
@@ -88,6 +75,7 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
     assert kept_for(1) == kept_for(24) == ["fc"]
     assert kept_for(25) == []
     assert kept_for(1, stored=frozenset({"fc_weight"})) == []
+    assert kept_for(1, dtypes={"fc_weight": "bfloat16"}) == []
     # One cast for all that read it.
     data, weight = mx.sym.var("data"), mx.sym.var("weight")
     net = mx.sym.Group([
@@ -98,36 +86,107 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
     assert kept_for(9) == []
 
 
+# ---------------------------------------------------------------------- small layers
+
+
+def dense(name, units, weight=None):
+    """A dense layer; on 256 rows of 64, one of 122 units has just under two million products."""
+    return mx.sym.FullyConnected(X, weight, num_hidden=units, no_bias=True, name=name)
+
+
+def layers(*units, side=None):
+    """Dense layers, and a convolution of maps of 26 x `side`: of 25, just under three million."""
+    made = [dense(f"fc{k}", each) for k, each in enumerate(units)]
+    return mx.sym.Group(made + [conv("conv", mx.sym.var("maps"), 32, num_group=2)] * bool(side))
+
+
+def small(symbol, policy=B, data=(256, 64), side=None, **usage):
+    """Return which operators stay in float32 because all layers are small."""
+    usage["shapes"] = {"data": data, **({"maps": (1, 32, 26, side)} if side else {})}
+    found = kept(symbol, policy, {"small_layers"}, **usage)
+    assert kept(symbol, policy, **usage) == found
+    return sorted(found)
+
+
+@pytest.mark.sizes
+@MODES
+@pytest.mark.parametrize("units, side, names", [
+    ([122], None, ["fc0"]), ([123], None, []), ([64, 180], None, ["fc0", "fc1"]),
+    ([64, 181], None, []), ([64, 64, 64, 1024], None, []), ([], 25, ["conv"]), ([], 26, []),
+    ([147], 15, ["conv", "fc0"]), ([180], 15, []),
+])  # fmt: skip
+def test_layers_that_are_small_on_average_stay_in_float32(units, side, names, training):
+    net = layers(*units, side=side)
+    assert small(net, side=side, training=training) == names
+    assert small(net, B.untuned(), side=side, training=training) == []
+    assert small(net, side=side, converting=True) == []
+
+
+@pytest.mark.sizes
+@MODES
+def test_layers_do_not_count_as_small_without_a_cast_or_a_shape(training):
+    weights = frozenset({"fc0_weight", "fc1_weight"})
+    for usage in ({"stored": weights}, {"dtypes": dict.fromkeys(weights, "bfloat16")}):
+        assert small(layers(64, 64), training=training, **usage) == []
+    assert small(layers(64, side=25), training=training) == []  # of maps of unknown shape
+    by_name = B.override(fp32_layers=["fc1"])
+    assert small(layers(64, 1024), by_name, training=training) == ["fc0"]
+
+
+@pytest.mark.sizes
+@pytest.mark.parametrize("count, units, training, low", [
+    (16, 256, True, True), (15, 256, True, False), (16, 255, True, False), (16, 256, False, False),
+])  # fmt: skip
+def test_layers_that_share_a_large_weight_do_not_train_as_small_ones(count, units, training, low):
+    weight = mx.sym.var("weight")
+    net = mx.sym.Group([dense(f"fc{k}", units, weight) for k in range(count)])
+    assert len(small(net, data=(8, 256), training=training)) == (0 if low else count)
+
+
+@pytest.mark.sizes
+@MODES
+@pytest.mark.parametrize("channels, side, low", [
+    (3, 16, False), (3, 128, True), (16, 16, False), (16, 128, True),
+])  # fmt: skip
+def test_what_surrounds_small_convolutions_stays_in_float32_too(channels, side, low, training):
+    net = conv("b", mx.sym.relu(mx.sym.BatchNorm(conv("a", X), name="norm")))
+    usage = {"shapes": {"data": (1, channels, side, side)}, "training": training}
+    assert kept(net, **usage) == ([] if low else ["a", "norm", "b"])
+    assert ("image_convolution" in substitutions(net, **usage)) == (channels == 3 and low)
+    result = rewrite(Graph.from_symbol(net), B, Usage(**usage), chosen(net, **usage))
+    assert ("amp_cast" in result.graph.operators) == low
+
+
+@pytest.mark.sizes
+@MODES
+@pytest.mark.parametrize("operator, attrs, shapes, small", [
+    ("FullyConnected", {}, [(1024, 64), (244, 64)], True),
+    ("FullyConnected", {}, [(1024, 64), (245, 64)], False),
+    ("Convolution", {"num_group": "2"}, [(1, 32, 26, 200), (32, 16, 3, 3)], True),
+    ("Convolution", {"num_group": "2"}, [(1, 32, 26, 201), (32, 16, 3, 3)], False),
+])  # fmt: skip
+def test_calls_count_as_small_up_to_eight_times_the_size(operator, attrs, shapes, small, training):
+    reason = reason_to_keep_call(B.rule(operator), attrs, shapes, training)
+    assert (reason and reason.kind) == ("small_layers" if small else None)
+
+
 # ---------------------------------------------------------------------- layouts
 
 
-@pytest.mark.parametrize("channels, groups, norm, low", [
-    ((16, 32), 1, True, True), ((32, 24), 1, True, False), ((24, 32), 1, True, False),
-    ((32, 24), 1, False, False), ((40, 33), 1, False, True), ((32, 32), 32, True, True), ((24, 24), 24, True, False),
-    ((1, 32), 1, False, False), ((3, 24), 1, False, False), ((64, 32), 2, True, True),
+@pytest.mark.parametrize("channels, kernel, groups, norm, low", [
+    ((16, 32), 1, 1, True, True), ((32, 24), 1, 1, True, False), ((24, 32), 1, 1, True, False),
+    ((40, 33), 1, 1, True, False), ((40, 33), 1, 1, False, True), ((32, 40), 3, 1, False, True),
+    ((32, 31), 1, 1, False, False), ((32, 31), 3, 1, False, True), ((24, 40), 3, 1, False, False),
+    ((8, 8), 3, 1, False, False), ((16, 16), 3, 1, False, True),
+    ((32, 32), 1, 32, True, True), ((24, 24), 1, 24, True, False), ((1, 32), 1, 1, False, False),
+    ((3, 24), 3, 1, False, False), ((20, 40), 3, 1, False, True), ((64, 32), 1, 2, True, True),
 ])  # fmt: skip
-def test_convolutions_by_channels(channels, groups, norm, low):
-    layers = [nn.Conv2D(channels[1], 1, groups=groups, in_channels=channels[0])]
-    layers += [nn.LeakyReLU(0.1), nn.BatchNorm()] if norm else [nn.Flatten()]
-    found = dict(precisions(sequential(*layers), (2, channels[0], 4, 4)))
-    assert found["Convolution"] == ("bfloat16" if low else "float32")
-    if norm:
-        assert found["BatchNorm"] == found["Convolution"]
-
-
-class Joined(gluon.HybridBlock):
-    """Convolutions joined in some way before a BatchNorm."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-        with self.name_scope():
-            self.a = nn.Conv2D(16, 1, in_channels=16)
-            self.b = nn.Conv2D(16, 1, in_channels=16)
-            self.norm = nn.BatchNorm()
-
-    def hybrid_forward(self, F, x):
-        return self.norm(self.how(F, self.a(x), self.b(x)))
+def test_convolutions_by_channels(channels, kernel, groups, norm, low):
+    net = conv("conv", X, channels[1], kernel=(kernel, kernel), num_group=groups)
+    net = mx.sym.BatchNorm(mx.sym.LeakyReLU(net), name="norm") if norm else mx.sym.Flatten(net)
+    found = precisions(net, (2, channels[0], 4, 4))
+    assert found["conv"] == ("bfloat16" if low else "float32")
+    assert found.get("norm", found["conv"]) == found["conv"]
 
 
 @pytest.mark.parametrize(
@@ -144,9 +203,8 @@ class Joined(gluon.HybridBlock):
     ],
 )
 def test_norms_by_what_is_before_them(how, precision):
-    net = Joined(how)
-    net.initialize()
-    assert dict(precisions(net, (2, 16, 4, 4)))["BatchNorm"] == precision
+    net = mx.sym.BatchNorm(how(mx.sym, conv("a", X), conv("b", X)), name="norm")
+    assert precisions(net, (2, 16, 4, 4))["norm"] == precision
 
 
 # ---------------------------------------------------------------------- transposed convolutions

@@ -4,14 +4,12 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
+from helpers import substitutions
 from mxamp.errors import UnknownNameError
-from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.shape_rules import choose
+from mxamp.graph.ir import Graph
 
-#: Substitutions made, and everything in float32.
-FLOAT32 = amp.Policy.default("bfloat16").override(low=[], replace_lists=True)
-
-
+S = mx.sym
+X = S.var("data")
 CASES = {
     "relu": ("relu", {}),
     "relu6": ("clip", {"a_min": 0, "a_max": 6}),
@@ -21,30 +19,13 @@ CASES = {
     "mean": ("mean", {"axis": 1}),
     "sum": ("sum", {"axis": 1}),
 }
+#: A convolution of color images, whose substitution needs known shapes.
+OF_IMAGES = ("Convolution", {"kernel": (3, 3), "num_filter": 16, "name": "conv"})
 
 
 def symbol_of(name, **more):
-    operator, attrs = CASES[name]
-    return getattr(mx.sym, operator)(mx.sym.var("data"), **{**attrs, **more})
-
-
-CONVOLUTION = {"kernel": (3, 3), "num_filter": 16, "name": "conv"}
-
-
-@pytest.mark.parametrize("shape, changes, policy", [
-    ((1, 1, 9, 9), {}, {}), ((1, 4, 9, 9), {}, {}), ((1, 9, 9, 3), {"layout": "NHWC"}, {}),
-    ((1, 3, 9), {"kernel": (3,)}, {}), ((1, 3, 9, 9, 9), {"kernel": (3, 3, 3)}, {}),
-    ((1, 3, 9, 9), {"num_filter": 24}, {}), ((1, 3, 9, 9), {"kernel": (3, 9)}, {}),
-    ((1, 3, 9, 9), {"num_filter": 48, "num_group": 3}, {}),
-    ((1, 3, 9, 9), {}, {"low": ["Convolution"]}), ((1, 3, 9, 9), {}, {"fp32_layers": ["conv"]}),
-    ((1, 3, 9, 9), {}, {"low": [], "replace_lists": True}),
-    ((1, 3, 9, 9), {}, {"substitutions": ["split"]}),
-])  # fmt: skip
-def test_which_convolutions_get_no_fourth_channel(shape, changes, policy):
-    symbol = mx.sym.Convolution(mx.sym.var("data"), **{**CONVOLUTION, **changes})
-    chosen = amp.Policy.default("bfloat16").override(**policy)
-    options = {"mode": "training", "input_shapes": {"data": shape}}
-    assert operators(symbol, chosen, **options) == ["Convolution"]
+    operator, attrs = CASES.get(name, OF_IMAGES)
+    return getattr(S, operator)(X, **{**attrs, **more})
 
 
 def operators(symbol, policy=None, mode="inference", **options):
@@ -69,34 +50,82 @@ def test_explain_shows_them_and_the_switch_takes_them_out(name):
     assert operators(symbol, policy, **{**options, "mode": "converted"}) == [last.operator]
 
 
-@pytest.mark.parametrize("name, changes, mode, shape", [
-    ("relu6", {"a_max": 5}, "training", (2, 3)), ("layer_norm", {}, "inference", (2, 48)),
-    ("layer_norm", {"axis": 0}, "training", (48, 2)),
-    ("layer_norm", {"output_mean_var": True}, "training", (2, 48)),
-    ("mean", {}, "training", (2, 3, 4)), ("mean", {"axis": None}, "training", (40, 40)),
-    ("mean", {"axis": 2}, "training", (70, 20, 1)),
-    ("mean", {"axis": (0, 2)}, "training", (12, 13, 14)),
-    ("sum", {"axis": 0}, "training", (2**16 + 1, 2)),
-    ("mean", {"exclude": True}, "training", (12, 13, 14)),
+IMAGES = (1, 3, 9, 9)
+
+
+@pytest.mark.parametrize("name, changes, shape, policy", [
+    ("relu6", {"a_max": 5}, (2, 3), {}), ("layer_norm", {"axis": 0}, (48, 2), {}),
+    ("layer_norm", {"output_mean_var": True}, (2, 48), {}),
+    ("mean", {}, (2, 3, 4), {}), ("mean", {"axis": None}, (40, 40), {}),
+    ("mean", {"axis": 2}, (70, 20, 1), {}), ("mean", {"axis": (0, 2)}, (12, 13, 14), {}),
+    ("sum", {"axis": 0}, (2**16 + 1, 2), {}), ("mean", {"exclude": True}, (12, 13, 14), {}),
+    *[("tanh", {}, (2, 3), {kind: ["tanh"]}) for kind in ("low", "fp32", "widest")],
+    # Convolutions of images get a fourth channel.
+    ("images", {}, (1, 1, 9, 9), {}), ("images", {}, (1, 4, 9, 9), {}),
+    ("images", {"layout": "NHWC"}, (1, 9, 9, 3), {}), ("images", {"kernel": (3,)}, (1, 3, 9), {}),
+    ("images", {"kernel": (3, 3, 3)}, (1, 3, 9, 9, 9), {}), ("images", {"num_filter": 24}, IMAGES, {}),
+    ("images", {"kernel": (3, 9)}, IMAGES, {}), ("images", {"num_filter": 48, "num_group": 3}, IMAGES, {}),
+    ("images", {}, IMAGES, {"low": ["Convolution"]}), ("images", {}, IMAGES, {"fp32_layers": ["conv"]}),
+    ("images", {}, IMAGES, {"low": [], "replace_lists": True}),
+    ("images", {}, IMAGES, {"substitutions": ["split"]}),
 ])  # fmt: skip
-def test_where_they_do_not_apply(name, changes, mode, shape):
-    symbol = symbol_of(name, **changes)
-    left = operators(symbol, mode=mode, input_shapes={"data": shape})
-    assert left == [Graph.from_symbol(symbol).nodes[-1].operator]
+def test_where_they_do_not_apply(name, changes, shape, policy):
+    symbol, chosen = symbol_of(name, **changes), amp.Policy.default("bfloat16").override(**policy)
+    assert not substitutions(symbol, chosen, shapes={"data": shape}, training=True)
 
 
-def test_what_a_user_has_classed_stays():
-    symbol = mx.sym.tanh(mx.sym.var("data"))
-    policy = amp.Policy.default("bfloat16")
-    for kind in ("low", "fp32", "widest"):
-        assert operators(symbol, policy.override(**{kind: ["tanh"]})) == ["tanh"]
+def grouped(data):
+    return S.Convolution(data, kernel=(3, 3), num_filter=32, num_group=8, name="c")
+
+
+NORM, GROUPS = S.LayerNorm(X), grouped(X)
+
+
+@pytest.mark.sizes
+@pytest.mark.parametrize("symbol, shapes, training, made", [
+    (NORM, {"data": (32, 64)}, True, True), (NORM, {"data": (31, 66)}, True, False),
+    (NORM, {}, True, True), (NORM, {"data": (32, 64)}, False, False), (GROUPS, {"c_weight": (32, 4, 3, 3)}, False, True),
+    (GROUPS, {"data": (1, 32, 11, 331)}, False, True), (GROUPS, {"data": (1, 32, 10, 364)}, False, False),
+    (GROUPS, {"data": (1, 32, 6, 76)}, True, True), (GROUPS, {"data": (1, 32, 5, 91)}, True, False),
+])  # fmt: skip
+def test_the_least_sizes(symbol, shapes, training, made):
+    assert bool(substitutions(symbol, shapes=shapes, training=training)) == made
+
+
+def test_an_unknown_name_is_an_error():
     with pytest.raises(UnknownNameError, match="'relu6'"):
-        policy.override(substitutions=["relu7"])
+        amp.Policy.default("bfloat16").override(substitutions=["relu7"])
 
 
 @mx.util.use_np_shape
 @pytest.mark.parametrize("shape", [(0, 3), (2, 3)])
 def test_empty_arrays_are_clipped_by_mxnets_operator(shape):
     symbol = symbol_of("relu6")
-    found = choose(Graph.from_symbol(symbol), FLOAT32, Usage(shapes={"data": shape}))
-    assert bool(found.substituted) == (0 not in shape)
+    assert bool(substitutions(symbol, shapes={"data": shape})) == (0 not in shape)
+
+
+# ---------------------------------------------------------------------- groups behind a Concat
+# oneDNN can't cut blocks of channels at any place.
+
+
+def joined(axis=1):
+    return S.Concat(X, X, dim=axis)
+
+
+PLACES = {
+    "nothing": (X, True),
+    "a convolution": (S.Convolution(joined(), kernel=(1, 1), num_filter=32), True),
+    "a concatenation": (joined(), False),
+    "one of rows": (joined(2), True),
+    "a chain": (S.Pooling(S.relu(S.BatchNorm(joined())), kernel=(2, 2)), False),
+    "a sum": (S.elemwise_add(S.relu(joined()), joined()), False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+def test_groups_are_not_merged_behind_a_concat(name, training):
+    data, merged = PLACES[name]
+    float32, shapes = amp.Policy.default("bfloat16").in_float32(), {"c_weight": (32, 4, 3, 3)}
+    names = substitutions(grouped(data), float32, shapes=shapes, training=training)
+    assert ("merged_groups" in names) == (merged or not training)

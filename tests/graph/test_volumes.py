@@ -7,9 +7,7 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import exported, randn, same, values, with_avx512
-from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.shape_rules import choose
+from helpers import exported, kept, randn, same, values, with_avx512
 
 B = amp.Policy.default("bfloat16")
 UNTUNED = B.untuned()
@@ -135,11 +133,9 @@ def view_symbol(make=lambda conv: mx.sym.flatten(conv, name="view"), axes=3, **o
     return make(conv)
 
 
-def kept(symbol, policy=B, **usage):
+def kept_views(symbol, policy=B, **usage):
     """The names of the views that are computed in float32 for what they read."""
-    graph = Graph.from_symbol(symbol)
-    chosen = choose(graph, policy, Usage(**usage))
-    return [graph.nodes[i].name for i, reason in chosen.kept if "3-D" in reason.text]
+    return kept(symbol, policy, {"volume_views"}, **usage)
 
 
 # ---------------------------------------------------------------------- graphs that run
@@ -193,12 +189,12 @@ def test_converted_models_run_and_load(view, tmp_path):
     (mx.sym.flatten(mx.sym.Pooling(mx.sym.var("data"), **POOL), name="view"), []),
 ])  # fmt: skip
 def test_views_behind_3d_convolutions_are_found(symbol, found):
-    assert kept(symbol) == kept(symbol, UNTUNED) == found
-    assert kept(amp.convert_symbol(symbol, "bfloat16")) == found
+    assert kept_views(symbol) == kept_views(symbol, UNTUNED) == found
+    assert kept_views(amp.convert_symbol(symbol, "bfloat16")) == found
 
 
 @with_avx512
 def test_views_of_inputs_that_may_be_volumes_are_found():
     symbol, shapes = mx.sym.flatten(mx.sym.var("data"), name="view"), {"data": (2,) * 5}
     for dtype, found in ("bfloat16", ["view"]), ("float32", []):
-        assert kept(symbol, dtypes={"data": dtype}, shapes=shapes) == found
+        assert kept_views(symbol, dtypes={"data": dtype}, shapes=shapes) == found

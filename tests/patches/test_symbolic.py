@@ -10,11 +10,8 @@ from conftest import assert_unpatched
 from helpers import as_float32, randn, same, values, with_avx512
 from nets import attention, convolutional, decoder, embedded, made
 
-
-@pytest.fixture(autouse=True)
-def unfused(monkeypatch):
-    # Executors fuse operators by default; what is compared here are the operators.
-    monkeypatch.setenv("MXNET_SUBGRAPH_BACKEND", "NONE")
+# Executors fuse operators by default; what is compared here are the operators.
+pytestmark = pytest.mark.usefixtures("unfused")
 
 
 @pytest.mark.parametrize("make", [convolutional, attention, embedded, decoder])
