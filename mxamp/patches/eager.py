@@ -13,9 +13,8 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, nd
+from mxnet import _global_var, autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
-from mxnet._ctypes.ndarray import _global_var
 from mxnet.base import _LIB, NDArrayHandle, c_str_array, check_call
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
@@ -23,7 +22,15 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
-from ..framework.arrays import KIND_NAMES, all_float32, as_list, cast, dtype_code, kind_code
+from ..framework.arrays import (
+    KIND_NAMES,
+    all_float32,
+    as_list,
+    cast,
+    dtype_code,
+    dtype_of,
+    kind_code,
+)
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of
 from ..framework.patching import Original
@@ -32,7 +39,6 @@ from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
 from ..graph.speed import passes
 from ..graph.speed.convolutions import image_convolution
-from ..graph.speed.passes import COLORS, Parts
 from ..graph.speed.shape_rules import reason_to_keep_call
 from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered, suspended
@@ -67,9 +73,7 @@ class Call(NamedTuple):
 Action = Callable[..., Any]
 
 _BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
-_DENSE, _ADD = handle_of("FullyConnected"), handle_of("elemwise_add")
-_CONVOLUTION, _BROADCAST_ADD = handle_of("Convolution"), handle_of("broadcast_add")
-_TENSORDOT = handle_of("_npi_tensordot")
+_ADD, _TENSORDOT = handle_of("elemwise_add"), handle_of("_npi_tensordot")
 #: The first is the operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 
@@ -147,24 +151,21 @@ class _Actions(Dict[int, Optional[Action]]):
         self.policy = policy
 
     def __missing__(self, handle: int) -> Action | None:
-        action = self._casting_action(handle) if self.policy is not None else None
-        if self.policy is not None and handle in zero_gradient_inputs():
-            action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
-        if self.policy is not None and handle in _NO_VIEWS:
-            action = _reading_no_views(action or _plain)
+        action: Action | None = None
+        operator, policy = by_handle().get(handle), self.policy
+        if policy is not None:
+            if handle in (_COPY_TO, _CAST):
+                action = _copy_to
+            elif operator is not None and _may_cast(operator, policy):
+                action = _KINDS.get(operator.name, _Casts)(operator, policy).run
+            if handle in zero_gradient_inputs():
+                action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
+            if handle in _NO_VIEWS:
+                action = _reading_no_views(action or _plain)
         if handle in LOSS_OUTPUT_HANDLES:
             action = _scaling_losses(action or _plain)
         self[handle] = action
         return action
-
-    def _casting_action(self, handle: int) -> Action | None:
-        """Return the action that casts the inputs of an operator; None if it is never cast."""
-        if handle in (_COPY_TO, _CAST):
-            return _copy_to
-        operator, policy = by_handle().get(handle), self.policy
-        if operator is None or policy is None or not _may_cast(operator, policy):
-            return None
-        return _KINDS.get(handle, _Casts)(operator, policy).run
 
 
 #: The actions where mixed precision is off.
@@ -245,11 +246,9 @@ def _copy_to(original: Invoke, *arguments: Any) -> Any:
 def _may_cast(operator: Operator, policy: Policy) -> bool:
     """Return whether a policy may cast inputs or outputs of an operator in eager calls."""
     rule = policy.rule(operator.name)
-    if rule.op_class == "untouched":
-        return False
     follows = rule.op_class in ("neutral", "widest") and not rule.conditions
     alone = len(operator.inputs) <= 1 and not operator.variadic
-    return not (follows and rule.missing is None and alone)
+    return rule.op_class != "untouched" and not (follows and rule.missing is None and alone)
 
 
 class _Casts:
@@ -298,9 +297,8 @@ class _Casts:
         elif codes[1:2] != (_FLOAT32,):
             kept = None
         decision = self._decided(codes, attributes, kept)
-        if decision is None or mx_arrays.on_device(arrays, self._policy.device):
-            return decision
-        return None
+        changes = decision is not None and mx_arrays.on_device(arrays, self._policy.device)
+        return decision if changes else None
 
     def _decide_anew(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
@@ -331,14 +329,9 @@ class _Additions(_Casts):
         It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
         """
         first, second = call.arrays
-        if (
-            dtype_code(first) == dtype_code(second) == _BFLOAT16
-            and first.shape == second.shape
-            and first.size
-            and first.ndim
-            and (decision := self.decide(call))
-            and decision.through is not None
-        ):
+        alike = dtype_code(first) == dtype_code(second) == _BFLOAT16 and first.shape == second.shape
+        decision = self.decide(call) if alike and first.size and first.ndim else None
+        if decision is not None and decision.through is not None:
             output = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
             return output if call.out is None else _write_out(output, call.out)
         return super().compute(original, call, kept)
@@ -347,13 +340,15 @@ class _Additions(_Casts):
 class _Layers(_Casts):
     """Calls of layers, dense ones or convolutions: small calls stay in float32."""
 
-    _has_numbers = False  #: all attributes are numbers
-
     def run(self, original: Invoke, *arguments: Any) -> Any:
         """Call the layer on inputs that are cast as the policy and its size decide."""
-        arrays, recording = arguments[1], autograd.is_recording()
-        kept = self._reason_to_keep(recording, *arguments) if self._by_size else None
-        if kept and self._is_plain(arrays, recording):
+        recording, is_plain = autograd.is_recording(), True
+        try:
+            kept = self._reason_to_keep(recording, *arguments) if self._by_size else None
+            is_plain = kept is not None and self._is_plain(arguments[1], recording)
+        except (IndexError, ValueError):
+            pass  # MXNet raises an error of its own
+        if is_plain:
             return original(*arguments)
         return self.compute(original, Call(*arguments), kept)
 
@@ -363,16 +358,19 @@ class _Layers(_Casts):
 
     def _reason_to_keep(self, recording: bool, *arguments: Any) -> Reason | None:
         """Return why the size of a call keeps it in float32, or None; cached."""
-        arrays, keys, vals = arguments[1:4]
-        # The numbers of units and channels are among the attributes, kernels may be lists.
-        values = vals if self._has_numbers else map(str, vals)
-        key = (mx_arrays.shape_of(arrays[0]), recording, *keys, *values)
-        if key not in self._kept:
+        handle, arrays, keys, vals, *rest = arguments
+        # The numbers of units and channels are among the attributes.
+        key = (mx_arrays.shape_of(arrays[0]), recording, *keys, *vals)
+        try:
+            return self._kept[key]
+        except TypeError:  # kernels may be lists
+            return self._reason_to_keep(recording, handle, arrays, keys, [*map(str, vals)], *rest)
+        except KeyError:
             if len(self._kept) >= _MANY:
                 self._kept.clear()
-            attrs, shapes = Call(*arguments).attrs, [array.shape for array in arrays]
+            attrs, shapes = Call(*arguments).attrs, [arrays[0].shape, arrays[1].shape]
             self._kept[key] = reason_to_keep_call(self._rule, attrs, shapes, recording)
-        return self._kept[key]
+            return self._kept[key]
 
 
 class _Convolutions(_Layers):
@@ -380,7 +378,7 @@ class _Convolutions(_Layers):
 
     def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
         """Call `Convolution`; of color images in the parts of graphs."""
-        decision = self.decide(call, kept)
+        decision = self.decide(call, kept) if call.arrays[1:] else None
         if decision is not None:
             result = self._convolve_images(original, call) if decision.through is None else None
             if result is not None:
@@ -393,7 +391,7 @@ class _Convolutions(_Layers):
     def _convolve_images(self, original: Invoke, call: Call) -> Any | None:
         """Return the output of a bfloat16 convolution of color images; None for other calls."""
         shapes = [array.shape for array in call.arrays]
-        if shapes[1][1:2] != (COLORS,):
+        if shapes[1][1:2] != (passes.COLORS,):
             return None
         node = Node("Convolution", "", call.attrs)
         match = match_call(passes.Call(node, self._policy, autograd.is_recording(), shapes))
@@ -405,19 +403,16 @@ class _Convolutions(_Layers):
 class _DenseLayers(_Layers):
     """Calls of `FullyConnected`."""
 
-    _has_numbers = True
-
     def _is_plain(self, arrays: Sequence[NDArray], recording: bool) -> bool:
         """Return whether the inputs are of float32 and MXNet computes all their gradients."""
         data, weight, *bias = arrays
         # A gradient array stays: with one, the weight is not looked at again.
         if hasattr(weight.handle, _IS_TRAINED):
             return all_float32((data, *bias))
-        if not all_float32(arrays) or (recording and needs_separate_bias(arrays)):
-            return False
-        if recording and mx_arrays.has_gradient(weight):
+        is_plain = all_float32(arrays) and not (recording and needs_separate_bias(arrays))
+        if is_plain and recording and mx_arrays.has_gradient(weight):
             setattr(weight.handle, _IS_TRAINED, True)
-        return True
+        return is_plain
 
     def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
         """Call `FullyConnected`; its bias gets a gradient even where its weight needs none.
@@ -434,12 +429,11 @@ class _DenseLayers(_Layers):
         ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
         attrs["flatten"] = "False"
         repeated = calls.add("FullyConnected", "", ones, bias.reshape((-1, 1)), **attrs)
-        add = _actions_of(self._policy)[_ADD] or _plain
-        arrays = [product, repeated]
-        return add(original, *call._replace(handle=_ADD, arrays=arrays, keys=(), vals=()))
+        total = calls.add("elemwise_add", "", product, repeated)
+        return total if call.out is None else _write_out(total, call.out)
 
 
-class _Calls(Parts):
+class _Calls(passes.Parts):
     """The parts of a call, called at once instead of added to a graph."""
 
     def __init__(self, policy: Policy, original: Invoke, whole: Call) -> None:
@@ -453,11 +447,11 @@ class _Calls(Parts):
         return action(self._original, handle, inputs, names, values, None, self._is_np_op, False)
 
 
-#: The calls that do more than cast; `_Casts` for others.
-_KINDS: Mapping[int, type[_Casts]] = {
-    _DENSE: _DenseLayers,
-    _CONVOLUTION: _Convolutions,
-    _BROADCAST_ADD: _Additions,
+#: The calls that do more than cast, by operator; `_Casts` for others.
+_KINDS: Mapping[str, type[_Casts]] = {
+    "FullyConnected": _DenseLayers,
+    "Convolution": _Convolutions,
+    "broadcast_add": _Additions,
 }
 
 
@@ -468,8 +462,7 @@ def _compute(decision: Decision | None, original: Invoke, call: Call) -> Any:
     """Call an operator with the casts of a decision around it; None is a call without casts."""
     if decision is None:
         return original(*call)
-    reads = _cast_inputs(decision, call.arrays)
-    outputs = original(*call._replace(arrays=reads, out=None))
+    outputs = original(*call._replace(arrays=_cast_inputs(decision, call.arrays), out=None))
     outputs = _round_outputs(decision, outputs, call.is_np_op)
     return outputs if call.out is None else _write_out(outputs, call.out)
 
@@ -488,12 +481,11 @@ def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]
     """Return `arrays` cast to the dtypes that an operator reads by `decision`."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
-        if dtype is None:
-            continue
-        array = mx_arrays.copy(arrays[i]) if i in decision.guards else arrays[i]
-        if decision.through is not None:
-            array = cast(array, decision.through)
-        inputs[i] = cast(array, dtype)
+        if dtype is not None:
+            array = mx_arrays.copy(arrays[i]) if i in decision.guards else arrays[i]
+            if decision.through is not None:
+                array = cast(array, decision.through)
+            inputs[i] = cast(array, dtype)
     return inputs
 
 
@@ -501,15 +493,11 @@ def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
     if decision.through is None:
         return outputs
-    rounded = [_round_output(a, i, decision, is_np_op) for i, a in enumerate(as_list(outputs))]
+    rounded = [
+        cast(array, decision.through, is_np_op) if decision.rounds(i, dtype_of(array)) else array
+        for i, array in enumerate(as_list(outputs))
+    ]
     return rounded if isinstance(outputs, list) else rounded[0]
-
-
-def _round_output(array: NDArray, position: int, decision: Decision, is_np_op: bool) -> NDArray:
-    """Return output number `position` of an operator, rounded if `decision` says so."""
-    if not decision.rounds(position, KIND_NAMES.get(dtype_code(array), "other")):
-        return array
-    return cast(array, str(decision.through), is_np_op)
 
 
 def _write_out(outputs: Any, out: Any) -> Any:
@@ -554,13 +542,12 @@ def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:
     """Cast the inputs of `tensordot` as the policy decides."""
-    action = (_OFF if (policy := current_policy()) is None else _actions_of(policy))[_TENSORDOT]
-    if action is None:
-        return original(a, b, axes)
+    actions = _OFF if (policy := current_policy()) is None else _actions_of(policy)
 
     def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
         return original(*arrays, axes)
 
+    action = actions[_TENSORDOT] or _plain
     return action(invoke, _TENSORDOT, [a, b], (), (), None, True, False)
 
 
@@ -572,23 +559,12 @@ def patched_asnumpy(original: Original, self: NDArray) -> Any:
     return original(self)
 
 
-def build_enter(original: Original) -> Original:
-    """Return the start of autograd's scopes: `record()` begins to keep the casts of leaves."""
+def build_scope(change: Callable[[Any], None], original: Original) -> Original:
+    """Return the start or end of autograd's scopes, that of `record()` with a change of casts."""
 
-    def enter(scope: Any) -> Any:
+    def method(scope: Any, *error: Any) -> Any:
         if scope._enter_is_record and mx_arrays.cast_dtypes:
-            mx_arrays.leaf_casts.begin(scope)
-        return original(scope)
-
-    return enter
-
-
-def build_exit(original: Original) -> Original:
-    """Return the end of autograd's scopes: `record()` frees the casts of leaves."""
-
-    def leave(scope: Any, *error: Any) -> Any:
-        if scope._enter_is_record and mx_arrays.cast_dtypes:
-            mx_arrays.leaf_casts.end(scope)
+            change(scope)
         return original(scope, *error)
 
-    return leave
+    return method

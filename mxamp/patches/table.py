@@ -7,23 +7,19 @@ from the original, and why MXNet's own attribute is not enough.
 
 from __future__ import annotations
 
-import functools
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, Callable, Iterator, NamedTuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
-from mxnet.gluon import HybridBlock
 from mxnet.gluon.data import DataLoader, dataloader
 from mxnet.kvstore import KVStore
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
-from mxnet.operator import CustomOpProp
-from mxnet.optimizer import SGD
 from mxnet.symbol import Symbol
-from mxnet.symbol import register as symbol_register
 
-from ..framework.arrays import cast, dtype_of
+from ..framework.arrays import cast, dtype_of, leaf_casts
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
 from ..framework.patching import Original, Patch, PatchSet, wrapping
@@ -43,7 +39,7 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
         # As Custom operators do: what a user writes by hand seldom takes mixed dtypes.
         inputs = tuple(map(_wide, inputs))
 
-    @functools.wraps(backward)
+    @wraps(backward)
     def backward_of_forward(*gradients: Any) -> Any:
         with casting.under(policy):
             return backward(*gradients)
@@ -110,8 +106,8 @@ _SERVERS = "arrays of other dtypes crash the parameter servers, and the workers 
 ALL = (
     *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
       for module in eager.INVOKE_MODULES),
-    Row(autograd._RecordingStateScope, "__enter__", eager.build_enter, _LEAVES),
-    Row(autograd._RecordingStateScope, "__exit__", eager.build_exit, _LEAVES),
+    *(Row(autograd._RecordingStateScope, name, partial(eager.build_scope, change), _LEAVES)
+      for name, change in (("__enter__", leaf_casts.begin), ("__exit__", leaf_casts.end))),
     Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
     Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
     *(Row(owner, name, wrapping(eager.patched_view), _VIEWS) for owner, names in (
@@ -122,10 +118,10 @@ ALL = (
       for owner in (NDArray, mx.np.ndarray)),
     Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
     Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
-    Row(HybridBlock, "_call_cached_op", cached_op.build_call_cached_op, _GRAPHS),
-    Row(symbol_register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator), _MARKS),
-    Row(HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph), _MARKS),
-    Row(HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr), _MARKS),
+    Row(gluon.HybridBlock, "_call_cached_op", cached_op.build_call_cached_op, _GRAPHS),
+    Row(mx.symbol.register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator), _MARKS),
+    Row(gluon.HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph), _MARKS),
+    Row(gluon.HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr), _MARKS),
     Row(autograd.Function, "__call__", wrapping(_patched_call),
         "MXNet runs backward later, outside the autocast region around forward"),
     Row(DataLoader, "__iter__", wrapping(_patched_iter),
@@ -133,12 +129,12 @@ ALL = (
     Row(dataloader, "_thread_worker_fn", wrapping(_patched_thread_worker), "the same in threads"),
     *(Row(KVStore, name, wrapping(_patched_store_call), _SERVERS)
       for name in ("init", "broadcast", "push", "pushpull")),
-    Row(SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
+    Row(mx.optimizer.SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
         "on few cores NumPy updates weights several times as fast, to the same bits"),
     Row(gluon.Trainer, "_update", wrapping(trainer.patched_update), "it tells of a missing scaler"),
     Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
         "the square of a norm overflows half precision"),
-    Row(CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
+    Row(mx.operator.CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
         "custom operators that ignore the head gradient return gradients without the loss scale"),
 )  # fmt: skip
 

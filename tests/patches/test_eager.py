@@ -132,14 +132,28 @@ def test_assignment_and_in_place_arithmetic(on):
     assert kind(low) == on.dtype
 
 
-def test_optimizer_updates_are_left_alone(on):
-    weight, grad, mom = randn(3), randn(3, seed=1), nd.zeros(3)
-    expected = weight - 0.1 * grad
-    nd.sgd_mom_update(weight, grad, mom, lr=0.1, momentum=0.9, out=weight)
-    assert same(weight, expected)
-    half = weight.astype("float16")
-    nd.mp_sgd_update(half, grad.astype("float16"), weight, lr=0.1, out=half)
-    assert kind(half) == "float16"
+@pytest.mark.sizes
+@pytest.mark.parametrize("call", [
+    lambda: nd.split(X, num_outputs=2), lambda: mx.np.split(X.as_np_ndarray(), 1),
+    lambda: X.tostype("csr"), lambda: [X * number for number in (1, True, 1.0, 0.0, -0.0)],
+    lambda: nd.sgd_mom_update(X, X, X.copy(), lr=0.1, momentum=0.9, out=X.copy()),
+    lambda: nd.mp_sgd_update(*[X.astype("float16")] * 2, X.copy(), lr=0.1, out=X.astype("float16")),
+    lambda: nd.FullyConnected(X, W, B, num_hidden=np.array(5)),
+    # Errors of MXNet.
+    lambda: nd.FullyConnected(X, num_hidden=5), lambda: nd.FullyConnected(X, W, B, num_hidden=[5]),
+    lambda: nd.Convolution(X, num_filter=2, kernel=[1]), lambda: nd.sort(X, axis="x"),
+    lambda: nd.Convolution(X, W, num_filter=2, kernel=[1], num_group="x", no_bias=True),
+])  # fmt: skip
+def test_calls_that_stay_in_float32_are_those_of_mxnet(call):
+    def outcome():
+        try:
+            return repr(call())
+        except mx.MXNetError as error:
+            return str(error).splitlines()[-1]
+
+    plain = outcome()
+    with amp.autocast("bfloat16"):
+        assert outcome() == plain
 
 
 def test_asnumpy_gives_values(on):
@@ -298,11 +312,16 @@ def test_arrays_in_onednns_layouts_are_copied_to_other_dtypes(copy, on):
 
 @pytest.mark.sizes
 @pytest.mark.parametrize("recorded", [False, True])
-def test_small_dense_calls_stay_in_float32(recorded):
+def test_small_layers_stay_in_float32(recorded):
+    def convolve(size):
+        attrs = {"kernel": [3, 3], "num_filter": 32, "no_bias": True}  # a list, as Gluon passes on
+        return kind(nd.Convolution(randn(1, 32, size, size), randn(32, 32, 3, 3), **attrs))
+
     def dense(rows, columns, units, dtype="float32"):
         weight = randn(units, columns)
         weight.attach_grad()
         with autograd.record() if recorded else nullcontext():
+            nd.FullyConnected(randn(rows, columns), weight, no_bias=True, num_hidden=units)
             data = randn(rows, columns) if dtype == "float32" else down(randn(rows, columns), dtype)
             return kind(nd.FullyConnected(data, weight, no_bias=True, num_hidden=units))
 
@@ -310,20 +329,11 @@ def test_small_dense_calls_stay_in_float32(recorded):
         assert dense(8, 128, 128) == dense(8, 2048, 2048) == "float32"  # small, and of few rows
         assert dense(64, 128, 128, "bfloat16") == "float32"
         assert dense(512, 512, 128) == "bfloat16"
+        assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
     with amp.autocast(policy=amp.Policy.default("bfloat16", "cpu").untuned()):
         assert dense(8, 128, 128) == "bfloat16"
     with amp.autocast("float16"):
         assert dense(8, 128, 128) == "float16"
-
-
-@pytest.mark.sizes
-def test_small_convolutions_stay_in_float32():
-    def convolve(size):
-        attrs = {"kernel": [3, 3], "num_filter": 32, "no_bias": True}  # a list, as Gluon passes on
-        return kind(nd.Convolution(randn(1, 32, size, size), randn(32, 32, 3, 3), **attrs))
-
-    with amp.autocast("bfloat16"):
-        assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
 
 
 UNTUNED = amp.Policy.default("bfloat16", "cpu").untuned()

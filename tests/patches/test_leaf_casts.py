@@ -111,3 +111,4 @@ def test_recorded_inference_leaves_shared_memory_alone(modes):
                 with autograd.train_mode() if train_mode else autograd.predict_mode():
                     assert same(nd.Convolution(data, weight, **attrs), right)
                     assert same(product(wide), dense)
+            assert bool(leaf_casts._casts) == any(modes)
