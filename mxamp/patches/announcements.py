@@ -51,12 +51,7 @@ def announce(policy: Policy) -> None:
 
 def announce_float32(advice: str = "give 'bfloat16' in place of 'auto'") -> None:
     """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
-    _warn_once("auto", STAYS_OFF, machine.why_float32(), advice)
-
-
-def announce_unscaled_executors() -> None:
-    """Warn once that executors in training stay in float32, and why."""
-    _warn_once("executors", UNSCALED_EXECUTORS)
+    warn_once("auto", STAYS_OFF, machine.why_float32(), advice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
@@ -68,12 +63,12 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
         return
     if policy.device != "cpu":
         if machine.default_device() == "cpu" and not of_model:
-            _warn_once("gpu", NO_GPU)
+            warn_once("gpu", NO_GPU)
     elif policy.target_dtype == "float16":
-        _warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS if of_model else "")
+        warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS if of_model else "")
     elif not machine.computes_bfloat16():
         advice = IN_MODEL if of_model and policy.rule("Convolution").missing else ""
-        _warn_once(f"bfloat16{advice}", SLOW, machine.why_float32(), advice)
+        warn_once(f"bfloat16{advice}", SLOW, machine.why_float32(), advice)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:
@@ -92,7 +87,7 @@ def warn_of_unknown_layers(policy: Policy) -> None:
         logger.warning(UNKNOWN_LAYER, error)
 
 
-def _warn_once(key: str, line: str, *values: Any) -> None:
+def warn_once(key: str, line: str, *values: Any) -> None:
     """Log a warning unless the process has logged the one of this key."""
     if key not in _logged:
         _logged.add(key)

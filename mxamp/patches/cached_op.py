@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import replace
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon.block import HybridBlock
-from mxnet.ndarray import CachedOp
-from mxnet.ndarray.ndarray import NDArray
+from mxnet.ndarray import CachedOp, NDArray
 from mxnet.symbol import Symbol
 
 from ..framework.arrays import dtypes_of, kind_code, on_device, shape_of
@@ -27,8 +26,7 @@ from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import NONE, Choices
-from ..policy import active
-from ..policy.active import current_policy
+from ..policy.active import current_policy, pop_region, push_tracing
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
@@ -62,11 +60,11 @@ def build_call_cached_op(original: Original) -> Original:
 def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
     """Trace a block outside the `autocast` regions around the call."""
     # Regions around the call are in force when the graph runs; only those inside belong to it.
-    active.push_tracing()
+    push_tracing()
     try:
         return original(self, *args)
     finally:
-        active.pop_region()
+        pop_region()
 
 
 def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any) -> None:
@@ -164,6 +162,7 @@ class PolicyCachedOp:
     def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         symbol = block._cached_graph[1]
         self._unchanged = _Op(block._cached_op, symbol)
+        self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
         self._symbol_class = type(symbol)
         source = source or Source(Graph.from_symbol(symbol), None, frozenset())
         self._graph, self._policy, self._stored = source
@@ -174,16 +173,17 @@ class PolicyCachedOp:
         names = self._names = symbol.list_inputs()
         places = block._cached_op_args
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        self._places = [i for i, (is_data, _) in enumerate(places) if not is_data]
-        self._parameters = [places[i][1] for i in self._places]
+        self._parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
         unset = any(map(reads_unset_flag, self._graph.nodes))
         self._flags = [flag for flag in block._flags if flag[0] != "static_shape" or not unset]
         # Without unsafe loops and without changes for training, training runs the inference graph.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
-        self._scalable = _with_scale_input(self._graph, self._symbol_class)
+        #: The graph with the loss scale among its inputs, in MXNet's order; None if unneeded.
+        self._scalable = with_scale_input(self._graph)
+        if self._scalable is not None:
+            self._scalable = Graph.from_symbol(self._scalable.to_symbol(self._symbol_class))
         weights = weights_beside_biases(self._graph)
-        pairs = zip(self._places, self._parameters)
-        self._weights = [(names[i], p) for i, p in pairs if names[i] in weights]
+        self._weights = [(names[i], p) for i, p in self._parameters.items() if names[i] in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
         self._passed_in = weights.intersection(names[i] for i in self._inputs)
         self._trained: dict[frozenset[str], Graph] = {}
@@ -194,11 +194,6 @@ class PolicyCachedOp:
         self._hook: tuple[Any, bool] | None = None
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
-
-    @property
-    def is_np_sym(self) -> bool:
-        """Whether outputs are `mx.np` arrays, as `CachedOp.is_np_sym`."""
-        return bool(self._unchanged.run.is_np_sym)
 
     def __call__(self, *args: NDArray, **kwargs: Any) -> Any:
         """Run the graph on these arguments, as MXNet's cached op does."""
@@ -219,9 +214,9 @@ class PolicyCachedOp:
         training = autograd.is_recording()
         # An array keeps its dtype and shape: only those of the data are read in every call. New
         # values of `grad_req` make new lists of gradients.
-        params = map(args.__getitem__, self._places)
-        objects = [policy, off, training, *params, *map(_gradients_of, self._parameters)]
-        values = [one for i in self._inputs for one in (kind_code(args[i]), shape_of(args[i]))]
+        params = map(args.__getitem__, self._parameters)
+        objects = [policy, off, training, *params, *map(_gradients_of, self._parameters.values())]
+        values = [(kind_code(args[i]), shape_of(args[i])) for i in self._inputs]
         last = self._last
         if last and values == last.values and all(map(operator.is_, objects, last.objects)):
             return last.op
@@ -230,7 +225,7 @@ class PolicyCachedOp:
         op = self._find_op(policy, off, training, args)
         # With `fp32_layers`, each call may have to warn of layers that no block has. Without
         # parameters, a call may be on another device.
-        keeps = bool(self._places) and not policy.fp32_layers
+        keeps = bool(self._parameters) and not policy.fp32_layers
         self._last = _Last(objects, values, op) if keeps else None
         return op
 
@@ -239,8 +234,7 @@ class PolicyCachedOp:
         added: tuple[int, ...] = ()
         if training:
             self._drop_stale_ops()
-            pairs = zip(self._places, self._parameters)
-            added = tuple([i for i, p in pairs if p._grad_req == "add"])
+            added = tuple([i for i, p in self._parameters.items() if p._grad_req == "add"])
         graph = self._graph_for(training)
         call = _Call(policy, dtypes_of(args), id(graph), off)
         if policy.depends_on_shapes or graph.marks:
@@ -280,7 +274,7 @@ class PolicyCachedOp:
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
-        before, self._gradients = self._gradients, [*map(_gradients_of, self._parameters)]
+        before, self._gradients = self._gradients, [*map(_gradients_of, self._parameters.values())]
         if all(map(operator.is_, self._gradients, before)):
             return
         self._ops.clear()
@@ -307,9 +301,9 @@ class PolicyCachedOp:
         Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
         """
         key: tuple[Any, ...] = (call, training, *[shape_of(args[i]) for i in self._inputs])
-        looked_at: Sequence[int] = range(len(args))
+        looked_at: Iterable[int] = range(len(args))
         if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
-            key, looked_at = (call, training), self._places
+            key, looked_at = (call, training), self._parameters
         choices = self._chosen.get(key)
         if choices is None:
             shapes = {self._names[i]: args[i].shape for i in looked_at}
@@ -340,12 +334,10 @@ class PolicyCachedOp:
 
     def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
-        params = set(self._places)
-        places = {
-            "data_indices": [place for place, i in enumerate(order) if i not in params],
-            "param_indices": [place for place, i in enumerate(order) if i in params],
-        }
-        op = CachedOp(symbol, [*places.items(), *self._flags])
+        data = [place for place, i in enumerate(order) if i not in self._parameters]
+        params = [place for place, i in enumerate(order) if i in self._parameters]
+        places = ("data_indices", data), ("param_indices", params)
+        op = CachedOp(symbol, [*places, *self._flags])
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op
@@ -354,9 +346,3 @@ class PolicyCachedOp:
         self._hook = (callback, monitor_all) if callback else None
         for op in (self._unchanged, *self._ops.values()):
             op.run._register_op_hook(callback, monitor_all)
-
-
-def _with_scale_input(graph: Graph, symbol_class: type[Symbol]) -> Graph | None:
-    """Return the graph with the loss scale among its inputs, in MXNet's order; None if unneeded."""
-    scaled = with_scale_input(graph)
-    return None if scaled is None else Graph.from_symbol(scaled.to_symbol(symbol_class))

@@ -16,7 +16,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import SGD
 
 from ..framework import machine
-from ..framework.arrays import as_float, flat_view, invoke
+from ..framework.arrays import as_float, dtypes_of, flat_view, invoke, on_device
 from ..framework.operators import handle_of
 from ..framework.patching import Original
 from ..policy.active import current_policy
@@ -35,21 +35,14 @@ _float = np.float32
 
 
 def patched_update_impl(
-    original: Original,
-    self: SGD,
-    indices: Any,
-    weights: Any,
-    grads: Any,
-    states: Any,
-    multi_precision: bool = False,
+    original: Original, self: SGD, indices: Any, *arrays: Any, multi_precision: bool = False
 ) -> None:
-    """Update in NumPy where that is faster."""
-    rows = [(indices, weights, grads, states)]
-    if isinstance(indices, (tuple, list)):
-        rows = list(zip(indices, weights, grads, states))
+    """Update in NumPy where that is faster; `arrays` are weights, gradients and states."""
+    is_list = isinstance(indices, (tuple, list))
+    rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
     fast = [not multi_precision and _is_faster(self, *row[1:]) for row in rows]
     if not any(fast):
-        original(self, indices, weights, grads, states, multi_precision)
+        original(self, indices, *arrays, multi_precision)
         return
     for row, is_fast in zip(rows, fast):
         if is_fast:
@@ -60,7 +53,7 @@ def patched_update_impl(
 
 def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     """Return whether the policy in force allows NumPy steps, and NumPy is faster on the arrays."""
-    policy = current_policy()
+    policy, used = current_policy(), [array for array in arrays if array is not None]
     return (
         policy is not None
         and "sgd" in policy.substitutions
@@ -69,17 +62,9 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
         and type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient
         and machine.threads() <= _MOST_CORES
-        and all(_is_float32_on_cpu(array) for array in arrays if array is not None)
-    )
-
-
-def _is_float32_on_cpu(array: Any) -> bool:
-    """Return whether an array is dense, float32 and on a CPU."""
-    return (
-        isinstance(array, NDArray)
-        and array.stype == "default"
-        and array.dtype is np.float32
-        and machine.device_kind(array.context) == "cpu"
+        and all(isinstance(array, NDArray) for array in used)
+        and {*dtypes_of(used)} == {"float32"}  # sparse arrays are "sparse"
+        and on_device(used, "cpu")
     )
 
 

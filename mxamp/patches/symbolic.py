@@ -20,7 +20,6 @@ from typing import Any, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
-from mxnet.context import Context
 from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
@@ -37,10 +36,8 @@ from ..graph.speed.fusible import with_barriers
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import Choices
 from ..policy import active, regions
-from ..policy.active import current_policy
 from ..policy.policy import Policy, custom_classes
-from ..policy.regions import policy_for_regions
-from .announcements import announce_unscaled_executors, record_layers
+from .announcements import UNSCALED_EXECUTORS, record_layers, warn_once
 
 logger = logging.getLogger("mxamp")
 
@@ -61,7 +58,7 @@ RESHAPED = "reshape changes the shape of {name!r} from {old} to {new}: give {opt
 def patched_bind(
     original: Original,
     self: Symbol,
-    ctx: Context,
+    ctx: mx.Context,
     args: Any,
     args_grad: Any = None,
     grad_req: Any = "write",
@@ -85,7 +82,7 @@ def patched_bind(
 def patched_simple_bind(
     original: Original,
     self: Symbol,
-    ctx: Context,
+    ctx: mx.Context,
     grad_req: Any = "write",
     type_dict: Any = None,
     *rest: Any,
@@ -116,24 +113,17 @@ class _Binding:
     """A bound symbol, the usage that its rewrites depend on, and the rewrites by `Choices`."""
 
     def __init__(
-        self,
-        symbol: Symbol,
-        policy: Policy,
-        grad_reqs: Mapping[str, str],
-        dtypes: Mapping[str, str],
+        self, symbol: Symbol, policy: Policy, grad_reqs: dict[str, str], dtypes: dict[str, str]
     ) -> None:
-        read = Graph.from_symbol(symbol)
+        self._read = Graph.from_symbol(symbol)
         frozen = frozenset(name for name, asked in grad_reqs.items() if asked == "null")
         accumulated = frozenset(name for name, asked in grad_reqs.items() if asked == "add")
-        training = len(frozen) < len(grad_reqs)
+        training, off = len(frozen) < len(grad_reqs), active.current_policy() is None
         self._symbol = symbol
-        self._usage = Usage(
-            dtypes, accumulated=accumulated, training=training, off=current_policy() is None
-        )
-        self._graph = trained_graph(read, frozen) if training else read
-        self._is_plain = self._graph is read
+        self._usage = Usage(dtypes, accumulated=accumulated, training=training, off=off)
+        self._graph = trained_graph(self._read, frozen) if training else self._read
         self._policy = policy
-        record_layers(policy, read)
+        record_layers(policy, self._read)
         self._symbols: dict[Choices, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
@@ -150,7 +140,7 @@ class _Binding:
         graph = rewritten_graph(self._graph, self._policy, usage, choices)
         if not usage.training:
             graph = with_barriers(graph)[0]  # MXNet fuses operators in executors without gradients
-        if graph is self._graph and self._is_plain:
+        if graph is self._read:
             return self._symbol
         return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
@@ -195,26 +185,17 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             return mx.nd.zeros_like(mx.nd.empty(shape, self._ctx, array.dtype))
 
         arrays = [resized(name, self.arg_dict[name], new[name]) for name in names]
-        gradients = {
-            name: resized(name, array, new[name])
-            for name, array in zip(names, self.grad_arrays or ())
-            if array is not None
-        }
+        pairs = zip(names, self.grad_arrays or ())
+        gradients = {name: resized(name, one, new[name]) for name, one in pairs if one is not None}
         states_now = [
             resized(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
         ]
         symbol = self._binding.symbol_for(new)
-        executor = inspect.unwrap(type(symbol).bind)(  # MXNet's own: the symbol is rewritten
-            symbol,
-            self._ctx,
-            arrays,
-            gradients or None,
-            self._grad_req,
-            states_now,
-            group2ctx=self._group2ctx,
-            # Loops in executors that share memory read stale values of the other executor.
-            shared_exec=None if self._binding.has_loops else self,
-        )
+        bind = inspect.unwrap(type(symbol).bind)  # MXNet's own: the symbol is rewritten
+        arguments = symbol, self._ctx, arrays, gradients or None, self._grad_req, states_now
+        # Loops in executors that share memory read stale values of the other executor.
+        shared = None if self._binding.has_loops else self
+        executor = bind(*arguments, group2ctx=self._group2ctx, shared_exec=shared)
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
             callback, monitor_all = self._monitor_callback, self._monitor_all
@@ -240,17 +221,17 @@ def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> P
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
     the policy's, and for training in float16 with unscaled losses.
     """
-    policy = current_policy() or policy_for_regions(region_marks(symbol))
-    if policy is None or not isinstance(ctx, Context) or device_kind(ctx) != policy.device:
+    policy = active.current_policy() or regions.policy_for_regions(region_marks(symbol))
+    if policy is None or not isinstance(ctx, mx.Context) or device_kind(ctx) != policy.device:
         return None
     trained = policy.target_dtype == "float16" and {*grad_reqs.values()} - {"null"}
     if trained and policy.lowers and not _scaled.get():
-        announce_unscaled_executors()
+        warn_once("executors", UNSCALED_EXECUTORS)
         return None
     return policy
 
 
-def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> Mapping[str, str]:
+def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> dict[str, str]:
     """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
     if isinstance(grad_req, str):
         asked = dict.fromkeys(names, grad_req)

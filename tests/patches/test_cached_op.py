@@ -11,6 +11,8 @@ from helpers import as_float32, kind, randn, same, values
 from mxamp.patches import cached_op
 from nets import NETS, Control, made, separable
 
+X = nd.ones((2, 4))
+
 
 def run(net, data):
     """Return outputs, loss and gradients of one training pass."""
@@ -93,6 +95,20 @@ def test_policies_share_a_block(dtype):
     assert same(net(*data), plain)
     assert not same(low, plain)
     assert not same(low, other)
+
+
+def test_only_a_call_like_the_last_takes_its_graph_unchecked():
+    net, found, half = nn.Dense(3, in_units=4), [], X.astype("float16")
+    net.initialize()
+    net.hybridize()
+    for i, data in enumerate((X, X, X, half, half, half[:1])):
+        if i == 2:
+            net.weight._data = [net.weight.data().copy()]
+        with amp.autocast("bfloat16"):
+            net(data)
+        found.append(net._cached_op._last)
+    kept = [now is before for before, now in zip(found, found[1:])]
+    assert kept == [True, False, False, True, False]
 
 
 def test_lstm_layer(on):
@@ -225,15 +241,14 @@ def test_recurrent_layers_do_not_run_on_memory_that_was_never_written(
 
 
 def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
-    net = nn.Dense(3, in_units=4)
+    net, sums = nn.Dense(3, in_units=4), []
     net.initialize(mx.init.One())
     net.hybridize(static_alloc=True, static_shape=True)
-    x, sums = nd.ones((2, 4)), []
     for grad_req, mixed in (("add", True), ("write", False), ("add", True), ("add", True)):
         net.weight.grad_req = grad_req
         with amp.autocast("bfloat16", enabled=mixed):
             with autograd.record():
-                out = net(x)
+                out = net(X)
             out.backward()
         sums.append(float(net.weight.grad().sum().asscalar()))
     assert sums == [24, 24, 24, 48]
