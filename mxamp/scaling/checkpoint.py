@@ -49,8 +49,6 @@ def save_states(state: Any, fname: str) -> None:
     """
     trainer = state.trainer
     added: dict[str, Any] = {_ATTRIBUTE: state.state_dict()}
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
     updater = updaters_of(trainer)[0]  # MXNet saves the states of the first device
     held = updater.states
     try:
@@ -75,8 +73,6 @@ def load_states(state: Any, fname: str) -> None:
     no states of a trainer.
     """
     trainer = state.trainer
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
     optimizer, has_masters = trainer._optimizer, trainer._optimizer.multi_precision
     before = [(updater, dict(vars(updater))) for updater in updaters_of(trainer)]
     try:
@@ -156,7 +152,12 @@ def share_step_counts(trainer: Trainer) -> None:
 
 
 def updaters_of(trainer: Trainer) -> list[Any]:
-    """Return the objects that hold a trainer's states: one a device, or the kvstore's."""
+    """Return the objects that hold a trainer's states: one a device, or the kvstore's.
+
+    Makes the kvstore first if the trainer has none yet.
+    """
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
     on_kvstore = getattr(trainer._kvstore, "_updater", None) if trainer._update_on_kvstore else None
     return trainer._updaters if on_kvstore is None else [on_kvstore]
 

@@ -97,16 +97,14 @@ def _split_by_device(arrays: Sequence[NDArray]) -> tuple[list[list[NDArray]], li
     """
     groups: dict[Any, list[NDArray]] = {}
     on_cpu: list[NDArray] = []
-    for array in arrays:
-        dense = plain_array(array.data if isinstance(array, RowSparseNDArray) else array)
-        if 0 in shape_of(dense):
-            continue
+    every = (plain_array(a.data if isinstance(a, RowSparseNDArray) else a) for a in arrays)
+    for dense in [array for array in every if 0 not in shape_of(array)]:
         if device_kind(dense.context) == "cpu":
             on_cpu.append(dense)
         else:
             # multi_all_finite and multi_sum_sq infer no shape of a 0-d array.
-            dense = dense if dense.ndim else dense.reshape((1,))
-            groups.setdefault((dense.context, dtype_of(dense)), []).append(dense)
+            one = dense if dense.ndim else dense.reshape((1,))
+            groups.setdefault((dense.context, dtype_of(dense)), []).append(one)
     batches = [g[i : i + _CHUNK] for g in groups.values() for i in range(0, len(g), _CHUNK)]
     return batches, on_cpu
 

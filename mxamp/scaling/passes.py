@@ -337,8 +337,7 @@ class _Passes(FrontEnd):
             *patching.patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
-            Patch(Trainer, "step", wrapping(self._patched_step)),
-            Patch(Trainer, "update", wrapping(self._patched_step)),
+            *(Patch(Trainer, name, wrapping(self._patched_step)) for name in ("step", "update")),
         ]
 
     def open(self) -> None:
