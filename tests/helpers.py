@@ -122,6 +122,13 @@ def substitutions(symbol, policy=None, **usage):
     return {name for _, (name, _) in chosen(symbol, policy, **usage).substituted}
 
 
+def backpropagate(function):
+    """Record a call of a function and run the backward pass of its result."""
+    with mx.autograd.record():
+        result = function()
+    result.backward()
+
+
 def exported(block, folder):
     """A block that was run and exported, loaded again by MXNet."""
     block.export(str(folder / "exported"))

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import down, kind, operators_of, randn, same, up, values, with_avx512
+from helpers import backpropagate, down, kind, operators_of, randn, same, up, values, with_avx512
 from models import model, policy_for
 from nets import convolutional, made, perceptron
 
@@ -116,9 +116,7 @@ def test_without_the_types_of_the_original_it_casts_data_that_it_is_given(dtype,
     assert kind(out) == dtype
     assert same(out, low(rounded_once))
     given.attach_grad()
-    with mx.autograd.record():
-        loss = up(low(given)).sum()
-    loss.backward()
+    backpropagate(lambda: up(low(given)).sum())
     assert kind(given.grad) == kind_given
     assert values(given.grad).any()
 

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn
+from helpers import backpropagate, randn
 from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
 from nets import convolutional, made
@@ -71,9 +71,7 @@ def prepared(net, way, x, train=False):
             if train:
                 executor.backward([nd.ones(out.shape) for out in outputs])
         elif train:
-            with autograd.record():
-                result = loss(net(x), x)
-            result.backward()
+            backpropagate(lambda: loss(net(x), x))
         else:
             net(x)
 
@@ -227,9 +225,7 @@ def sparse(hybridize):
     net = nn.Embedding(10, 3, sparse_grad=True)
     net.initialize(mx.init.One())
     net.hybridize(hybridize)
-    with autograd.record():
-        loss = net(nd.array([1, 2])).sum()
-    loss.backward()
+    backpropagate(lambda: net(nd.array([1, 2])).sum())
     return [net.weight.grad()]
 
 
@@ -238,9 +234,7 @@ def looping(function):
         net, x = nn.HybridLambda(function), nd.ones((3, 4))
         net.hybridize(hybridize)
         x.attach_grad()
-        with autograd.record():
-            out = net(x)
-        out.backward()
+        backpropagate(lambda: net(x))
         return net(x), x.grad
 
     return program
@@ -254,9 +248,7 @@ def convolving(hybridize):
     params[1].grad_req = "add"
     net.hybridize(hybridize)
     for _ in range(2):
-        with autograd.record():
-            loss = (net(*data) ** 2).mean()
-        loss.backward()
+        backpropagate(lambda: (net(*data) ** 2).mean())
     return [param.grad() for param in params]
 
 

@@ -5,12 +5,12 @@ import random
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from planted import chain, doubled
 
 import mxamp as amp
-from helpers import operators_of, randn, values
+from helpers import backpropagate, operators_of, randn, values
 from models import model
 from nets import NETS, attention, convolutional, decoder, made, perceptron
 
@@ -87,9 +87,7 @@ def test_cancellation_is_found():
 def test_a_net_is_left_bitwise_as_it_was(make):
     net, data = made(make)
     net.hybridize()
-    with autograd.record():
-        loss = (net(*data) ** 2).sum()
-    loss.backward()
+    backpropagate(lambda: (net(*data) ** 2).sum())
     next(iter(net.collect_params().values())).grad_req = "add"
     before = state(net)
     compare(net, [tuple(data)] * 2, train_mode=True, dtype="float16")

@@ -5,7 +5,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import randn
+from helpers import backpropagate, randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from training import setup
@@ -23,9 +23,7 @@ def gradients(net):
 
 
 def backward(net, data):
-    with autograd.record():
-        loss = (net(data) ** 2).mean()
-    loss.backward()
+    backpropagate(lambda: (net(data) ** 2).mean())
 
 
 def assert_close(one, other):
@@ -132,9 +130,7 @@ def test_functions_in_python_see_gradients_without_the_scale(run, hybrid):
     def passed():
         INNER.attach_grad()
         net, trainer = setup(hybrid=hybrid)
-        with autograd.record():
-            loss = (Written()(net(randn(16, 4))) ** 2).mean()
-        loss.backward()
+        backward(lambda data: Written()(net(data)), randn(16, 4))
         trainer.step(1)
         return [*gradients(net), INNER.grad.asnumpy()]
 

@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import down, kind, randn, rounded, same, up, values
+from helpers import backpropagate, down, kind, randn, rounded, same, up, values
 
 
 def kinds_of(*arrays):
@@ -139,9 +139,7 @@ def test_functions_with_their_own_gradient_take_float32_unless_they_are_half(on,
     for array in (one, other):
         array.attach_grad()
     product = function()
-    with autograd.record():
-        out = product(one, other)
-    out.backward()
+    backpropagate(lambda: product(one, other))
     assert product.given == ["float32" if function is Product else on.dtype] * 2
     assert (kind(one.grad), kind(other.grad)) == ("float32", on.dtype)
     assert same(up(other.grad), rounded(one, on.dtype))

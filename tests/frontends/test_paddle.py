@@ -11,7 +11,7 @@ from mxnet.module import Module
 
 import digits
 import mxamp as amp
-from helpers import randn, run_python
+from helpers import backpropagate, randn, run_python
 from mxamp.framework import machine
 from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
@@ -191,9 +191,7 @@ def test_states_of_a_decorated_trainer(tmp_path):
     net = digits.network()
     optimizer = amp.decorate(mx.optimizer.SGD(), 2.0**24)
     trainer = digits.trainer_of(net, optimizer)
-    with mx.autograd.record():
-        loss = net(next(digits.batches())[0]).sum()
-    loss.backward()
+    backpropagate(lambda: net(next(digits.batches())[0]).sum())
     trainer.step(digits.BATCH)
     trainer.save_states(path)
     with open(path, "rb") as file:
@@ -212,9 +210,7 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     net = gluon.nn.Dense(2, in_units=3)
     net.initialize()
     trainer = gluon.Trainer(net.collect_params(), decorated)
-    with mx.autograd.record():
-        loss = net(randn(4, 3)).sum()
-    loss.backward()
+    backpropagate(lambda: net(randn(4, 3)).sum())
     trainer.step(1)
     decorated.set_lr_mult({0: 3.0})
     assert original._index_update_count == {}

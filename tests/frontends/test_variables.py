@@ -14,6 +14,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import backpropagate
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 
@@ -76,9 +77,7 @@ def shared_gradient(run, hybrid, req="add"):
     run.trainer(net)
     autograd.mark_variables([one, two], [gradient, gradient], req)
     for _ in range(2):
-        with autograd.record():
-            loss = net(one).sum() + net(two * 2).sum()
-        loss.backward()
+        backpropagate(lambda: net(one).sum() + net(two * 2).sum())
     return [gradient]
 
 
@@ -90,9 +89,7 @@ def added(run, hybrid):
     run.start()
     run.trainer(net)
     for _ in range(3):
-        with autograd.record():
-            loss = net(x).sum() + other(x).sum()
-        loss.backward()
+        backpropagate(lambda: net(x).sum() + other(x).sum())
     return [x.grad, other.weight.grad(), net.weight.grad()]
 
 

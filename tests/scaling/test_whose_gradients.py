@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, passes
+from helpers import backpropagate, check_python, passes
 from mxamp.frontends import automatic
 from training import end_step
 
@@ -34,9 +34,7 @@ def scaled(net, trainer, **options):
 
 
 def plain(net):
-    with autograd.record():
-        loss = net(X)
-    loss.backward()
+    backpropagate(lambda: net(X))
 
 
 def assert_weights(net, *expected):
@@ -181,9 +179,7 @@ def test_a_plain_trainer_from_before_init_is_left_alone(caplog):
     net = gluon.nn.Dense(1, in_units=2, use_bias=False)
     net.initialize(mx.init.One())
     old = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, update_on_kvstore=False)
-    with autograd.record():
-        loss = net(X).sum()
-    loss.backward()
+    plain(net)
     other, trainer = make()
     scaled(other, trainer)
     assert "older than its trainer" not in caplog.text

@@ -9,6 +9,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import backpropagate
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
 from mxamp.tools.debugging.measured import Batch
@@ -80,9 +81,7 @@ def test_the_net_is_left_as_it_was(hybridized):
     if hybridized:
         net.hybridize(static_alloc=True)
     trainer = gluon.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = net(data).sum()
-    loss.backward()
+    backpropagate(lambda: net(data).sum())
     before, numpy = state_of(net), np.random.get_state()[1].copy()
     benchmarked(net, data)
     assert current_policy() is None and not _stacks
