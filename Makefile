@@ -38,4 +38,4 @@ bench: setup ## compare whole models with float32, on one core; takes long, scri
 
 pictures: ## draw docs/speed.svg anew; needs matplotlib in .venv
 	$(PYTHON) scripts/bench/plot $(FIGURES) docs/speed.svg --model resnet50-16 \
-		--model mobilenet_v2-8 --model resnext50_32x4d-2 --model bert_base-4 --model lstm-8
+		--model mobilenet_v2-8 --model resnext50_32x4d-2 --model bert_base-4 --model lstm_650-20
