@@ -101,11 +101,6 @@ def assert_unpatched():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
 
-#: The least sizes of what substitutions make faster.
-_LEAST_SIZES = {"_LEAST", "_LEAST_WHEN_TRAINING", "_LEAST_NORM", "_LEAST_LAYER", "_LEAST_STACKED",
-                "_LEAST_REVERSED"}  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def _cast_small_calls(request):
     """Cast layers of any size: the arrays of most tests are too small to gain by bfloat16."""
@@ -115,7 +110,7 @@ def _cast_small_calls(request):
             patch.setattr(eager._Layers, "_reason_to_keep", lambda *_: None)
             patch.setattr(shape_rules, "_relative_size", lambda *_: 1)
             for module in (convolutions, equivalents, recurrent):
-                for name in _LEAST_SIZES & vars(module).keys():
+                for name in [one for one in vars(module) if one.startswith("_LEAST")]:
                     patch.setattr(module, name, 0)
         yield
 

@@ -173,19 +173,23 @@ def test_calls_count_as_small_up_to_eight_times_the_size(operator, attrs, shapes
 # ---------------------------------------------------------------------- layouts
 
 
+# `low`: computed in bfloat16 in neither mode, in inference alone, or in training too.
 @pytest.mark.parametrize("channels, kernel, groups, norm, low", [
-    ((16, 32), 1, 1, True, True), ((32, 24), 1, 1, True, False), ((24, 32), 1, 1, True, False),
-    ((40, 33), 1, 1, True, False), ((40, 33), 1, 1, False, True), ((32, 40), 3, 1, False, True),
-    ((32, 31), 1, 1, False, False), ((32, 31), 3, 1, False, True), ((24, 40), 3, 1, False, False),
-    ((8, 8), 3, 1, False, False), ((16, 16), 3, 1, False, True),
-    ((32, 32), 1, 32, True, True), ((24, 24), 1, 24, True, False), ((1, 32), 1, 1, False, False),
-    ((3, 24), 3, 1, False, False), ((20, 40), 3, 1, False, True), ((64, 32), 1, 2, True, True),
+    ((16, 32), 1, 1, True, 2), ((32, 24), 1, 1, True, 0), ((24, 32), 1, 1, True, 0),
+    ((40, 33), 1, 1, True, 0), ((40, 33), 1, 1, False, 1), ((48, 56), 1, 1, False, 2),
+    ((32, 40), 3, 1, False, 1), ((40, 40), 3, 1, False, 2), ((24, 40), 3, 1, False, 0),
+    ((32, 31), 1, 1, False, 0), ((32, 31), 3, 1, False, 2), ((40, 47), 1, 1, False, 1),
+    ((8, 8), 3, 1, False, 0), ((16, 16), 3, 1, False, 2), ((20, 40), 3, 1, False, 2),
+    ((32, 32), 1, 32, True, 2), ((24, 24), 1, 24, True, 0), ((1, 32), 1, 1, False, 0),
+    ((3, 24), 3, 1, False, 0), ((64, 32), 1, 2, True, 2),
 ])  # fmt: skip
 def test_convolutions_by_channels(channels, kernel, groups, norm, low):
     net = conv("conv", X, channels[1], kernel=(kernel, kernel), num_group=groups)
     net = mx.sym.BatchNorm(mx.sym.LeakyReLU(net), name="norm") if norm else mx.sym.Flatten(net)
-    found = precisions(net, (2, channels[0], 4, 4))
+    shape = (2, channels[0], 4, 4)
+    found = precisions(net, shape)
     assert found["conv"] == ("bfloat16" if low else "float32")
+    assert ("conv" in kept(net, shapes={"data": shape}, training=True)) == (low != 2)
     assert found.get("norm", found["conv"]) == found["conv"]
 
 

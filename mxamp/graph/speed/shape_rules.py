@@ -34,8 +34,9 @@ _UNROLLED = 16
 _ROWS_A_CAST = 24
 # Elements of such a weight from which any number of rows gains.
 _LARGE_SHARED = 2**16
-# Convolutions with as many channels gain without a blocked kernel.
-_MANY_CHANNELS = 32
+# Convolutions with as many channels gain without a blocked kernel: in inference, in training, and
+# in training with 1 x 1 kernels.
+_MANY_CHANNELS, _MANY_TRAINED, _MANY_POINTWISE = 32, 40, 48
 # Dense layers with fewer outputs lose. With fewer rows the layer takes no time worth a rule.
 _FEW_COLUMNS, _ROWS_OF_COLUMNS = 32, 128
 
@@ -247,8 +248,8 @@ def _has_odd_channels(site: Site) -> bool:
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
-    itself is slower. With less than 32 channels, float32 has a faster kernel for multiples of 8,
-    and for kernels of 1 x 1.
+    itself is slower. With few channels, float32 has a faster kernel for multiples of 8, and for
+    kernels of 1 x 1.
     """
     both = layouts.channel_counts(site)
     if both is None or site.has_blocks:
@@ -256,7 +257,9 @@ def _has_odd_channels(site: Site) -> bool:
     if both[0] <= COLORS:
         return True
     pointwise = math.prod((site.shapes[1] or ())[2:]) == 1
-    fast = min(both) < _MANY_CHANNELS and (pointwise or not any(n % (BLOCK // 2) for n in both))
+    trained = _MANY_POINTWISE if pointwise else _MANY_TRAINED
+    few = min(both) < (trained if site.training else _MANY_CHANNELS)
+    fast = few and (pointwise or not any(n % (BLOCK // 2) for n in both))
     return (site.feeds_norm or fast) and not layouts.has_blocked_kernel(site, both)
 
 
