@@ -4,7 +4,7 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import chosen, kept, substitutions
+from helpers import chosen, kept, substitutions, with_avx512
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 from mxamp.graph.speed.shape_rules import RULES, reason_to_keep_call
@@ -146,7 +146,7 @@ def test_layers_that_share_a_large_weight_do_not_train_as_small_ones(count, unit
 @pytest.mark.sizes
 @MODES
 @pytest.mark.parametrize("channels, side, low", [
-    (3, 16, False), (3, 128, True), (16, 16, False), (16, 128, True),
+    (3, 16, False), pytest.param(3, 128, True, marks=with_avx512), (16, 16, False), (16, 128, True),
 ])  # fmt: skip
 def test_what_surrounds_small_convolutions_stays_in_float32_too(channels, side, low, training):
     net = conv("b", mx.sym.relu(mx.sym.BatchNorm(conv("a", X), name="norm")))
