@@ -124,13 +124,12 @@ def _invoke(
     if out is not None:  # mostly an optimizer's, with other numbers in each call
         return mx_arrays.invoke(handle, arrays, keys, vals, out, is_np, many)
     size, count, memory, kinds = len(arrays), ctypes.c_int(), _Handles(), _Kinds()
+    call, byref = _LIB.MXImperativeInvokeEx, ctypes.byref
+    inputs = size, (NDArrayHandle * size)(*[array.handle for array in arrays])
+    texts = len(keys), _encoded(*keys), _encoded(*map(str, vals))
     check_call(
-        _LIB.MXImperativeInvokeEx(
-            NDArrayHandle(handle), size, (NDArrayHandle * size)(*[one.handle for one in arrays]),
-            ctypes.byref(count), ctypes.byref(memory),
-            len(keys), _encoded(*keys), _encoded(*map(str, vals)), ctypes.byref(kinds),
-        )
-    )  # fmt: skip
+        call(NDArrayHandle(handle), *inputs, byref(count), byref(memory), *texts, byref(kinds))
+    )
     make = _global_var._np_ndarray_cls if is_np else _global_var._ndarray_cls
     made = [make(NDArrayHandle(memory[i]), stype=kinds[i]) for i in range(count.value)]
     return made if many or len(made) != 1 else made[0]
