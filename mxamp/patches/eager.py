@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet import _global_var, autograd, nd
 from mxnet._ctypes import ndarray as mx_ctypes
-from mxnet.base import _LIB, NDArrayHandle, c_str_array, check_call
+from mxnet.base import _LIB, NDArrayHandle, check_call
 from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
@@ -68,16 +68,18 @@ class Call(NamedTuple):
         return dict(zip(self.keys, map(str, self.vals)))
 
 
-#: What an eager call does in place of MXNet's own function, which is the first argument. The fields
-#: of `Call` follow: actions make a `Call`, which takes half a microsecond, only if they cast.
-Action = Callable[..., Any]
+#: The fields of a `Call`, mostly as a plain tuple: a `Call` takes half a microsecond to make.
+Arguments = Tuple[Any, ...]
+#: What an eager call does in place of MXNet's own function, which is the first argument.
+Action = Callable[[Invoke, Arguments], Any]
 
 _BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
 _ADD, _TENSORDOT = handle_of("elemwise_add"), handle_of("_npi_tensordot")
 #: The first is the operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 
-_Handles, _Kinds = ctypes.POINTER(NDArrayHandle), ctypes.POINTER(ctypes.c_int)
+_c_int, _byref = ctypes.c_int, ctypes.byref
+_Handles, _Kinds = ctypes.POINTER(NDArrayHandle), ctypes.POINTER(_c_int)
 # The most entries of a cache: a scalar that changes with every call adds one each time.
 _MANY = 4096
 
@@ -88,8 +90,11 @@ _NO_VIEWS = frozenset(
     map(handle_of, ("Concat", "Pooling", "Reshape", "Flatten", "expand_dims", "broadcast_add"))
 )
 
-# Operators whose attributes `num_group` or `mode` a decision reads.
-_GROUPED = ("Convolution", "Deconvolution", "RNN")
+# The attributes that decisions read, beside those of conditions.
+_READ: Mapping[str, Sequence[str]] = {
+    "Convolution": ["num_group"], "Deconvolution": ["num_group", "kernel", "dilate"],
+    "RNN": ["mode"], "_npi_einsum": ["subscripts"],
+}  # fmt: skip
 
 RAW_BITS = "a list's values would be raw bits: write array(values).astype(amp.bfloat16)"
 
@@ -101,35 +106,50 @@ def build_invoke(original: Invoke) -> Invoke:
     """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
     original = _invoke if original is mx_arrays.invoke else original
 
-    def _imperative_invoke(handle: int, ndargs: list[NDArray], *rest: Any) -> Any:
+    def _imperative_invoke(*arguments: Any) -> Any:
         policy = current_policy()
         # Every microsecond counts: a small call takes ten.
         actions = _OFF if policy is None else policy.caches.eager or _actions_of(policy)
-        action = actions[handle]
-        if action is None or not ndargs:
-            return original(handle, ndargs, *rest)
-        return action(original, handle, ndargs, *rest)
+        action = actions[arguments[0]]
+        if action is None or not arguments[1]:
+            return original(*arguments)
+        return action(original, arguments)
 
     return _imperative_invoke
 
 
-#: Attributes as C strings: encoding them anew takes up to 5 microseconds of a call.
-_encoded = functools.lru_cache(_MANY)(lambda *texts: c_str_array(texts))
+def _encode(*texts: str) -> Any:
+    """Return texts as C strings."""
+    return (ctypes.c_char_p * len(texts))(*[text.encode() for text in texts])
+
+
+#: Encoding attributes anew takes up to 5 microseconds of a call.
+_encoded = functools.lru_cache(_MANY)(_encode)
 
 
 def _invoke(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Any, is_np: bool, many: bool
 ) -> Any:
     """Call an operator as MXNet's function does, in four fifths of the time."""
-    if out is not None:  # mostly an optimizer's, with other numbers in each call
+    if isinstance(out, (list, tuple)):
         return mx_arrays.invoke(handle, arrays, keys, vals, out, is_np, many)
-    size, count, memory, kinds = len(arrays), ctypes.c_int(), _Handles(), _Kinds()
-    call, byref = _LIB.MXImperativeInvokeEx, ctypes.byref
-    inputs = size, (NDArrayHandle * size)(*[array.handle for array in arrays])
-    texts = len(keys), _encoded(*keys), _encoded(*map(str, vals))
-    check_call(
-        call(NDArrayHandle(handle), *inputs, byref(count), byref(memory), *texts, byref(kinds))
-    )
+    # A call with `out` is mostly an optimizer's, with other numbers each time.
+    encode = _encoded if out is None else _encode
+    texts = len(keys), _encoded(*keys), encode(*map(str, vals))
+    call, operator = _LIB.MXImperativeInvokeEx, NDArrayHandle(handle)
+    return call_library(call, operator, arrays, texts, is_np, many, out)
+
+
+def call_library(
+    call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Any
+) -> Any:
+    """Call a function of MXNet's library on arrays; return the outputs that it makes, or `out`."""
+    count, memory = (_c_int(), _Handles()) if out is None else (_c_int(1), _Handles(out.handle))
+    size, kinds = len(arrays), _Kinds()
+    inputs = (NDArrayHandle * size)(*[array.handle for array in arrays])
+    check_call(call(handle, size, inputs, _byref(count), _byref(memory), *texts, _byref(kinds)))
+    if out is not None:
+        return out
     make = _global_var._np_ndarray_cls if is_np else _global_var._ndarray_cls
     made = [make(NDArrayHandle(memory[i]), stype=kinds[i]) for i in range(count.value)]
     return made if many or len(made) != 1 else made[0]
@@ -179,7 +199,7 @@ def _actions_of(policy: Policy) -> _Actions:
     return made
 
 
-def _plain(original: Invoke, *arguments: Any) -> Any:
+def _plain(original: Invoke, arguments: Arguments) -> Any:
     """Call MXNet's own function."""
     return original(*arguments)
 
@@ -187,11 +207,11 @@ def _plain(original: Invoke, *arguments: Any) -> Any:
 def _scaling_losses(then: Action) -> Action:
     """Return an action that scales the losses of an output operator while autograd records."""
 
-    def action(original: Invoke, *arguments: Any) -> Any:
+    def action(original: Invoke, arguments: Arguments) -> Any:
         call = Call(*arguments)
         if autograd.is_recording():
             call = call._replace(arrays=scalable_inputs(call.handle, call.arrays, call.attrs))
-        return then(original, *call)
+        return then(original, call)
 
     return action
 
@@ -199,17 +219,17 @@ def _scaling_losses(then: Action) -> Action:
 def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
     """Return an action for an operator whose gradients at `positions` are zeros by definition."""
 
-    def action(original: Invoke, *arguments: Any) -> Any:
+    def action(original: Invoke, arguments: Arguments) -> Any:
         # The crash is that of casts: programs that stay in float32 need no copies.
         if not (mx_arrays.cast_dtypes and autograd.is_recording()):
-            return then(original, *arguments)
+            return then(original, arguments)
 
         is_np_op = Call(*arguments).is_np_op
 
         def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
             return original(handle, copy_inputs_at(arrays, positions, is_np_op), *rest)
 
-        return then(copied, *arguments)
+        return then(copied, arguments)
 
     return action
 
@@ -217,17 +237,19 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
 def _reading_no_views(then: Action) -> Action:
     """Return an action for an operator that can't read views: it reads copies of them."""
 
-    def action(original: Invoke, handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
-        views = [hasattr(array.handle, _IS_VIEW) for array in arrays]
+    def action(original: Invoke, arguments: Arguments) -> Any:
+        views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
         if any(views):
-            copy = functools.partial(mx_arrays.copy, is_np_op=Call(handle, arrays, *rest).is_np_op)
-            arrays = [copy(a) if is_view else a for a, is_view in zip(arrays, views)]
-        return then(original, handle, arrays, *rest)
+            call = Call(*arguments)
+            copy = functools.partial(mx_arrays.copy, is_np_op=call.is_np_op)
+            copies = [copy(a) if is_view else a for a, is_view in zip(call.arrays, views)]
+            arguments = call._replace(arrays=copies)
+        return then(original, arguments)
 
     return action
 
 
-def _copy_to(original: Invoke, *arguments: Any) -> Any:
+def _copy_to(original: Invoke, arguments: Arguments) -> Any:
     """Copy or cast an array, bfloat16 by way of float32.
 
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
@@ -266,16 +288,9 @@ class _Casts:
         self._by_size = any(not one.reason.exact for one in rule.by_shape)
         #: Why layers of certain shapes and attributes stay in float32, or None.
         self._kept: dict[Any, Reason | None] = {}
-        # The attributes that a decision reads.
-        named = [c.attribute for c in rule.conditions]
-        named += ["transpose_a"] if self._sums else []
-        named += [a for a in ("num_group", "mode") if operator.name in _GROUPED]
-        named += ["kernel", "dilate"] if operator.name == "Deconvolution" else []
-        named += [a for a in (SPARSE_GRADIENT,) if a in operator.attributes]
-        named += ["subscripts"] if operator.name == "_npi_einsum" else []
-        self._attributes = frozenset(named)
-        # A custom operator's constructor reads all attributes.
-        self._reads_all = operator.name == "Custom"
+        read = {*_READ.get(operator.name, ()), *(c.attribute for c in rule.conditions)}
+        read |= {"transpose_a"} if self._sums else set()
+        self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
     def decide(self, call: Call, kept: Reason | None = None) -> Decision | None:
         """Return the decision on a call; None without a cast.
@@ -285,7 +300,7 @@ class _Casts:
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: tuple[tuple[str, str], ...] = ()
-        if self._reads_all:
+        if self._operator.name == "Custom":  # its constructor reads all attributes
             attributes = tuple(call.attrs.items())
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
@@ -308,7 +323,7 @@ class _Casts:
         record_lowered(self._operator.name, decision.precision)
         return decision if decision.changes else None
 
-    def run(self, original: Invoke, *arguments: Any) -> Any:
+    def run(self, original: Invoke, arguments: Arguments) -> Any:
         """Call the operator on inputs that are cast as the policy decides."""
         if self._follows and all_float32(arguments[1]):
             return original(*arguments)
@@ -331,19 +346,19 @@ class _Additions(_Casts):
         alike = dtype_code(first) == dtype_code(second) == _BFLOAT16 and first.shape == second.shape
         decision = self.decide(call) if alike and first.size and first.ndim else None
         if decision is not None and decision.through is not None:
-            output = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
-            return output if call.out is None else _write_out(output, call.out)
+            added = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
+            return _written(added, call.out)
         return super().compute(original, call, kept)
 
 
 class _Layers(_Casts):
     """Calls of layers, dense ones or convolutions: small calls stay in float32."""
 
-    def run(self, original: Invoke, *arguments: Any) -> Any:
+    def run(self, original: Invoke, arguments: Arguments) -> Any:
         """Call the layer on inputs that are cast as the policy and its size decide."""
         recording, is_plain = autograd.is_recording(), True
         try:
-            kept = self._reason_to_keep(recording, *arguments) if self._by_size else None
+            kept = self._reason_to_keep(recording, arguments) if self._by_size else None
             is_plain = kept is not None and self._is_plain(arguments[1], recording)
         except (IndexError, ValueError):
             pass  # MXNet raises an error of its own
@@ -355,7 +370,7 @@ class _Layers(_Casts):
         """Return whether MXNet's own call on these inputs needs no casts and no other parts."""
         return all_float32(arrays)
 
-    def _reason_to_keep(self, recording: bool, *arguments: Any) -> Reason | None:
+    def _reason_to_keep(self, recording: bool, arguments: Arguments) -> Reason | None:
         """Return why the size of a call keeps it in float32, or None; cached."""
         handle, arrays, keys, vals, *rest = arguments
         # The numbers of units and channels are among the attributes.
@@ -363,7 +378,8 @@ class _Layers(_Casts):
         try:
             return self._kept[key]
         except TypeError:  # kernels may be lists
-            return self._reason_to_keep(recording, handle, arrays, keys, [*map(str, vals)], *rest)
+            texts = [*map(str, vals)]
+            return self._reason_to_keep(recording, (handle, arrays, keys, texts, *rest))
         except KeyError:
             if len(self._kept) >= _MANY:
                 self._kept.clear()
@@ -381,7 +397,7 @@ class _Convolutions(_Layers):
         if decision is not None:
             result = self._convolve_images(original, call) if decision.through is None else None
             if result is not None:
-                return result if call.out is None else _write_out(result, call.out)
+                return _written(result, call.out)
             casts_weight = decision.reads[1] is not None
             if casts_weight and self._policy.device == "cpu" and not autograd.is_training():
                 original = functools.partial(_in_training_mode, original)
@@ -428,8 +444,7 @@ class _DenseLayers(_Layers):
         ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
         attrs["flatten"] = "False"
         repeated = calls.add("FullyConnected", "", ones, bias.reshape((-1, 1)), **attrs)
-        total = calls.add("elemwise_add", "", product, repeated)
-        return total if call.out is None else _write_out(total, call.out)
+        return _written(calls.add("elemwise_add", "", product, repeated), call.out)
 
 
 class _Calls(passes.Parts):
@@ -443,7 +458,8 @@ class _Calls(passes.Parts):
         """Call an operator under the policy; return its output."""
         handle, names, values = handle_of(op), [*attrs], [*attrs.values()]
         action = _actions_of(self._policy)[handle] or _plain
-        return action(self._original, handle, inputs, names, values, None, self._is_np_op, False)
+        call = handle, inputs, names, values, None, self._is_np_op, False
+        return action(self._original, call)
 
 
 #: The calls that do more than cast, by operator; `_Casts` for others.
@@ -462,8 +478,7 @@ def _compute(decision: Decision | None, original: Invoke, call: Call) -> Any:
     if decision is None:
         return original(*call)
     outputs = original(*call._replace(arrays=_cast_inputs(decision, call.arrays), out=None))
-    outputs = _round_outputs(decision, outputs, call.is_np_op)
-    return outputs if call.out is None else _write_out(outputs, call.out)
+    return _written(_round_outputs(decision, outputs, call.is_np_op), call.out)
 
 
 def _in_training_mode(original: Invoke, *call: Any) -> Any:
@@ -499,8 +514,10 @@ def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     return rounded if isinstance(outputs, list) else rounded[0]
 
 
-def _write_out(outputs: Any, out: Any) -> Any:
-    """Copy `outputs` to the arrays of `out`, cast to their dtypes; return `out`."""
+def _written(outputs: Any, out: Any) -> Any:
+    """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
+    if out is None:
+        return outputs
     for result, target in zip(as_list(outputs), as_list(out)):
         dtype = dtype_name(target.dtype)
         castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
@@ -511,14 +528,19 @@ def _write_out(outputs: Any, out: Any) -> Any:
 # ---------------------------------------------------------------------- other patches
 
 
-def patched_view(original: Original, self: NDArray, *args: Any, **keywords: Any) -> NDArray:
-    """Return a view, whose handle is marked if it is of bfloat16: arrays take no attributes."""
-    view = original(self, *args, **keywords)
-    if current_policy() is not None and dtype_code(view) == _BFLOAT16:
-        if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
-            return cast(view, "float32", isinstance(view, mx.np.ndarray))
-        setattr(view.handle, _IS_VIEW, True)
-    return view
+def build_view(original: Original) -> Original:
+    """Return a method for views; it marks the handles of bfloat16: arrays take no attributes."""
+
+    @functools.wraps(original)
+    def method(self: NDArray, *args: Any, **keywords: Any) -> NDArray:
+        view = original(self, *args, **keywords)
+        if dtype_code(view) == _BFLOAT16 and current_policy() is not None:
+            if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
+                return cast(view, "float32", isinstance(view, mx.np.ndarray))
+            setattr(view.handle, _IS_VIEW, True)
+        return view
+
+    return method
 
 
 def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> Any:
@@ -547,7 +569,7 @@ def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> 
         return original(*arrays, axes)
 
     action = actions[_TENSORDOT] or _plain
-    return action(invoke, _TENSORDOT, [a, b], (), (), None, True, False)
+    return action(invoke, (_TENSORDOT, [a, b], (), (), None, True, False))
 
 
 def patched_asnumpy(original: Original, self: NDArray) -> Any:

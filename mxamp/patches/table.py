@@ -1,15 +1,14 @@
 """Every patch that mixed precision installs, in one table.
 
 `init` and each `autocast` region install the whole table or nothing; the last user removes it.
-Each row names the attribute of MXNet that is replaced, the function that builds its replacement
-from the original, and why MXNet's own attribute is not enough.
+Comments say why MXNet's own attributes are not enough.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -85,57 +84,47 @@ def _patched_store_call(
 # ---------------------------------------------------------------------- the table
 
 
-class Row(NamedTuple):
-    """One patch."""
-
-    owner: Any
-    attribute: str
-    build: Callable[[Any], Any]
-    reason: str
-
-
-_EAGER = "casts the inputs of eager calls, which all end in this function"
-_LEAVES = "the casts of a weight that is used several times share memory while autograd records"
-_VIEWS = "operators that can't read views of bfloat16 arrays read copies of them"
-_BITS = "MXNet writes numbers into bfloat16 arrays as raw bits, and mx.np makes no such arrays"
-_GRAPHS = "rewrites graphs that are about to run"
-_MARKS = "autocast regions inside hybrid_forward hold in the graph"
-_SERVERS = "arrays of other dtypes crash the parameter servers, and the workers hang"
-
-#: In the order in which they are installed.
-ALL = (
-    *(Row(module, "_imperative_invoke", eager.build_invoke, _EAGER)
-      for module in eager.INVOKE_MODULES),
-    *(Row(autograd._RecordingStateScope, name, partial(eager.build_scope, change), _LEAVES)
+#: The owner, the attribute and the function that builds its replacement, in the order in which the
+#: patches are installed.
+ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    # All eager calls end in this function, but for `tensordot`: cast their inputs.
+    *((module, "_imperative_invoke", eager.build_invoke) for module in eager.INVOKE_MODULES),
+    (_api_internal, "tensordot", wrapping(eager.patched_tensordot)),
+    # The casts of a weight that is used several times share memory while autograd records.
+    *((autograd._RecordingStateScope, name, partial(eager.build_scope, change))
       for name, change in (("__enter__", leaf_casts.begin), ("__exit__", leaf_casts.end))),
-    Row(_api_internal, "tensordot", wrapping(eager.patched_tensordot), "it bypasses that function"),
-    Row(NDArray, "asnumpy", wrapping(eager.patched_asnumpy), "MXNet returns bfloat16's raw bits"),
-    *(Row(owner, name, wrapping(eager.patched_view), _VIEWS) for owner, names in (
+    # Operators that can't read views of bfloat16 arrays read copies of them.
+    *((owner, name, eager.build_view) for owner, names in (
         (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
         (mx.np.ndarray, ("reshape_view", "detach", "as_nd_ndarray"))) for name in names),
-    Row(mx.np.multiarray, "_new_alloc_handle", lambda _: mx.nd.ndarray._new_alloc_handle, _BITS),
-    *(Row(owner, "__setitem__", wrapping(eager.patched_setitem), _BITS)
-      for owner in (NDArray, mx.np.ndarray)),
-    Row(Symbol, "bind", wrapping(symbolic.patched_bind), _GRAPHS),
-    Row(Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind), _GRAPHS),
-    Row(gluon.HybridBlock, "_call_cached_op", cached_op.build_call_cached_op, _GRAPHS),
-    Row(mx.symbol.register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator), _MARKS),
-    Row(gluon.HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph), _MARKS),
-    Row(gluon.HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr), _MARKS),
-    Row(autograd.Function, "__call__", wrapping(_patched_call),
-        "MXNet runs backward later, outside the autocast region around forward"),
-    Row(DataLoader, "__iter__", wrapping(_patched_iter),
-        "transforms are not part of the net, and OpenCV has no half precision"),
-    Row(dataloader, "_thread_worker_fn", wrapping(_patched_thread_worker), "the same in threads"),
-    *(Row(KVStore, name, wrapping(_patched_store_call), _SERVERS)
+    # MXNet reads and writes bfloat16 arrays as raw bits, and `mx.np` makes no such arrays.
+    (NDArray, "asnumpy", wrapping(eager.patched_asnumpy)),
+    (mx.np.multiarray, "_new_alloc_handle", lambda _: mx.nd.ndarray._new_alloc_handle),
+    *((kind, "__setitem__", wrapping(eager.patched_setitem)) for kind in (NDArray, mx.np.ndarray)),
+    # Graphs are rewritten when they are about to run.
+    (Symbol, "bind", wrapping(symbolic.patched_bind)),
+    (Symbol, "simple_bind", wrapping(symbolic.patched_simple_bind)),
+    (gluon.HybridBlock, "_call_cached_op", cached_op.build_call_cached_op),
+    # `autocast` regions inside `hybrid_forward` hold in the graph.
+    (mx.symbol.register, "_symbol_creator", wrapping(symbolic.patched_symbol_creator)),
+    (gluon.HybridBlock, "_get_graph", wrapping(cached_op.patched_get_graph)),
+    (gluon.HybridBlock, "__setattr__", wrapping(cached_op.patched_setattr)),
+    # MXNet runs backward later, outside the `autocast` region around forward.
+    (autograd.Function, "__call__", wrapping(_patched_call)),
+    # Transforms, in threads too, are not part of the net, and OpenCV has no half precision.
+    (DataLoader, "__iter__", wrapping(_patched_iter)),
+    (dataloader, "_thread_worker_fn", wrapping(_patched_thread_worker)),
+    # Arrays of other dtypes crash the parameter servers, and the workers hang.
+    *((KVStore, name, wrapping(_patched_store_call))
       for name in ("init", "broadcast", "push", "pushpull")),
-    Row(mx.optimizer.SGD, "_update_impl", wrapping(optimizers.patched_update_impl),
-        "on few cores NumPy updates weights several times as fast, to the same bits"),
-    Row(gluon.Trainer, "_update", wrapping(trainer.patched_update), "it tells of a missing scaler"),
-    Row(gluon.utils, "clip_global_norm", finite.build_clip_global_norm,
-        "the square of a norm overflows half precision"),
-    Row(mx.operator.CustomOpProp, "__init__", loss_outputs.build_custom_op_init,
-        "custom operators that ignore the head gradient return gradients without the loss scale"),
+    # On few cores NumPy updates weights several times as fast, to the same bits.
+    (mx.optimizer.SGD, "_update_impl", wrapping(optimizers.patched_update_impl)),
+    # A trainer in float16 without a scaler is told of.
+    (gluon.Trainer, "_update", wrapping(trainer.patched_update)),
+    # The square of a norm overflows half precision.
+    (gluon.utils, "clip_global_norm", finite.build_clip_global_norm),
+    # Custom operators that ignore the head gradient return gradients without the loss scale.
+    (mx.operator.CustomOpProp, "__init__", loss_outputs.build_custom_op_init),
 )  # fmt: skip
 
 
@@ -150,7 +139,7 @@ class _CastingPatches(PatchSet):
     def patches(self) -> list[Patch]:
         """Return new patches for the rows of `ALL`, and those that refuse contrib's functions."""
         # However they were imported, they would cast or scale a second time.
-        return [*(Patch(row.owner, row.attribute, row.build) for row in ALL), *refusals()]
+        return [*(Patch(*row) for row in ALL), *refusals()]
 
     def acquire(self) -> None:
         """Add a user of the patches, and install them for the first."""
