@@ -235,7 +235,7 @@ def test_recurrent_layers_do_not_run_on_memory_that_was_never_written(
     with amp.autocast(dtype, enabled=way == "autocast"):
         for _ in range(3):
             np.testing.assert_allclose(values(net(data)), expected, atol=0.02)
-    (ours,) = [given[op.run._op] for op in net._cached_op._ops.values()]
+    (ours,) = [given[op.run] for op in net._cached_op._ops.values()]
     assert ours["static_alloc"]
     assert ours.get("static_shape", False) == static
 

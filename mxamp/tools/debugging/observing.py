@@ -31,7 +31,7 @@ from ...graph.casts.builder import HALVES, is_inserted_cast
 from ...graph.casts.insert import PRECISION
 from ...graph.inspect import FLOATS
 from ...graph.ir import CASTS, Graph, Output
-from ...patches.cached_op import PolicyCachedOp, _Op, _ReorderedOp, install_policy_op
+from ...patches.cached_op import PolicyCachedOp, _Op, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
 from ...policy.policy import Policy
@@ -239,10 +239,7 @@ class TensorObserver(Observer):
     def _select_op(self, original: Original, op: PolicyCachedOp, args: Arrays) -> _Op:
         """Return the op that a block runs, with a monitor on its graph."""
         found: _Op = original(op, args)
-        run: Any = self._graph_of(found.symbol)
-        if isinstance(found.run, _ReorderedOp):
-            run = _ReorderedOp(run, found.run._order)
-        return _Op(run, found.symbol)
+        return found._replace(run=self._graph_of(found.symbol))
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for a forward pass with a monitor on it."""
@@ -289,10 +286,10 @@ class MonitoredGraph:
         """Replace the monitor, which a later backward pass would call."""
         check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
-    def __call__(self, *inputs: NDArray, **options: Any) -> Any:
+    def __call__(self, *inputs: NDArray) -> Any:
         """Run the graph, observed."""
         with self.observed(inputs):
-            return self._op(*inputs, **options)
+            return self._op(*inputs)
 
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
