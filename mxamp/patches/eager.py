@@ -131,8 +131,6 @@ def _invoke(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Any, is_np: bool, many: bool
 ) -> Any:
     """Call an operator as MXNet's function does, in four fifths of the time."""
-    if isinstance(out, (list, tuple)):
-        return mx_arrays.invoke(handle, arrays, keys, vals, out, is_np, many)
     # A call with `out` is mostly an optimizer's, with other numbers each time.
     encode = _encoded if out is None else _encode
     texts = len(keys), _encoded(*keys), encode(*map(str, vals))
@@ -144,9 +142,13 @@ def call_library(
     call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Any
 ) -> Any:
     """Call a function of MXNet's library on arrays; return the outputs that it makes, or `out`."""
-    count, memory = (_c_int(), _Handles()) if out is None else (_c_int(1), _Handles(out.handle))
-    size, kinds = len(arrays), _Kinds()
+    size, count, memory, kinds = len(arrays), _c_int(), _Handles(), _Kinds()
     inputs = (NDArrayHandle * size)(*[array.handle for array in arrays])
+    if isinstance(out, NDArray):
+        count, memory = _c_int(1), _Handles(out.handle)
+    elif out is not None:
+        given = (NDArrayHandle * len(out))(*[array.handle for array in out])
+        count, memory = _c_int(len(out)), ctypes.cast(given, _Handles)
     check_call(call(handle, size, inputs, _byref(count), _byref(memory), *texts, _byref(kinds)))
     if out is not None:
         return out

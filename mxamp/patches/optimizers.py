@@ -8,6 +8,7 @@ the order of MXNet's kernel.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Iterator
 
 import mxnet as mx
@@ -16,7 +17,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import SGD
 
 from ..framework import machine
-from ..framework.arrays import as_float, dtypes_of, flat_view, invoke, on_device
+from ..framework.arrays import as_float, dtypes_of, flat_view, invoke, on_device, shape_of
 from ..framework.operators import handle_of
 from ..framework.patching import Original
 from ..policy.active import current_policy
@@ -39,11 +40,11 @@ def patched_update_impl(
 ) -> None:
     """Update in NumPy where that is faster; `arrays` are weights, gradients and states."""
     is_list = isinstance(indices, (tuple, list))
-    rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
-    fast = [not multi_precision and _is_faster(self, *row[1:]) for row in rows]
-    if not any(fast):
+    if not any(map(_is_large, arrays[0] if is_list else arrays[:1])):
         original(self, indices, *arrays, multi_precision)
         return
+    rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
+    fast = [not multi_precision and _is_faster(self, *row[1:]) for row in rows]
     for row, is_fast in zip(rows, fast):
         if is_fast:
             _sgd(self, *row)
@@ -51,14 +52,21 @@ def patched_update_impl(
             original(self, *([one] for one in row), multi_precision)
 
 
+def _is_large(weight: NDArray) -> bool:
+    """Return whether a weight has `_LEAST` elements; a mark of its handle saves the time."""
+    handle = weight.handle
+    if not hasattr(handle, "is_large"):
+        handle.is_large = math.prod(shape_of(weight)) >= _LEAST
+    return bool(handle.is_large)
+
+
 def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     """Return whether the policy in force allows NumPy steps, and NumPy is faster on the arrays."""
     policy, used = current_policy(), [array for array in arrays if array is not None]
     return (
         policy is not None
+        and _is_large(arrays[0])
         and "sgd" in policy.substitutions
-        and arrays[0].stype == "default"
-        and arrays[0].size >= _LEAST  # before the checks that take longer
         and type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient
         and machine.threads() <= _MOST_CORES

@@ -187,9 +187,7 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         arrays = [resized(name, self.arg_dict[name], new[name]) for name in names]
         pairs = zip(names, self.grad_arrays or ())
         gradients = {name: resized(name, one, new[name]) for name, one in pairs if one is not None}
-        states_now = [
-            resized(name, self.aux_dict[name], shape) for name, shape in zip(states, state_shapes)
-        ]
+        states_now = [resized(n, self.aux_dict[n], shape) for n, shape in zip(states, state_shapes)]
         symbol = self._binding.symbol_for(new)
         bind = inspect.unwrap(type(symbol).bind)  # MXNet's own: the symbol is rewritten
         arguments = symbol, self._ctx, arrays, gradients or None, self._grad_req, states_now
@@ -239,10 +237,7 @@ def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> dict
         asked = dict(grad_req if isinstance(grad_req, Mapping) else zip(names, grad_req))
     given = args_grad if isinstance(args_grad, Mapping) else dict(zip(names, args_grad or ()))
     without = args_grad is None or bool(given)
-    return {
-        name: "null" if without and given.get(name) is None else asked.get(name, "null")
-        for name in names
-    }
+    return {n: "null" if without and given.get(n) is None else asked.get(n, "null") for n in names}
 
 
 # ---------------------------------------------------------------------- symbols made in a region

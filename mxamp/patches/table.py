@@ -131,10 +131,7 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 class _CastingPatches(PatchSet):
     """The reference-counted patches of `ALL`: installed while they have a user."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._users = 0
-        self._is_held = False
+    _users, _is_held = 0, False
 
     def patches(self) -> list[Patch]:
         """Return new patches for the rows of `ALL`, and those that refuse contrib's functions."""
