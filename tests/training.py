@@ -123,7 +123,7 @@ def ten_steps(dtype, first, last, *, load=None, save=None, out=None):
     if load:
         net.load_parameters(load + ".params")
         trainer.load_states(load + ".states")
-    amp.init_trainer(trainer)
+    amp.init_trainer(trainer, None if dtype == "float16" else amp.StaticLossScaler())
     if not load and dtype == "float16":
         amp.init_trainer(trainer, amp.LossScaler(init_scale=256, growth_interval=3))
     data = batches(10)

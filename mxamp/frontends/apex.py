@@ -29,7 +29,7 @@ from ..patches.autocast import init, switch_on
 from ..policy.active import chose_float32, current_policy
 from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
-from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler, unchecked_scaler
+from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_hook, attach_hook
 
 logger = logging.getLogger("mxamp")
@@ -99,10 +99,10 @@ def initialize(
     if chose_float32():
         policy = FLOAT32
     in_float16 = policy.target_dtype == "float16"
-    scaler = _scaler(loss_scale, is_dynamic=in_float16 and opt_level in ("O1", "O2"))
+    scaler = _scaler(loss_scale, opt_level if in_float16 else "O0")
     _check_fresh(nets, optimizers)
     if not isinstance(policy, Policy):
-        opt_level, scaler = "O0", unchecked_scaler()
+        opt_level, scaler = "O0", NoScaler()
         if switch_on(policy):
             announce_float32()
     elif opt_level != "O0":
@@ -120,11 +120,13 @@ def initialize(
     return models if trainers is None else (models, trainers)
 
 
-def _scaler(loss_scale: Any, is_dynamic: bool) -> LossScaler:
+def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
     """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
-    if loss_scale == "dynamic" or (loss_scale is None and is_dynamic):
+    if loss_scale == "dynamic" or (loss_scale is None and opt_level in ("O1", "O2")):
         return LossScaler()
-    return NoScaler() if loss_scale is None else StaticLossScaler(loss_scale)
+    if loss_scale is None and opt_level == "O0":
+        return NoScaler()
+    return StaticLossScaler(1 if loss_scale is None else loss_scale)
 
 
 def _as_list(name: str, value: Any, cls: type) -> List[Any]:

@@ -1,7 +1,7 @@
 """Mixed precision for scripts that know nothing of it: TensorFlow's way.
 
 `MXNET_ENABLE_AUTO_MIXED_PRECISION=1 python train.py` and `mxamp run train.py` turn it on before the
-script begins, with one loss scale for all its trainers and modules.
+script begins; in float16, with one loss scale for all its trainers and modules.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from ..patches.autocast import switch_off, switch_on
 from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
-from ..scaling.scaler import LossScaler, NoScaler, SharedScale
+from ..scaling.scaler import LossScaler, SharedScale
 from .backward import backward_patches
 from .contrib import contrib_patches
 from .module_api import module_patches
@@ -36,13 +36,14 @@ UNKNOWN_VALUE = (
     f"{AUTOMATIC} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
     f"{', '.join(OFF_VALUES[1:])}, not {{!r}}: mixed precision stays off"
 )
-SUMMARY = "automatic mixed precision: %s on %s, %s in 16 bits, %s, %d skipped, final loss scale %g"
+SUMMARY = "automatic mixed precision: %s on %s, %s in 16 bits"
+STEPS = "%s, %d skipped, final loss scale %g"
 OWN_AMP = "%s imports mxamp: it runs in its own precision. To choose that here, remove the import"
 OWN_CALLS = "%s calls %s: it runs by its own calls, in %s where they name no dtype, by way of mxamp"
 
 
 class _AutomaticRun(FrontEnd):
-    """An automatic run: its patches and its loss scale.
+    """An automatic run.
 
     It ends when the program calls `init` or `initialize`, of mxamp or of `mxnet.contrib.amp`. An
     import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
@@ -53,24 +54,19 @@ class _AutomaticRun(FrontEnd):
         public = sys.modules[__name__.partition(".")[0]]
         return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 
-    def begin(self, scale: SharedScale) -> None:
-        """Scale the backward passes of all trainers and modules from now on."""
-        for front_end in (contrib_patches, backward_patches, module_patches, self):
-            front_end.open()
-        backward_patches.default_scale = scale
-
     def close(self) -> None:
         """Undo the patch, and leave the trainers to other APIs."""
         super().close()
         backward_patches.retire_hooks()
 
     def summarize(self) -> None:
-        """Log the run's dtype, steps, skips and last scale, unless it has ended before."""
+        """Log the run's dtype and, in float16, its steps, unless it has ended before."""
         policy, scale = process.policy, backward_patches.default_scale
-        if policy and scale is not None:
+        if policy and self.is_open:
             dtype = policy.target_dtype if policy.lowers else "float32"
-            counts = [counted(len(process.lowered), "operator"), counted(scale.steps, "step")]
-            logger.info(SUMMARY, dtype, policy.device, *counts, scale.skips, scale.loss_scale)
+            logger.info(SUMMARY, dtype, policy.device, counted(len(process.lowered), "operator"))
+            if scale is not None:
+                logger.info(STEPS, counted(scale.steps, "step"), scale.skips, scale.loss_scale)
 
 
 #: One a process: a script is run in mixed precision once.
@@ -85,15 +81,17 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     switch_on(chosen)
-    if not isinstance(chosen, Policy):
-        announce_float32(f"set {AUTOMATIC}=bfloat16")
-        contrib_patches.open()
-        _run.open()
-        return
-    announce(chosen)
-    scaler = LossScaler() if chosen.target_dtype == "float16" else NoScaler()
     process.lowered.clear()
-    _run.begin(SharedScale(scaler, AUTOMATIC))
+    scales = isinstance(chosen, Policy) and chosen.target_dtype == "float16"
+    scaling = [backward_patches, module_patches] if scales else []
+    for front_end in (contrib_patches, *scaling, _run):
+        front_end.open()
+    if scales:
+        backward_patches.default_scale = SharedScale(LossScaler(), AUTOMATIC)
+    if isinstance(chosen, Policy):
+        announce(chosen)
+    else:
+        announce_float32(f"set {AUTOMATIC}=bfloat16")
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:

@@ -118,7 +118,7 @@ def _patched_init_optimizer(
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
     shared = scale_of(optimizer) or backward_patches.default_scale
-    checks = shared is not None and shared.scaler.checks
+    checks = shared is not None and shared.scaler.scales
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
@@ -172,7 +172,7 @@ def _set_scale(module: Module, scale: float) -> None:
 def _scaler_of(module: Module) -> LossScaler | None:
     """Return the scaler of a module's optimizer; None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
-    return shared.scaler if shared is not None and shared.scaler.checks else None
+    return shared.scaler if shared is not None and shared.scaler.scales else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
@@ -185,8 +185,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     if scaler is None or not is_scaled:
         original(self, out_grads)
         return
-    if scaler.scales:
-        state.statistics.before_pass(partial(_running_statistics, self))
+    state.statistics.before_pass(partial(_running_statistics, self))
     scale = state.scale if in_graph else scaler.loss_scale
     # Without an update since; a sum may hold the same overflow still.
     has_dropped = has_dropped and all_finite(_gradients(self, adding=True))
@@ -224,18 +223,15 @@ def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
 
 def _patched_update(original: Original, self: Module) -> None:
     """Update a module's parameters if all gradients are finite, then update the loss scale."""
-    shared = scale_of(self._optimizer)
-    if shared is None:
-        original(self)
-        return
-    state, scaler = _state_of(self), shared.scaler
-    if not scaler.checks:
-        original(self)
-    finite = not scaler.checks or _update_if_finite(self, scaler, state.overflown, original)
-    state.overflown = False
-    if scaler.scales:
+    shared, state, finite = scale_of(self._optimizer), _state_of(self), True
+    if shared is not None and shared.scaler.scales:
+        finite = _update_if_finite(self, shared.scaler, state.overflown, original)
+        state.overflown = False
         state.statistics.after_step(finite, partial(_running_statistics, self))
-    scaler.update(finite)
+    else:
+        original(self)
+    if shared is not None:
+        shared.scaler.update(finite)
 
 
 def _update_if_finite(

@@ -11,7 +11,7 @@ from ..framework.keywords import checked_call
 from ..framework.wording import shown
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from ..scaling.scaler import LossScaler, SharedScale, StaticLossScaler, scale_of, unchecked_scaler
+from ..scaling.scaler import LossScaler, NoScaler, SharedScale, StaticLossScaler, scale_of
 from .backward import backward_patches
 from .module_api import DecoratedName, module_patches
 
@@ -88,7 +88,7 @@ def decorate(
         growth = (incr_ratio, decr_ratio, incr_every_n_steps)
         scaler = LossScaler(init_loss_scaling, *growth, hysteresis=decr_every_n_nan_or_inf)
     if chose_float32():
-        scaler = unchecked_scaler()
+        scaler = NoScaler()
     decorated = _copied(optimizer)
     decorated._amp_scaling = decorated.scaling = SharedScale(scaler, "decorate")
     backward_patches.open()

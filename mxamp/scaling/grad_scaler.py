@@ -59,7 +59,7 @@ class GradScaler:
             raise unknown("argument of GradScaler", name, [*_SETTINGS, "enabled"])
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
-        self._scaler.checks = enabled and not chose_float32()
+        self._scaler.scales = enabled and not chose_float32()
         #: Whether gradients were finite since the last update, by the trainers' states.
         self._results: dict[State, bool] = {}
         self._has_scaled = False  #: a loss since then
@@ -93,7 +93,7 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        if self._scaler.checks:
+        if self._scaler.scales:
             passes.open()  # `step` meets trainers late: their gradients may be summed by then
         scaled = scale_losses(loss, self.get_scale(), others=self._has_scaled)
         self._has_scaled = True
@@ -152,7 +152,7 @@ class GradScaler:
         before = self.get_scale()
         if new_scale is not None:
             self._scaler.set_scale(new_scale)
-        elif self._scaler.checks:
+        elif self._scaler.scales:
             self._scaler.update(all(self._results.values()))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())

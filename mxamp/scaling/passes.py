@@ -101,8 +101,11 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
     """Return marked losses times a scale, in the same containers.
 
     Raises `StateError` if one is scaled already. With `others`, losses scaled since the last step
-    may lie behind it: this reads its whole graph.
+    may lie behind it: this reads its whole graph. A scale of 1 leaves losses as they are.
     """
+    gradients.passes += not passes.is_open  # the loss's pass, which nothing sees
+    if scale == 1 and isinstance(loss, NDArray) and not others:
+        return loss
     arrays: list[NDArray] = []
 
     def scaled_in_float32(array: NDArray) -> NDArray:
@@ -120,7 +123,6 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
     if scale != 1:
         passes.open()
         passes.pending += len(arrays)
-    gradients.passes += not passes.is_open  # the loss's pass, which nothing sees
     return mapped
 
 

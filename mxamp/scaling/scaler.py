@@ -10,7 +10,6 @@ backward pass.
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
 from typing import Any, Mapping
@@ -19,11 +18,8 @@ from ..errors import ArgumentError
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
 
-logger = logging.getLogger("mxamp")
-
 STATE_VERSION = 1
 NO_STATE = "the state must be what state_dict of a {kind} gives, with {fields}, not {given}"
-OTHER_KIND = "the states were saved with %r, and this trainer has %r: it keeps its own"
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -73,10 +69,8 @@ class LossScaler:
         "loss_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale",
         "max_scale", "hysteresis", "clean_steps", "overflows_left",
     )  # fmt: skip
-    #: Whether gradients are checked, and steps with non-finite ones skipped. Where "auto" has
-    #: chosen float32, they are not, the scale is 1, and updates are plain MXNet's.
-    checks = True
-    #: Whether it scales at all.
+    #: Whether losses are scaled, gradients checked, and steps with non-finite ones skipped. If not,
+    #: the scale is 1, and updates are plain MXNet's.
     scales = True
 
     @checked_call
@@ -123,7 +117,7 @@ class LossScaler:
         >>> LossScaler(init_scale=1024).loss_scale
         1024.0
         """
-        return self._loss_scale if self.checks else 1.0
+        return self._loss_scale if self.scales else 1.0
 
     @property
     def is_lowest(self) -> bool:
@@ -143,7 +137,7 @@ class LossScaler:
         scale : float
             The scale of the next loss.
         """
-        if self.checks:
+        if self.scales:
             self._loss_scale = positive_number("scale", scale)
             self._min_scale = min(self._min_scale, self._loss_scale)
             self._max_scale = max(self._max_scale, self._loss_scale)
@@ -206,15 +200,13 @@ class LossScaler:
         """Continue from a saved state of any kind, for all trainers that share this scaler.
 
         A scaler that scales does not become one that does not, nor the other way round: a run in
-        float16 may resume from one in bfloat16. Float32 resumes nothing.
+        float16 may resume from one in bfloat16.
         """
         kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
         saved = _KINDS.get(kind, LossScaler)()
         saved.load_state_dict(state)
         saved.steps, saved.skips = self.steps, self.skips
-        if saved.scales != self.scales:
-            logger.warning(OTHER_KIND, saved, self)
-        elif self.checks:
+        if self.scales and saved.scales:
             vars(self).update(vars(saved), _fields=saved._fields)
 
     def __repr__(self) -> str:
@@ -241,7 +233,7 @@ class StaticLossScaler(LossScaler):
 
 
 class NoScaler(StaticLossScaler):
-    """A loss scale of 1, for bfloat16. Steps with Inf or NaN gradients are still skipped.
+    """No loss scaling, for bfloat16 and float32: no gradient is checked, and no step skipped.
 
     >>> NoScaler().loss_scale
     1.0
@@ -254,13 +246,6 @@ class NoScaler(StaticLossScaler):
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLossScaler, NoScaler)}
-
-
-def unchecked_scaler() -> LossScaler:
-    """Return the scaler where "auto" has chosen float32; its state is that of a `NoScaler`."""
-    scaler = NoScaler()
-    scaler.checks = False
-    return scaler
 
 
 class SharedScale:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import contextmanager
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -43,7 +43,7 @@ from .distributed import check_kvstore, compare_workers, sum_gradients, wait_for
 from .finite import all_finite, multiply, square_sum
 from .float16_optimizers import check_float16_update
 from .passes import Entry, entries_of, fresh, gradients, passes, scale_losses
-from .scaler import LossScaler, NoScaler, positive_number, unchecked_scaler, whole_number
+from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
 
 logger = logging.getLogger("mxamp")
@@ -182,6 +182,12 @@ class State:
         self.publish(self.trainer.amp_last_step)
 
     @property
+    def _is_plain(self) -> bool:
+        """Whether a step after the first is plain MXNet's: nothing is scaled, in one process."""
+        alone = self._uninitialized == 0 and self.workers is None and self.results is None
+        return alone and not self.scaler.scales and gradients.all_carry(1)
+
+    @property
     def _is_reduced(self) -> bool:
         """Whether the gradients are summed over devices already."""
         summed_at = gradients.reduced_at.get(self.trainer)
@@ -230,11 +236,14 @@ class State:
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
+        if self._is_plain and self.trainer._kvstore is None:
+            type(self.trainer)._allreduce_grads(self.trainer)
+            return
         if self._is_reduced:  # to clip them, before `step`
             return
         carried = self._equalize()
         self._uninitialized = wait_for_weights(self.trainer, self._uninitialized)
-        if self.scaler.checks and self.workers is None:
+        if self.workers is None and not chose_float32():
             self.workers = compare_workers(self.trainer, self.scaler)
         if self.workers is not None and self._stage is Stage.NONE and not fresh(self.trainer):
             # Only other workers have computed gradients: scaled as in the last step.
@@ -259,6 +268,10 @@ class State:
 
     def has_overflow(self, _params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
+        if self._is_plain and self._stage is not Stage.NONE:
+            self.steps += 1
+            self._notify(self._update_scaler(True, ()))
+            return False
         carried, optimizer = self._equalize(), self.trainer._optimizer
         if not self._is_probed:
             check_float16_update(self.trainer)
@@ -274,7 +287,7 @@ class State:
             return False
         # All workers use the gradients that one of them has computed.
         used = (fresh if self.workers is None else entries_of)(self.trainer)
-        used = used if self.scaler.checks or carried != 1 else []
+        used = used if self.scaler.scales or carried != 1 else []
         arrays = [entry.gradient for entry in used]
         finite = not any(map(gradients.is_overflown, used)) and all_finite(arrays)
         if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
@@ -284,7 +297,7 @@ class State:
         gradients.end_step(self.trainer)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         statistics = gradients.trainers.get(self.trainer)
-        if self.scaler.scales and self.scaler.checks and statistics is not None:
+        if self.scaler.scales and statistics is not None:
             statistics.after_step(finite, partial(running_statistics, self.trainer))
         self._notify(report)
         self._log(report)
@@ -409,8 +422,8 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
         comes from `mxnet.contrib.amp`.
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         The default is `LossScaler()` in float16, and `NoScaler()` in bfloat16, which has float32's
-        range. Both skip steps with Inf or NaN gradients. If `init("auto")` has chosen float32, the
-        scale is 1 with any scaler, and no step is skipped.
+        range. Steps with Inf or NaN gradients are skipped, but not with a `NoScaler`, which leaves
+        updates to plain MXNet. Where `init("auto")` has chosen float32, any scaler is a `NoScaler`.
 
     Raises
     ------
@@ -532,9 +545,13 @@ def attach_hook(
     check_contrib_is_off()
     if state is not None and state.scaled_by:
         state.check_scaled_by(scaled_by)
-        if loss_scaler is None and (state.scaler.checks or current_policy() is None):
+        if loss_scaler is None and (state.scaler.scales or current_policy() is None):
             return state
-    scaler = loss_scaler or _default_scaler()
+    policy = current_policy()
+    if loss_scaler is None and policy is None and not chose_float32():
+        raise StateError(NO_POLICY)
+    is_float16 = policy is not None and policy.target_dtype == "float16"
+    scaler = loss_scaler or (LossScaler() if is_float16 else NoScaler())
     _keep_updates_skippable(trainer, scaler)
     if state is not None:
         state.scaler, state.scaled_by = scaler, scaled_by
@@ -551,22 +568,12 @@ def attach_hook(
     return state
 
 
-def _default_scaler() -> LossScaler:
-    """Return the scaler for the current policy; raise `StateError` if mixed precision is off."""
-    if chose_float32():
-        return unchecked_scaler()
-    policy = current_policy()
-    if policy is None:
-        raise StateError(NO_POLICY)
-    return LossScaler() if policy.target_dtype == "float16" else NoScaler()
-
-
 def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
     """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
     settings = trainer._kvstore_params
     kvstore, begun = settings["kvstore"], trainer._kv_initialized
     obstacle = None
-    if scaler.checks and is_horovod_optimizer(trainer._optimizer):
+    if scaler.scales and is_horovod_optimizer(trainer._optimizer):
         obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
     elif trainer._update_on_kvstore or (trainer._contains_sparse_weight and not begun):
         obstacle = "on the kvstore", "make it of dense parameters, with update_on_kvstore=False"
@@ -576,16 +583,15 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
         if settings["update_on_kvstore"]:
             logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
         settings["update_on_kvstore"] = False
-    elif scaler.checks:
+    elif scaler.scales:
         raise StateError(UNSKIPPABLE.format(*obstacle))
-    if scaler.checks:
+    if scaler.scales:
         check_kvstore(trainer)
 
 
 @checked_call
-@contextmanager
-def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> Iterator[Any]:
-    """Yield the loss times the trainer's loss scale, and mark the gradients as scaled.
+def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> ContextManager[Any]:
+    """Return a context with the loss times the trainer's loss scale; mark gradients as scaled.
 
     ::
 
@@ -622,9 +628,8 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
         hook.drop()
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
-    scales = [hook.scaler.loss_scale for hook in hooks if hook.scaler.scales]
-    scale = min(scales, default=hooks[0].scaler.loss_scale)
+    scale = min([hook.scaler.loss_scale for hook in hooks if hook.scaler.scales], default=1.0)
     scaled = scale_losses(loss, scale, any(hook._stage is Stage.SCALED for hook in hooks))
     for hook in hooks:
         hook.mark_scaled(scale)
-    yield scaled
+    return nullcontext(scaled)

@@ -60,24 +60,27 @@ def said(done, word):
 
 
 def counted(done):
-    """Return the dtype, lowered operators, steps and skips of the one summary."""
-    pattern = r": (\w+) on cpu, (\d+) operators? in 16 bits, (\d+) steps?, (\d+) skipped"
+    """Return the dtype and lowered operators of the one summary; in float16, steps and skips."""
+    pattern = r": (\w+) on cpu, (\d+) operators? in 16 bits\n(?:.* (\d+) steps?, (\d+) skipped)?"
     ((dtype, *counts),) = re.findall(pattern, done.stderr)
-    return (dtype, *map(int, counts))
+    return (dtype, *(int(count) for count in counts if count))
 
 
 @slow
 @pytest.mark.parametrize("way", ["variable", "run"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_plain_gluon_script(tmp_path, dtype, way):
-    done = run("train_digits", 3, way=way, value=dtype, folder=tmp_path)
-    assert said(done, "skipped") == "True"
+    # In bfloat16 as in float32, an overflow ends a run.
+    done = run(
+        "train_digits", 3 if dtype == "float16" else -1, way=way, value=dtype, folder=tmp_path
+    )
+    assert said(done, "skipped") == ("True" if dtype == "float16" else "None")
     assert float(said(done, "accuracy")) > 0.93
     assert said(done, "saved") == "{'float32'}"
-    used, lowered, steps, skips = counted(done)
-    assert (used, steps + skips) == (dtype, 100)
+    used, lowered, *counts = counted(done)
+    assert (used, sum(counts)) == (dtype, 100 if dtype == "float16" else 0)
     assert lowered >= 2
-    assert skips >= 1
+    assert counts[1:] != [0]
 
 
 @slow
@@ -145,7 +148,7 @@ def test_the_variable_auto_in_float32_keeps_calls_of_contrib_in_float32(environm
 def test_the_variable_auto_elsewhere_is_that_dtype_but_not_in_children(environment, dtype, child):
     environment("auto", dtype, child)
     assert amp.is_enabled() != child
-    assert hasattr(dense()[1], "amp_steps") != child
+    assert hasattr(dense()[1], "amp_steps") == (dtype == "float16" and not child)
 
 
 # ------------------------------------------------------------------- programs that import mxamp

@@ -37,7 +37,8 @@ class Run:
             self.optimizer = amp.decorate(mx.optimizer.SGD(), self.scale)
         elif self.way == "automatic":
             automatic.start(policy=policy)
-            backward_patches.default_scale.scaler.set_scale(self.scale)
+            if self.dtype == "float16":
+                backward_patches.default_scale.scaler.set_scale(self.scale)
 
     def trainer(self, net):
         trainer = gluon.Trainer(net.collect_params(), self.optimizer)

@@ -126,7 +126,7 @@ def trained(way, net, passes):
         amp.init_trainer(trainer, scaler)
     elif way == "GradScaler":
         scaler = amp.GradScaler(SCALE, growth_interval=1000)
-    elif way == "automatic":
+    elif way == "automatic" and backward_patches.default_scale is not None:
         backward_patches.default_scale.scaler.resume(scaler.state_dict())
     before = net.dense.weight.data().copy()
     for _ in range(passes):

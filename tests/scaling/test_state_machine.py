@@ -197,9 +197,8 @@ def build_trainer(kind, net, scale, interval, momentum):
         )
     trainer = gluon.Trainer(net.collect_params(), optimizer)
     if kind == "scale_loss":
-        constant = amp.NoScaler() if scale == 1 else amp.StaticLossScaler(scale)
         dynamic = amp.LossScaler(scale, growth_interval=interval or 2000)
-        amp.init_trainer(trainer, dynamic if interval else constant)
+        amp.init_trainer(trainer, dynamic if interval else amp.StaticLossScaler(scale))
     return trainer
 
 
@@ -254,9 +253,7 @@ class Programs(RuleBasedStateMachine):
             self.owners.append(Owner(seen_as, net, trainer, weights, scalers.get(kind)))
         if mode == "initialize":
             nets, trainers = zip(*((one.net, one.trainer) for one in self.owners))
-            level, scale = {None: ("O0", None), 1: ("O1", "dynamic"), 2: ("O1", scales[0])}[
-                interval
-            ]
+            level, scale = {None: ("O0", 1.0), 1: ("O1", "dynamic"), 2: ("O1", scales[0])}[interval]
             amp.initialize([*nets], [*trainers], opt_level=level, loss_scale=scale, ctx=mx.cpu())
 
     def teardown(self):
