@@ -40,7 +40,7 @@ def run(
     policy: Optional[str],
     stats: bool,
 ) -> None:
-    """Run a Python SCRIPT with ARGUMENTS in mixed precision, loss scaling included.
+    """Run a Python SCRIPT with ARGUMENTS in mixed precision, with loss scaling in float16.
 
     SCRIPT needs no change; - means standard input. Options before SCRIPT are mxamp's, options after
     it are the script's. A script that imports mxamp runs as without this command. If a script calls
