@@ -20,7 +20,7 @@ COMMANDS: Dict[str, Tuple[str, str]] = {
     "doctor": ("doctor", "Check the installation: what is wrong, and what to do."),
     "explain": ("explain", "Show the precision of each operator of a saved model, and why."),
     "export-onnx": ("onnx", "Write a saved model as ONNX, for ONNX Runtime or OpenVINO."),
-    "run": ("run", "Run a Python script in mixed precision, with loss scaling in float16."),
+    "run": ("run", "Run a Python script in mixed precision."),
     "tune": ("tune", "Measure a saved model, and find its fastest policy."),
 }
 
