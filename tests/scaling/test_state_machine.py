@@ -419,7 +419,8 @@ class Programs(RuleBasedStateMachine):
         owner = self.owner(pick)
         owner.net.collect_params().zero_grad()
         for weight in owner.weights:
-            weight.overflowed |= owner.kind == "decorate" and weight.fresh and not weight.finite
+            if owner.kind == "decorate" or owner.stage == "unscaled":  # also before a `shutdown`
+                weight.overflowed |= weight.fresh and not weight.finite
             weight.gradient = np.zeros(2)
 
     @rule(pick=PICK, which=st.integers(0, 1), request=REQUESTS)
