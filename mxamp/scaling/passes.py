@@ -112,7 +112,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
         if _scales_behind(array, whole=others):
             raise StateError("this loss has been scaled already: scale each loss once")
         arrays.append(array)
-        if dtype_of(array) not in ("float32", "float64"):
+        if scale != 1 and dtype_of(array) not in ("float32", "float64"):
             array = array.astype("float32")  # 65504 is float16's largest number
         return _marked(array, scale)
 

@@ -605,8 +605,8 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     Parameters
     ----------
     loss : NDArray, or lists, tuples and dicts of them
-        The loss. The scaled loss has the same lists, tuples and dicts. The scaled loss of a float16
-        loss is in float32.
+        The loss. The scaled loss has the same lists, tuples and dicts, and is in float32. A scale
+        of 1, as in bfloat16, leaves the loss as it is.
     optimizer_or_trainer : gluon.Trainer, or list of gluon.Trainer
         The trainers of all parameters that the loss depends on, each after `init_trainer`. The
         smallest scale of these trainers multiplies the loss. Each trainer checks its own gradients.
