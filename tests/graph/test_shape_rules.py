@@ -116,8 +116,8 @@ def small(symbol, policy=B, data=(256, 64), side=None, **usage):
     ([147], 15, ["conv", "fc0"]), ([180], 15, []),
 ])  # fmt: skip
 def test_layers_that_are_small_on_average_stay_in_float32(units, side, names, training):
-    net = layers(*units, side=side)
-    assert small(net, side=side, training=training) == names
+    net, data = layers(*units, side=side), (512 if training else 256, 64)
+    assert small(net, data=data, side=side, training=training) == names
     assert small(net, B.untuned(), side=side, training=training) == []
     assert small(net, side=side, converting=True) == []
 
