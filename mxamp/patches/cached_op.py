@@ -163,7 +163,7 @@ class PolicyCachedOp:
         names = self._names = symbol.list_inputs()
         args, output = block._in_format, block._out_format
         #: The number of arguments if they and the output are arrays, not lists of arrays.
-        self.arrays = len(args) if not any(args) and output == 0 else None
+        self.arrays = len(args) if [*args, output] == [0] * (len(args) + 1) else None
         places = block._cached_op_args
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
@@ -189,13 +189,13 @@ class PolicyCachedOp:
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
 
-    def __call__(self, *args: NDArray) -> Any:
+    def __call__(self, *args: NDArray, out: Any = None) -> Any:
         """Run the graph on these arguments, as MXNet's cached op does."""
         op = self._select_op(args)
         if type(op.run) is not CachedOp:
-            return op.run(*op.inputs(args))
+            return op.run(*op.inputs(args), out=out)
         call, handle = _LIB.MXInvokeCachedOpEx, op.run.handle
-        return call_library(call, handle, op.inputs(args), (), self.is_np_sym, False, None)
+        return call_library(call, handle, op.inputs(args), (), self.is_np_sym, False, out)
 
     def graph_of(self, args: Sequence[NDArray]) -> tuple[Symbol, Sequence[NDArray]]:
         """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
@@ -225,7 +225,7 @@ class PolicyCachedOp:
         # With `fp32_layers`, each call may have to warn of layers that no block has. Without
         # parameters, a call may be on another device.
         keeps = bool(self._parameters) and not policy.fp32_layers
-        self._last = key, op if keeps else None, objects
+        self._last = (key, op, objects) if keeps else (None, None, None)
         return op
 
     def _find_op(self, policy: Policy, off: bool, training: bool, args: Sequence[NDArray]) -> _Op:

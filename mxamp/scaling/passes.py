@@ -104,7 +104,7 @@ def scale_losses(loss: Any, scale: float, others: bool) -> Any:
     may lie behind it: this reads its whole graph. A scale of 1 leaves losses as they are.
     """
     gradients.passes += not passes.is_open  # the loss's pass, which nothing sees
-    if scale == 1 and isinstance(loss, NDArray) and not others:
+    if scale == 1 and not passes.is_open and isinstance(loss, NDArray):
         return loss
     arrays: list[NDArray] = []
 

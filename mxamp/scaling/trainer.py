@@ -52,6 +52,8 @@ logger = logging.getLogger("mxamp")
 #: After 30, the warning comes again: any scale from 2**24 down has fallen to 1 by then.
 _STUCK = (10, 30)
 _HALF = {"float16", "bfloat16"}
+#: The default scaler in bfloat16 and float32; `init_trainer` replaces it after `init("float16")`.
+_UNSCALED = NoScaler()
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
 TOO_MANY_SKIPS = (
@@ -183,7 +185,7 @@ class State:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether a step after the first is plain MXNet's: nothing is scaled, in one process."""
+        """Whether nothing is scaled in one process, known after the first sum of gradients."""
         alone = self._uninitialized == 0 and self.workers is None and self.results is None
         return alone and not self.scaler.scales and gradients.all_carry(1)
 
@@ -268,11 +270,7 @@ class State:
 
     def has_overflow(self, _params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
-        if self._is_plain and self._stage is not Stage.NONE:
-            self.steps += 1
-            self._notify(self._update_scaler(True, ()))
-            return False
-        carried, optimizer = self._equalize(), self.trainer._optimizer
+        optimizer = self.trainer._optimizer
         if not self._is_probed:
             check_float16_update(self.trainer)
             self._is_probed = True
@@ -280,6 +278,11 @@ class State:
         self.new_masters = []
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
+        if self._is_plain and self._stage is not Stage.NONE:
+            self.steps += 1
+            self._notify(self._update_scaler(True, ()))
+            return False
+        carried = self._equalize()
         self.last_stage = self._stage
         gradients.reduced_at.pop(self.trainer, None)
         if self._stage is Stage.NONE:
@@ -430,8 +433,8 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     ArgumentError
         An argument is not a Trainer, or not a scaler.
     StateError
-        Mixed precision is off and no scaler is given. Or the trainer has updated parameters on
-        its kvstore already, or can update them only there.
+        Mixed precision is off and no scaler is given. Or the scaler is no `NoScaler`, and the
+        trainer has updated parameters on its kvstore already, or can update them only there.
     """
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
@@ -453,9 +456,9 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
         trainer.step(batch_size)
 
     `unscale` divides the gradients on all devices. If a gradient has overflowed, the next step is
-    skipped, even if you change the gradient to a finite value. If you have cast parameters to
-    float16, their gradients lose the small values that the loss scale has preserved. `unscale`
-    waits until the gradients are computed.
+    skipped, even if you change the gradient to a finite value, unless the scaler is a `NoScaler`.
+    If you have cast parameters to float16, their gradients lose the small values that the loss
+    scale has preserved. `unscale` waits until the gradients are computed.
 
     Parameters
     ----------
@@ -484,7 +487,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     The norm is the L2 norm of all gradients together. `clip_grad_global_norm` sums the gradients
     over devices before clipping, so that every device clips by the same factor. `step` does not sum
     the gradients again. If the norm is Inf or NaN, nothing is clipped, and the next step is
-    skipped. The call waits until the gradients are computed.
+    skipped, unless the scaler is a `NoScaler`. The call waits until the gradients are computed.
 
     `step(batch_size)` divides the clipped gradients by the batch size.
 
@@ -545,13 +548,13 @@ def attach_hook(
     check_contrib_is_off()
     if state is not None and state.scaled_by:
         state.check_scaled_by(scaled_by)
-        if loss_scaler is None and (state.scaler.scales or current_policy() is None):
+        if loss_scaler is None and (state.scaler is not _UNSCALED or current_policy() is None):
             return state
     policy = current_policy()
     if loss_scaler is None and policy is None and not chose_float32():
         raise StateError(NO_POLICY)
     is_float16 = policy is not None and policy.target_dtype == "float16"
-    scaler = loss_scaler or (LossScaler() if is_float16 else NoScaler())
+    scaler = loss_scaler or (LossScaler() if is_float16 else _UNSCALED)
     _keep_updates_skippable(trainer, scaler)
     if state is not None:
         state.scaler, state.scaled_by = scaler, scaled_by

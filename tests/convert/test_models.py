@@ -37,15 +37,12 @@ def test_a_converted_model_computes_what_autocast_does(dtype, make, offline):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-@pytest.mark.parametrize(
-    "value, words",
-    [
-        (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 2000"),
-        (65519.0, None),
-        (65520.0, "2 finite values of 'fc_weight' become infinity in float16, and 0 zero: name the layer 'fc' in"),
-        (1e-9, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value, words", [
+    (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 2000"),
+    (65519.0, None),
+    (65520.0, "2 finite values of 'fc_weight' become infinity in float16, and 0 zero: name the layer 'fc' in"),
+    (1e-9, None),
+])  # fmt: skip
 def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
     weight = np.ones((4, 500), "float32")
@@ -73,19 +70,16 @@ def test_a_parameter_that_is_an_output_too_keeps_its_dtype():
     assert kind(held["fc_weight"]) == "float32"
 
 
-@pytest.mark.parametrize(
-    "convert, error, words",
-    [
-        (lambda: symbol(excluded_sym_names=["dense0"]), amp.UnknownNameError, "'dense0_fwd'.*end in _fwd"),
-        (lambda: symbol(excluded_sym_names=["xyz"]), amp.UnknownNameError, "there is 'dense0_fwd'"),
-        (lambda: symbol(excluded_sym_names=3), amp.ArgumentError, "list of them"),
-        (lambda: symbol(data_names=["dat"]), amp.UnknownNameError, "'data'"),
-        (lambda: symbol(input_dtypes={"dta": "int32"}), amp.UnknownNameError, "'data'"),
-        (lambda: amp.convert_model(mx.sym.var("x") * 2, {"x": nd.ones(2)}, {}, input_dtypes={"x": "int8"}), amp.ArgumentError, "'x' is a parameter in float32"),
-        (lambda: amp.convert_hybrid_block(mx.sym.var("x")), amp.ArgumentError, "HybridBlock"),
-        (lambda: amp.convert_bucketing_module(None), amp.ArgumentError, "BucketingModule"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("convert, error, words", [
+    (lambda: symbol(excluded_sym_names=["dense0"]), amp.UnknownNameError, "'dense0_fwd'.*end in _fwd"),
+    (lambda: symbol(excluded_sym_names=["xyz"]), amp.UnknownNameError, "there is 'dense0_fwd'"),
+    (lambda: symbol(excluded_sym_names=3), amp.ArgumentError, "list of them"),
+    (lambda: symbol(data_names=["dat"]), amp.UnknownNameError, "'data'"),
+    (lambda: symbol(input_dtypes={"dta": "int32"}), amp.UnknownNameError, "'data'"),
+    (lambda: amp.convert_model(mx.sym.var("x") * 2, {"x": nd.ones(2)}, {}, input_dtypes={"x": "int8"}), amp.ArgumentError, "'x' is a parameter in float32"),
+    (lambda: amp.convert_hybrid_block(mx.sym.var("x")), amp.ArgumentError, "HybridBlock"),
+    (lambda: amp.convert_bucketing_module(None), amp.ArgumentError, "BucketingModule"),
+])  # fmt: skip
 def test_wrong_arguments(convert, error, words):
     with pytest.raises(error, match=words):
         convert()

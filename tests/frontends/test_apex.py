@@ -122,13 +122,10 @@ def test_exported_models_are_float32(level, tmp_path, monkeypatch):
     np.testing.assert_allclose(loaded(data).asnumpy(), plain, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize(
-    "level, sparse, embedding, norm",
-    [
-        ("O2", False, "float32", "float32"), ("O2", True, "float32", "float32"),
-        ("O3", True, "float32", "float16"), ("O3", False, "float16", "float16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("level, sparse, embedding, norm", [
+    ("O2", False, "float32", "float32"), ("O2", True, "float32", "float32"),
+    ("O3", True, "float32", "float16"), ("O3", False, "float16", "float16"),
+])  # fmt: skip
 def test_embeddings_and_norms_that_stay_float32(level, sparse, embedding, norm):
     net = gluon.nn.HybridSequential()
     net.add(gluon.nn.Embedding(7, 4, sparse_grad=sparse), gluon.nn.Dense(3, in_units=4))

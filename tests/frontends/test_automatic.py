@@ -98,14 +98,11 @@ def test_a_wrong_value_is_one_line_and_changes_nothing(tmp_path):
     assert said(done, "on") == "False"
 
 
-@pytest.mark.parametrize(
-    "script, own",
-    [
-        ("import mxamp as amp", True), ("x = 1\nimport mxnet, mxamp", True),
-        ("def f():\n    from mxamp.errors import AmpError", True),
-        ("from mxnet.contrib import amp", False), ("import mxampere", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("script, own", [
+    ("import mxamp as amp", True), ("x = 1\nimport mxnet, mxamp", True),
+    ("def f():\n    from mxamp.errors import AmpError", True),
+    ("from mxnet.contrib import amp", False), ("import mxampere", False),
+])  # fmt: skip
 def test_scripts_that_import_mxamp(script, own):
     assert imports_mxamp(script.encode()) == own
 

@@ -159,6 +159,18 @@ def test_nested_inputs_outputs_and_none(on):
     assert {kind(t) for t in (first, second, third)} == {"float32"}
 
 
+def test_arguments_of_another_structure_are_refused(on):
+    class Sum(nn.HybridBlock):
+        def hybrid_forward(self, F, x, others):
+            return F.add_n(x, *others)
+
+    net, x = Sum(), randn(2, 2)
+    net.hybridize()
+    assert (values(net(x, [])) == values(x)).all()
+    with pytest.raises(ValueError, match="argument structure"):
+        net(x, x)
+
+
 def test_blocks_cast_by_the_user_keep_their_dtype():
     net = nn.Dense(4, in_units=4)
     net.initialize()

@@ -74,9 +74,11 @@ def test_every_optimizer_makes_sound_updates_or_is_refused(optimizer, level):
         named = f"its epsilon={LOSE_EPSILON.get(optimizer)}" in str(raised.value)
         assert named == (optimizer in LOSE_EPSILON)
         net.cast("float16")
-        amp.init_trainer(trainer, amp.LossScaler())
-        with pytest.raises(amp.ArgumentError, match=type(trainer.optimizer).__name__):
-            trainer.step(16)
+        for scaler in (amp.LossScaler(), amp.NoScaler()):
+            amp.init_trainer(trainer, scaler)
+            with pytest.raises(amp.ArgumentError, match=type(trainer.optimizer).__name__):
+                with amp.scale_loss(mx.nd.ones(1), trainer):
+                    trainer.step(16)
         return
     weights = trained(net, trainer, level)
     amp.shutdown()

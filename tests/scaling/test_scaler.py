@@ -41,17 +41,14 @@ def test_against_the_reference(steps, scale, growth, backoff, interval, low, hig
     assert all(low <= s <= high and math.isfinite(s) for s in seen)
 
 
-@pytest.mark.parametrize(
-    "argument, value",
-    [
-        ("init_scale", 0), ("init_scale", -1), ("init_scale", math.nan), ("init_scale", "65536"),
-        ("growth_factor", 1), ("growth_factor", 0.5), ("growth_factor", math.inf),
-        ("backoff_factor", 1), ("backoff_factor", 0), ("backoff_factor", 2),
-        ("growth_interval", 0), ("growth_interval", 1.5), ("growth_interval", True),
-        ("min_scale", 2.0**20), ("max_scale", 2), ("min_scale", 0), ("hysteresis", 0),
-        ("hysteresis", "1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("argument, value", [
+    ("init_scale", 0), ("init_scale", -1), ("init_scale", math.nan), ("init_scale", "65536"),
+    ("growth_factor", 1), ("growth_factor", 0.5), ("growth_factor", math.inf),
+    ("backoff_factor", 1), ("backoff_factor", 0), ("backoff_factor", 2),
+    ("growth_interval", 0), ("growth_interval", 1.5), ("growth_interval", True),
+    ("min_scale", 2.0**20), ("max_scale", 2), ("min_scale", 0), ("hysteresis", 0),
+    ("hysteresis", "1"),
+])  # fmt: skip
 def test_invalid_arguments_are_named(argument, value):
     with pytest.raises(ArgumentError, match=argument):
         LossScaler(**{argument: value})
@@ -79,15 +76,12 @@ def test_states_round_trip(scaler):
     assert str(int(scaler.loss_scale)) in repr(scaler) or isinstance(scaler, NoScaler)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda s: {}, lambda s: None, lambda s: {**s, "version": 2}, lambda s: {**s, "kind": "Other"},
-        lambda s: {k: v for k, v in s.items() if k != "clean_steps"},
-        lambda s: {**s, "loss_scale": math.nan}, lambda s: {**s, "growth_factor": 0.5},
-        lambda s: {**s, "clean_steps": -1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    lambda s: {}, lambda s: None, lambda s: {**s, "version": 2}, lambda s: {**s, "kind": "Other"},
+    lambda s: {k: v for k, v in s.items() if k != "clean_steps"},
+    lambda s: {**s, "loss_scale": math.nan}, lambda s: {**s, "growth_factor": 0.5},
+    lambda s: {**s, "clean_steps": -1},
+])  # fmt: skip
 def test_foreign_states_change_nothing(change):
     scaler = LossScaler()
     before = scaler.state_dict()

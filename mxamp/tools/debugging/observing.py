@@ -286,10 +286,10 @@ class MonitoredGraph:
         """Replace the monitor, which a later backward pass would call."""
         check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
-    def __call__(self, *inputs: NDArray) -> Any:
+    def __call__(self, *inputs: NDArray, **options: Any) -> Any:
         """Run the graph, observed."""
         with self.observed(inputs):
-            return self._op(*inputs)
+            return self._op(*inputs, **options)
 
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
