@@ -185,9 +185,9 @@ class State:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether nothing is scaled in one process, known after the first sum of gradients."""
-        alone = self._uninitialized == 0 and self.workers is None and self.results is None
-        return alone and not self.scaler.scales and gradients.all_carry(1)
+        """Whether steps after the first are plain MXNet's: nothing is scaled, in one process."""
+        alone = self._is_probed and self.workers is None and self.results is None
+        return alone and not (self.new_masters or self.scaler.scales) and gradients.all_carry(1)
 
     @property
     def _is_reduced(self) -> bool:
@@ -238,7 +238,7 @@ class State:
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
-        if self._is_plain and self.trainer._kvstore is None:
+        if self._is_plain and self._uninitialized == 0 and self.trainer._kvstore is None:
             type(self.trainer)._allreduce_grads(self.trainer)
             return
         if self._is_reduced:  # to clip them, before `step`
@@ -271,17 +271,17 @@ class State:
     def has_overflow(self, _params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         optimizer = self.trainer._optimizer
-        if not self._is_probed:
-            check_float16_update(self.trainer)
-            self._is_probed = True
-        follow_weights(self.new_masters)
-        self.new_masters = []
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         if self._is_plain and self._stage is not Stage.NONE:
             self.steps += 1
             self._notify(self._update_scaler(True, ()))
             return False
+        if not self._is_probed:
+            check_float16_update(self.trainer)
+            self._is_probed = True
+        follow_weights(self.new_masters)
+        self.new_masters = []
         carried = self._equalize()
         self.last_stage = self._stage
         gradients.reduced_at.pop(self.trainer, None)
