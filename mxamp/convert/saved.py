@@ -43,7 +43,7 @@ _PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|w
 
 NOT_A_PREFIX = "{path!r} is a file: the prefix of its model is {prefix!r} (`policy` takes policies)"
 LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
-NUMPY_BFLOAT16 = "%s: under npx.set_np(), load and call it in np_array(False), np_shape(True)"
+NUMPY_BFLOAT16 = "%s: under npx.set_np(), use it within mx.util.np_array(False), np_shape(True)"
 SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 NO_PARAMS = "{path!r} can't be read as parameters: {why}"

@@ -122,11 +122,11 @@ def initialize(
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
     """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
-    if loss_scale == "dynamic" or (loss_scale is None and opt_level in ("O1", "O2")):
-        return LossScaler()
-    if loss_scale is None and opt_level == "O0":
+    if loss_scale is None:
+        loss_scale = {"O0": None, "O3": 1}.get(opt_level, "dynamic")
+    if loss_scale is None:
         return NoScaler()
-    return StaticLossScaler(1 if loss_scale is None else loss_scale)
+    return LossScaler() if loss_scale == "dynamic" else StaticLossScaler(loss_scale)
 
 
 def _as_list(name: str, value: Any, cls: type) -> List[Any]:

@@ -82,7 +82,7 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     switch_on(chosen)
     process.lowered.clear()
-    scales = isinstance(chosen, Policy) and chosen.target_dtype == "float16"
+    scales = chosen.target_dtype == "float16"
     scaling = [backward_patches, module_patches] if scales else []
     for front_end in (contrib_patches, *scaling, _run):
         front_end.open()

@@ -223,13 +223,14 @@ def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
 
 def _patched_update(original: Original, self: Module) -> None:
     """Update a module's parameters if all gradients are finite, then update the loss scale."""
-    shared, state, finite = scale_of(self._optimizer), _state_of(self), True
-    if shared is not None and shared.scaler.scales:
-        finite = _update_if_finite(self, shared.scaler, state.overflown, original)
+    shared, scaler, finite = scale_of(self._optimizer), _scaler_of(self), True
+    if scaler is None:
+        original(self)
+    else:
+        state = _state_of(self)
+        finite = _update_if_finite(self, scaler, state.overflown, original)
         state.overflown = False
         state.statistics.after_step(finite, partial(_running_statistics, self))
-    else:
-        original(self)
     if shared is not None:
         shared.scaler.update(finite)
 

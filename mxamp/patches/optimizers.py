@@ -40,11 +40,11 @@ def patched_update_impl(
 ) -> None:
     """Update in NumPy where that is faster; `arrays` are weights, gradients and states."""
     is_list = isinstance(indices, (tuple, list))
-    if not any(map(_is_large, arrays[0] if is_list else arrays[:1])):
+    rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
+    fast = [_is_large(row[1]) and _is_faster(self, *row[1:]) for row in rows]
+    if multi_precision or not any(fast):
         original(self, indices, *arrays, multi_precision)
         return
-    rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
-    fast = [not multi_precision and _is_faster(self, *row[1:]) for row in rows]
     for row, is_fast in zip(rows, fast):
         if is_fast:
             _sgd(self, *row)
@@ -65,7 +65,6 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     policy, used = current_policy(), [array for array in arrays if array is not None]
     return (
         policy is not None
-        and _is_large(arrays[0])
         and "sgd" in policy.substitutions
         and type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient

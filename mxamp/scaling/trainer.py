@@ -546,11 +546,11 @@ def attach_hook(
     """
     state = state_of(trainer)
     check_contrib_is_off()
+    policy = current_policy()
     if state is not None and state.scaled_by:
         state.check_scaled_by(scaled_by)
-        if loss_scaler is None and (state.scaler is not _UNSCALED or current_policy() is None):
+        if loss_scaler is None and (state.scaler is not _UNSCALED or policy is None):
             return state
-    policy = current_policy()
     if loss_scaler is None and policy is None and not chose_float32():
         raise StateError(NO_POLICY)
     is_float16 = policy is not None and policy.target_dtype == "float16"
