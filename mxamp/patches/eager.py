@@ -39,7 +39,7 @@ from ..graph.gradients import needs_separate_bias, without_bias
 from ..graph.ir import Node
 from ..graph.speed import passes
 from ..graph.speed.convolutions import image_convolution
-from ..graph.speed.shape_rules import reason_to_keep_call
+from ..graph.speed.shape_rules import IN_CALLS, reason_to_keep_call
 from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
@@ -287,7 +287,7 @@ class _Casts:
         self._sums = rule.has_shape_rule("long_sums")
         self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
         self._target = DTYPE_CODES[policy.target_dtype]
-        self._by_size = any(not one.reason.exact for one in rule.by_shape)
+        self._by_size = any(one.name in IN_CALLS for one in rule.by_shape)
         #: Why layers of certain shapes and attributes stay in float32, or None.
         self._kept: dict[Any, Reason | None] = {}
         read = {*_READ.get(operator.name, ()), *(c.attribute for c in rule.conditions)}
@@ -310,7 +310,7 @@ class _Casts:
             kept = long_sum_reason(self._rule, dict(attributes), arrays[0].shape)
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
-        elif codes[1:2] != (_FLOAT32,):
+        elif codes[1:2] != (_FLOAT32,) and not (kept and kept.exact):
             kept = None
         decision = self._decided(codes, attributes, kept)
         changes = decision is not None and mx_arrays.on_device(arrays, self._policy.device)

@@ -24,11 +24,11 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 #: Names of rules by shapes and neighbors in operator lists: functions of `graph.speed.shape_rules`.
 SHAPE_RULES = (
     "few_rows", "odd_channels", "plain_layout", "long_sums", "cast_weight", "volume_views",
-    "few_columns", "small_layers",
+    "few_columns", "small_layers", "padded_kernel",
 )  # fmt: skip
 
 #: Shape rules that affect results. The others only affect speed, and apply only in tuned graphs.
-_EXACT = frozenset({"long_sums", "cast_weight", "volume_views"})
+_EXACT = frozenset({"long_sums", "cast_weight", "volume_views", "padded_kernel"})
 
 #: Shape rules that stand for a missing kernel: the operator computes in float32 on values of the
 #: target dtype. All other shape rules keep the operator in float32.

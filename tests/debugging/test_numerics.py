@@ -112,17 +112,14 @@ def test_a_healthy_net_has_no_findings(way, train):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "make, x, train, expected, tensor, values",
-    [
-        (lambda: deep(explode), randn(4, 8, scale=3), False, "nonfinite forward exp", "output", "Inf"),
-        (bad_weight, randn(4, 8), False, "input forward FullyConnected", "dense7_weight", "1 NaN"),
-        (deep, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf, from -"),
-        # The derivative of sqrt at 0.
-        (lambda: deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x), randn(4, 8), True,
-         "nonfinite backward sqrt", "gradient", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("make, x, train, expected, tensor, values", [
+    (lambda: deep(explode), randn(4, 8, scale=3), False, "nonfinite forward exp", "output", "Inf"),
+    (bad_weight, randn(4, 8), False, "input forward FullyConnected", "dense7_weight", "1 NaN"),
+    (deep, with_one(np.inf, randn(4, 8)), False, "input forward FullyConnected", "data", "1 Inf, from -"),
+    # The derivative of sqrt at 0.
+    (lambda: deep(lambda F, x: F.sqrt(F.zeros_like(x) * x) + x), randn(4, 8), True,
+     "nonfinite backward sqrt", "gradient", ""),
+])  # fmt: skip
 def test_planted_faults_are_found(way, make, x, train, expected, tensor, values):
     net = make()
     (found,) = checked(prepared(net, way, x, train)).findings  # operators behind it are no culprits
@@ -355,15 +352,12 @@ def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
     assert (check.first.kind, check.first.step) == ("overflow", 2)
 
 
-@pytest.mark.parametrize(
-    "function, maker, printed",
-    [
-        (lambda F, x: F.log(F.Flatten(F.sigmoid(x * -3) * 1e-3)), "zero__mulscalar1", "1 -Inf, "),
-        (lambda F, x: F.log(F.pick(F.sigmoid(x * -5), F.zeros(1))), "zero_sigmoid0", "1 -Inf"),
-        (lambda F, x: F.broadcast_div(x, F.max(F.relu(3 - x), 1, True)), "zero_relu0", "3 Inf"),
-        (lambda F, x: F.dot(F.relu(x - 3) * 2, 6e4 - F.eye(3) * 6e4), "", "2 Inf"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function, maker, printed", [
+    (lambda F, x: F.log(F.Flatten(F.sigmoid(x * -3) * 1e-3)), "zero__mulscalar1", "1 -Inf, "),
+    (lambda F, x: F.log(F.pick(F.sigmoid(x * -5), F.zeros(1))), "zero_sigmoid0", "1 -Inf"),
+    (lambda F, x: F.broadcast_div(x, F.max(F.relu(3 - x), 1, True)), "zero_relu0", "3 Inf"),
+    (lambda F, x: F.dot(F.relu(x - 3) * 2, 6e4 - F.eye(3) * 6e4), "", "2 Inf"),
+])  # fmt: skip
 def test_zeros_are_followed_to_the_operator_that_made_them(function, maker, printed):
     net, data = nn.HybridSequential(), nd.array([[4, 3, 3]])
     net.add(nn.Dense(3, in_units=3, use_bias=False), nn.HybridLambda(function, prefix="zero_"))

@@ -24,14 +24,11 @@ def test_the_whole_registry_is_there():
         assert sum(1 + len(op.aliases) for op in registry().values()) == 1167
 
 
-@pytest.mark.parametrize(
-    "alias, name",
-    [
-        ("concat", "Concat"), ("Concat", "Concat"), ("_npx_convolution", "Convolution"),
-        ("sum_axis", "sum"), ("_sparse_dot", "dot"), ("linalg_gemm2", "_linalg_gemm2"),
-        ("softmax", "softmax"), ("identity", "_copy"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("alias, name", [
+    ("concat", "Concat"), ("Concat", "Concat"), ("_npx_convolution", "Convolution"),
+    ("sum_axis", "sum"), ("_sparse_dot", "dot"), ("linalg_gemm2", "_linalg_gemm2"),
+    ("softmax", "softmax"), ("identity", "_copy"),
+])  # fmt: skip
 def test_resolve(alias, name):
     assert resolve(alias).name == name
     assert resolve(alias) is registry()[name]
@@ -109,14 +106,11 @@ def test_attributes_that_were_probed_beside(name):
         assert starts_backward(name, variant["attributes"]) == (variant["verdict"] == "ignores")
 
 
-@pytest.mark.parametrize(
-    "name, attributes, starts",
-    [
-        ("SoftmaxOutput", {"out_grad": "True"}, True), ("sin", {}, False), ("BlockGrad", {}, False),
-        ("_Native", {}, False), ("_Native", {"need_top_grad": "False"}, True),
-        ("IdentityAttachKLSparseReg", {}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, attributes, starts", [
+    ("SoftmaxOutput", {"out_grad": "True"}, True), ("sin", {}, False), ("BlockGrad", {}, False),
+    ("_Native", {}, False), ("_Native", {"need_top_grad": "False"}, True),
+    ("IdentityAttachKLSparseReg", {}, False),
+])  # fmt: skip
 def test_starts_backward(name, attributes, starts):
     assert starts_backward(name, attributes) == starts
 

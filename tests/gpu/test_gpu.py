@@ -107,18 +107,15 @@ def test_products_in_float16_are_near_float32(name, device, policy):
     assert [relative(low, full) < 4e-3 for full, low in zip(*found)] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    "run, expected",
-    [
-        (lambda x: mx.nd.softmax(x), "float32"),
-        (lambda x: mx.nd.exp(x), "float32"),
-        (lambda x: mx.nd.sum(x), "float32"),
-        (lambda x: mx.nd.LayerNorm(x, mx.nd.ones(64, ctx=x.context), mx.nd.zeros(64, ctx=x.context)), "float32"),
-        (lambda x: mx.nd.relu(x), "float16"),
-        (lambda x: x.reshape((-1, 8)), "float16"),
-        (lambda x: mx.nd.transpose(x), "float16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("run, expected", [
+    (lambda x: mx.nd.softmax(x), "float32"),
+    (lambda x: mx.nd.exp(x), "float32"),
+    (lambda x: mx.nd.sum(x), "float32"),
+    (lambda x: mx.nd.LayerNorm(x, mx.nd.ones(64, ctx=x.context), mx.nd.zeros(64, ctx=x.context)), "float32"),
+    (lambda x: mx.nd.relu(x), "float16"),
+    (lambda x: x.reshape((-1, 8)), "float16"),
+    (lambda x: mx.nd.transpose(x), "float16"),
+])  # fmt: skip
 def test_what_stays_float32_and_what_follows(run, expected, device, policy):
     x = mx.nd.random.normal(shape=(16, 64), ctx=device)
     with amp.autocast(policy=policy):

@@ -30,6 +30,26 @@ def test_the_rules_are_those_that_lists_may_name():
     assert tuple(RULES) == SHAPE_RULES
 
 
+@MODES
+@pytest.mark.parametrize("kernel, stride, pad, dilate, side, low", [
+    (3, 2, 1, 1, 1, False), (3, 4, 1, 1, 3, False), (5, 1, 2, 1, 2, False), (3, 1, 2, 2, 2, False),
+    (3, 1, 1, 1, 2, True), (3, 2, 1, 1, 3, True), (1, 1, 0, 1, 1, True),
+])  # fmt: skip
+def test_kernels_that_read_only_padding_train_in_float32(
+    kernel, stride, pad, dilate, side, low, training
+):
+    sizes = {"kernel": kernel, "stride": stride, "pad": pad, "dilate": dilate}
+    layer = conv("conv", X, **{name: (size, size) for name, size in sizes.items()})
+    expected = [] if low or not training else ["conv"]
+    for policy in (B, B.untuned()):
+        usage = {"shapes": {"data": (64, 16, side, side)}, "training": training}
+        assert kept(layer, policy, {"padded_kernel"}, **usage) == expected
+        shapes = [usage["shapes"]["data"], (16, 16, kernel, kernel)]
+        attrs = layer.attr_dict()["conv"]
+        reason = reason_to_keep_call(policy.untuned().rule("Convolution"), attrs, shapes, training)
+        assert (reason is not None) == bool(expected)
+
+
 # ---------------------------------------------------------------------- few rows, few columns
 
 

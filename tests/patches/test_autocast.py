@@ -29,14 +29,11 @@ def test_init_and_shutdown():
     assert_unpatched()
 
 
-@pytest.mark.parametrize(
-    "first, second, words",
-    [
-        ({}, {"target_dtype": "bfloat16"}, "Policy float16 on cpu> instead of <Policy bfloat16.*"),
-        ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, ".*untuned.*"),
-        ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)>"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("first, second, words", [
+    ({}, {"target_dtype": "bfloat16"}, "Policy float16 on cpu> instead of <Policy bfloat16.*"),
+    ({"target_dtype": "bfloat16"}, {"target_dtype": "bfloat16", "tuned": False}, ".*untuned.*"),
+    ({}, {"policy": FLOAT16.override(fp32=["dot"])}, r"fp32=\(\'dot\',\)>"),
+])  # fmt: skip
 def test_a_second_init_says_what_differs(first, second, words):
     here = {"ctx": "cpu"}
     amp.init(**first, **here)

@@ -74,7 +74,7 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert untuned.operators("low") == policy.operators("low")
     assert not untuned.substitutions
     exact = {one.name for rule in untuned.rules.values() for one in rule.by_shape}
-    assert exact == {"cast_weight", "volume_views"}
+    assert exact == {"cast_weight", "volume_views", "padded_kernel"}
 
 
 def test_nothing_is_lowered_in_float32(dtype, monkeypatch):

@@ -8,6 +8,7 @@ operators, and the measurements behind them.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from types import MappingProxyType
@@ -134,17 +135,10 @@ def _kept_reasons(
         if not rule.by_shape and i not in substituted and not layouts.may_be_blocked(node):
             continue
         uses = _uses_of_weight(graph, node, policies[i], usage, readers)
-        site = Site(
-            node,
-            known.get(i, ()),
-            usage.training,
-            feeds_norm=i in norms,
-            blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
-            uses=uses,
-            casts_weight=_casts_weight(graph, node, uses, usage),
-            reads_volume=i in of_volumes,
-            has_blocks=i in substituted and substituted[i][0] in BLOCKED,
-        )
+        first_is_blocked = bool(node.inputs) and blocked.get(node.inputs[0], False)
+        around = i in norms, first_is_blocked, uses, _casts_weight(graph, node, uses, usage)
+        has_blocks = i in substituted and substituted[i][0] in BLOCKED
+        site = Site(node, known.get(i, ()), usage.training, *around, i in of_volumes, has_blocks)
         alone = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
         reason = small_layers.get(i) or _reason_to_keep(site, alone)
         if reason is not None:
@@ -153,8 +147,8 @@ def _kept_reasons(
             for one in rule.by_shape:
                 if one.name == SMALL_LAYERS:
                     small[i] = one.reason
-                    trained_dense = usage.training and node.operator == "FullyConnected"
-                    limit = one.limit * (_TIMES_IN_TRAINING if trained_dense else 1)
+                    doubles = usage.training and node.operator == "FullyConnected"
+                    limit = one.limit * (_TIMES_IN_TRAINING if doubles else 1)
                     excess += _relative_size(site, limit) - 1
         blocked[i, 0] = reason is None and (
             site.has_blocks or layouts.has_blocked_output(site, running[i], rule.op_class, blocked)
@@ -167,10 +161,7 @@ def _kept_reasons(
 
 def _reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
-    for one in reversed(rules):
-        if RULES[one.name](site, one.limit):
-            return one.reason
-    return None
+    return next((one.reason for one in reversed(rules) if RULES[one.name](site, one.limit)), None)
 
 
 def _uses_of_weight(
@@ -269,10 +260,31 @@ def _has_odd_channels(site: Site) -> bool:
     return (site.feeds_norm or fast) and not layouts.has_blocked_kernel(site, both)
 
 
+def _has_padded_kernel(site: Site) -> bool:
+    """Return whether places of a convolution's kernel read only padding, in training.
+
+    oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
+    stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3.
+    """
+
+    def numbers(name: str, default: int) -> list[int]:
+        return [*map(int, re.findall(r"\d+", site.node.attrs.get(name, "")))] or [default] * 3
+
+    # Unknown shapes have no axes.
+    data, weight = ((one or ())[2:] for one in (*site.shapes, None, None)[:2])
+    axes = zip(data, weight, numbers("stride", 1), numbers("pad", 0), numbers("dilate", 1))
+    return site.training and any(_misses_data(*axis) for axis in axes)
+
+
+def _misses_data(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
+    """Return whether places of a kernel read only padding along one axis of the data."""
+    starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
+    return any(all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
+
+
 def _has_long_sums(site: Site, limit: int) -> bool:
     """Return whether a product adds too many terms for a kernel with half-precision sums."""
-    first = site.shapes[0] if site.shapes else None
-    return has_long_sums(limit, site.node.operator, site.node.attrs, first)
+    return has_long_sums(limit, site.node.operator, site.node.attrs, (*site.shapes, None)[0])
 
 
 #: The shape rules by their names in the operator lists: whether a rule with this limit keeps an
@@ -282,8 +294,8 @@ RULES: Mapping[str, Callable[[Site, int], bool]] = {
     "odd_channels": lambda site, _: _has_odd_channels(site),
     # The first input of a normalization is not in oneDNN's blocked layout.
     "plain_layout": lambda site, _: not site.blocked,
-    # The next three affect results too. Eager calls also apply `long_sums`, and for `cast_weight`
-    # look at the dtype of the weight.
+    # The next three and the last affect results too. Eager calls also apply `long_sums`, and for
+    # `cast_weight` look at the dtype of the weight.
     "long_sums": _has_long_sums,
     "cast_weight": lambda site, _: site.casts_weight,
     # oneDNN can't read a view of a 3-D convolution's output in bfloat16.
@@ -291,13 +303,14 @@ RULES: Mapping[str, Callable[[Site, int], bool]] = {
     "few_columns": lambda site, _: _has_few_columns(site),
     # In graphs, all layers together.
     SMALL_LAYERS: lambda site, limit: _relative_size(site, limit) < 1,
+    "padded_kernel": lambda site, _: _has_padded_kernel(site),
 }
 
 
 # ---------------------------------------------------------------------- eager calls
 
 # The rules that eager calls follow. Calls that cast take several times as long as nodes of a graph.
-_IN_CALLS = frozenset({"few_rows", "few_columns", SMALL_LAYERS})
+IN_CALLS = frozenset({"few_rows", "few_columns", SMALL_LAYERS, "padded_kernel"})
 _TIMES_IN_CALLS = 8
 
 
@@ -306,5 +319,5 @@ def reason_to_keep_call(
 ) -> Reason | None:
     """Return why the size of an eager call with a float32 weight keeps it in float32, or None."""
     site = Site(Node(rule.operator, "", attrs), shapes, training, False, False, 1, False, False)
-    rules = [one for one in rule.by_shape if one.name in _IN_CALLS]
+    rules = [one for one in rule.by_shape if one.name in IN_CALLS]
     return _reason_to_keep(site, [one._replace(limit=one.limit * _TIMES_IN_CALLS) for one in rules])
