@@ -33,7 +33,7 @@ def test_the_rules_are_those_that_lists_may_name():
 @MODES
 @pytest.mark.parametrize("kernel, stride, pad, dilate, side, low", [
     (3, 2, 1, 1, 1, False), (3, 4, 1, 1, 3, False), (5, 1, 2, 1, 2, False), (3, 1, 2, 2, 2, False),
-    (3, 1, 1, 1, 2, True), (3, 2, 1, 1, 3, True), (1, 1, 0, 1, 1, True),
+    (3, 1, 1, 1, 2, True), (3, 2, 1, 1, 3, True), (1, 1, 0, 1, 1, True), (1, 3, 0, 1, 2, False),
 ])  # fmt: skip
 def test_kernels_that_read_only_padding_train_in_float32(
     kernel, stride, pad, dilate, side, low, training

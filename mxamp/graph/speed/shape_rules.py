@@ -91,8 +91,7 @@ def _matches(
         if node.operator in OPERATORS and i not in views:
             behind = bool(node.inputs) and node.inputs[0][0] in concats
             call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
-            match = match_call(call)
-            if match is not None:
+            if (match := match_call(call)) is not None:
                 dtypes = dtypes or infer_dtypes(graph, usage)
                 inputs = recurrent.opened_inputs(graph, node)
                 if ALL[match[0]].fits([dtypes[output] for output in inputs]):
@@ -261,10 +260,10 @@ def _has_odd_channels(site: Site) -> bool:
 
 
 def _has_padded_kernel(site: Site) -> bool:
-    """Return whether places of a convolution's kernel read only padding, in training.
+    """Return whether places of a convolution's kernel may read only padding, in training.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
-    stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3.
+    stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
     """
 
     def numbers(name: str, default: int) -> list[int]:
@@ -272,14 +271,16 @@ def _has_padded_kernel(site: Site) -> bool:
 
     # Unknown shapes have no axes.
     data, weight = ((one or ())[2:] for one in (*site.shapes, None, None)[:2])
-    axes = zip(data, weight, numbers("stride", 1), numbers("pad", 0), numbers("dilate", 1))
-    return site.training and any(_misses_data(*axis) for axis in axes)
+    axes = [*zip(data, weight, numbers("stride", 1), numbers("pad", 0), numbers("dilate", 1))]
+    # The axis before the last two is the depth of volumes.
+    return site.training and (any(a[2] > 1 for a in axes[:-2]) or any(_misses(*a) for a in axes))
 
 
-def _misses_data(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
-    """Return whether places of a kernel read only padding along one axis of the data."""
+def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
+    """Return whether places of a kernel, or of a stride, read no data along one axis."""
     starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
-    return any(all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
+    missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
+    return stride > size or any(missed)
 
 
 def _has_long_sums(site: Site, limit: int) -> bool:
