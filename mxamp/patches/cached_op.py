@@ -318,12 +318,16 @@ class PolicyCachedOp:
     def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Choices) -> _Op:
         """Return a new op that runs `graph` rewritten for a call; the block's own if unchanged."""
         kind = self._symbol_class
-        symbol = rewritten_symbol(graph, kind, call.policy, usage, choices, reverse=True)
+        # Before it fuses operators on a GPU, MXNet copies the graph, and ends the process at a
+        # variable with control dependencies.
+        reverse = call.policy.device != "gpu"
+        symbol = rewritten_symbol(graph, kind, call.policy, usage, choices, reverse)
         order = list(range(len(self._names)))
         if self._scalable is not None and graph is not self._graph:
             order.insert(graph.input_names.index(SCALE_INPUT), _SCALE)
         if symbol is not None:
-            order.reverse()
+            if reverse:
+                order.reverse()
         elif graph is not self._graph or self._policy is not None:
             # The plain op of a converted block has the casts for other dtypes.
             symbol = graph.to_symbol(kind)

@@ -264,3 +264,20 @@ def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
             out.backward()
         sums.append(float(net.weight.grad().sum().asscalar()))
     assert sums == [24, 24, 24, 48]
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("make", NETS)
+def test_no_variable_of_a_graph_for_gpus_has_control_dependencies(make, training):
+    """MXNet's pointwise fusion, which only GPUs have, ends the process at one."""
+    net, data = made(make)
+    net.hybridize()
+    with amp.autocast(policy=amp.Policy.default("float16", "gpu")), autograd.record(training):
+        cached_op.install_policy_op(net, data)
+        places = net._cached_op_args
+        args = [data[i] if is_data else i.data() for is_data, i in places]
+        symbol, _ = net._cached_op.graph_of(args)
+    text = symbol.tojson(remove_amp_cast=False)
+    assert "amp_cast" in text
+    assert "control_deps" not in text
