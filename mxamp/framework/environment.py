@@ -1,6 +1,10 @@
-"""The environment variable that runs scripts in mixed precision."""
+"""Environment variables: the one that turns mixed precision on, and others set for a while."""
+
+from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from typing import Iterator
 
 AUTOMATIC = "MXNET_ENABLE_AUTO_MIXED_PRECISION"
 #: Its values, in lower case, that leave mixed precision off.
@@ -11,3 +15,18 @@ def automatic_value() -> str:
     """Return the variable's value in lower case, "" where it leaves mixed precision off."""
     value = os.environ.get(AUTOMATIC, "").strip().lower()
     return "" if value in OFF_VALUES else value
+
+
+@contextmanager
+def variable(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable inside the `with` block; None leaves it as it is."""
+    before = os.environ.get(name)
+    try:
+        if value is not None:
+            os.environ[name] = value
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif value is not None:
+            os.environ.pop(name, None)

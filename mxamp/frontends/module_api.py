@@ -8,7 +8,6 @@ workers skip the update.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Callable
@@ -21,6 +20,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..errors import StateError
 from ..framework.arrays import map_arrays
 from ..framework.distributed import PARAMETER_SERVER, is_distributed, is_horovod_optimizer
+from ..framework.environment import variable
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..graph.gradients import SCALE_INPUT, with_scale_input
 from ..graph.ir import Graph
@@ -34,8 +34,6 @@ from ..scaling.statistics import RunningStatistics
 from .backward import backward_patches
 
 logger = logging.getLogger("mxamp")
-
-_UPDATE_SWITCH = "MXNET_UPDATE_ON_KVSTORE"
 
 ON_KVSTORE = (
     "parameters are updated on the kvstore {kind!r}, where no overflow can be kept out: decorate "
@@ -123,15 +121,9 @@ def _patched_init_optimizer(
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
         check_kvstore(self, kvstore)
-    before = os.environ.get(_UPDATE_SWITCH)
-    try:
-        if checks:
-            os.environ[_UPDATE_SWITCH] = "0"  # MXNet updates parameters outside the kvstore
+    # MXNet updates parameters outside the kvstore.
+    with variable("MXNET_UPDATE_ON_KVSTORE", "0" if checks else None):
         original(self, kvstore, optimizer, *args, **kwargs)
-    finally:
-        os.environ.pop(_UPDATE_SWITCH, None)
-        if before is not None:
-            os.environ[_UPDATE_SWITCH] = before
     if shared is None:
         policy = current_policy()
         # SVRGModule's own method calls this one with an optimizer around the decorated one.

@@ -144,8 +144,12 @@ class Edit:
         """Add a node with its final name; return its first output.
 
         Its inputs are resolved now, so that a later `redirect` can put the node behind one of them.
+        It runs on the device of its first input: MXNet's fusion for GPUs ends the process at nodes
+        without a device in a graph on several devices.
         """
-        self._added.append(replace(node, inputs=[self.resolve(output) for output in node.inputs]))
+        inputs = [self.resolve(output) for output in node.inputs]
+        group = self.node(inputs[0][0]).device_group if inputs else {}
+        self._added.append(replace(node, inputs=inputs, attrs={**group, **node.attrs}))
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
@@ -162,8 +166,9 @@ class Edit:
         self._changed[i] = replace(self.node(i), **fields)
 
     def node(self, i: int) -> Node:
-        """Return node i with the changes recorded so far."""
-        return self._changed.get(i, self._graph.nodes[i])
+        """Return node i with the changes recorded so far; added nodes follow the graph's own."""
+        count = len(self._graph.nodes)
+        return self._added[i - count] if i >= count else self._changed.get(i, self._graph.nodes[i])
 
     def set_input(self, i: int, position: int, output: Output) -> None:
         """Connect input `position` of node i to another output."""

@@ -118,6 +118,12 @@ class Node:
         """The attributes whose names begin with __, such as marks: operators ignore them."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
+    @property
+    def device_group(self) -> dict[str, str]:
+        """The attribute that places the node on a device of `group2ctx`; empty without one."""
+        names = ("__ctx_group__", "ctx_group")
+        return {name: self.attrs[name] for name in names if name in self.attrs}
+
     def with_inputs(self, inputs: list[Output]) -> Node:
         """Return a copy of the node that reads `inputs`."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)

@@ -16,7 +16,7 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, ContextManager, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -26,6 +26,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
+from ..framework.environment import variable
 from ..framework.machine import device_kind
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..framework.patching import Original
@@ -76,7 +77,9 @@ def patched_bind(
     dtypes = dict(zip(given, dtypes_of(list(given.values()))))
     binding = _Binding(self, policy, grad_reqs, dtypes)
     symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
-    return binding.bound(original(symbol, ctx, args, args_grad, grad_req, *rest, **options))
+    with _unfused_on_several_devices(rest, options):
+        executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
+    return binding.bound(executor)
 
 
 def patched_simple_bind(
@@ -106,7 +109,21 @@ def patched_simple_bind(
         inferred, _, _ = self.infer_shape_partial(**shapes)
         known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
         options = {**known, **options}
-    return binding.bound(original(symbol, ctx, grad_req, type_dict, *rest, **options))
+    with _unfused_on_several_devices(rest, options):
+        executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
+    return binding.bound(executor)
+
+
+def _unfused_on_several_devices(
+    rest: Sequence[Any], options: Mapping[str, Any]
+) -> ContextManager[None]:
+    """Return a context that switches MXNet's fusion for GPUs off if a graph has `group2ctx`.
+
+    On several devices fusion fails for some graphs, or ends the process, with and without casts.
+    `rest` and `options` are the last arguments of `bind` or `simple_bind`.
+    """
+    groups = rest[1] if len(rest) > 1 else options.get("group2ctx")
+    return variable("MXNET_USE_FUSION", "0" if groups else None)
 
 
 class _Binding:

@@ -164,11 +164,10 @@ class Builder:
     def _insert(self, op: str, output: Output, suffix: str, attrs: dict[str, str]) -> int:
         """Add an operator that reads `output`, named after its producer; return its index."""
         producer = self.nodes[output[0]]
-        group = {k: v for k, v in producer.attrs.items() if k in ("__ctx_group__", "ctx_group")}
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.
         root = self._roots.get(output[0], f"{producer.name}{position}")
         name = self._names.make_unique(f"{root}_{suffix}")
-        added = self.add(Node(op, name, {**group, **attrs}, [output]))
+        added = self.add(Node(op, name, {**producer.device_group, **attrs}, [output]))
         self._roots[added] = root
         return added
