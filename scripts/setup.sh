@@ -51,6 +51,20 @@ is_supported() {
     esac
 }
 
+use_gpu_venv() {
+    # $1, $2 as for use_venv: an environment for mxnet-cu112.
+    use_venv "$1" "$2"
+    supported="3.8, 3.9, 3.10, 3.11 or 3.12"
+
+    is_supported() {
+        # The wheel asks for NumPy below 2, of which there is none for 3.13.
+        case "$1" in
+            3.8 | 3.9 | 3.10 | 3.11 | 3.12) return 0 ;;
+            *) return 1 ;;
+        esac
+    }
+}
+
 choose_python() {
     local candidate version
     if [ -n "${python:-}" ]; then

@@ -1,0 +1,99 @@
+/* The state of the simulated GPUs: read from the environment, counted, and made to fail.
+ *
+ *   SIMULATED_GPUS=2               how many
+ *   SIMULATED_GPU_CAPABILITY=7.0   compute capability
+ *   SIMULATED_GPU_MEMORY=16384     MiB of each
+ *   SIMULATED_GPU_DRIVER=11.8      the CUDA version of the driver
+ */
+#include "state.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct state simulated;
+__thread int current_device;
+__thread int last_error;
+__thread const char *refused;
+
+static double number(const char *name, double otherwise) {
+  const char *text = getenv(name);
+  return text && *text ? atof(text) : otherwise;
+}
+
+__attribute__((constructor)) static void read_environment(void) {
+  double capability = number("SIMULATED_GPU_CAPABILITY", 7.0) + 1e-6;
+  double driver = number("SIMULATED_GPU_DRIVER", 11.8) + 1e-6;
+  simulated.devices = (int)number("SIMULATED_GPUS", 2);
+  if (simulated.devices < 0 || simulated.devices > MOST_DEVICES) {
+    fprintf(stderr, "SIMULATED_GPUS is %d, and may be 0 to %d\n", simulated.devices, MOST_DEVICES);
+    exit(2);
+  }
+  simulated.major = (int)capability;
+  simulated.minor = (int)((capability - simulated.major) * 10);
+  simulated.driver = (int)driver * 1000 + (int)((driver - (int)driver) * 10) * 10;
+  for (int i = 0; i < simulated.devices; ++i)
+    simulated.device[i].memory = (size_t)number("SIMULATED_GPU_MEMORY", 16384) << 20;
+}
+
+int failed(int error) {
+  last_error = error;
+  return error;
+}
+
+int refuse(const char *name) {
+  refused = name;
+  fprintf(stderr, "simulated GPU: %s is not simulated\n", name);
+  return failed(NOT_SUPPORTED);
+}
+
+void count_launch(void) { __atomic_add_fetch(&simulated.counts.launches, 1, __ATOMIC_RELAXED); }
+
+int launch(const char *name) {
+  if (simulated.sticky) return simulated.sticky;
+  if (simulated.computes) return refuse(name);
+  count_launch();
+  return SUCCESS;
+}
+
+int create(void **handle) {
+  *handle = calloc(1, 4096);
+  return *handle ? simulated.sticky : failed(OUT_OF_MEMORY);
+}
+
+const char *error_text(int code) {
+  static __thread char text[1024];
+  switch (code) {
+    case SUCCESS: return "no error";
+    case INVALID_VALUE: return "invalid argument";
+    case OUT_OF_MEMORY: return "out of memory";
+    case INSUFFICIENT_DRIVER: return "CUDA driver version is insufficient for CUDA runtime version";
+    case INVALID_DEVICE: return "invalid device ordinal";
+    case UNSUPPORTED_PTX: return "the provided PTX was compiled with an unsupported toolchain.";
+    case NOT_SUPPORTED:
+      snprintf(text, sizeof text, "%s is not simulated", refused ? refused : "this call");
+      return text;
+    default:
+      snprintf(text, sizeof text, "error %d of the simulated GPU", code);
+      return text;
+  }
+}
+
+/* Refuse kernels from now on: operators compute without them. */
+void simulated_gpu_compute(void) { simulated.computes = 1; }
+
+/* ---------------------------------------------------------------------- for ctypes */
+
+/* Copy the counts since the last reset: launches, waits, copies, bytes. */
+void simulated_gpu_counts(long *out) { memcpy(out, &simulated.counts, sizeof simulated.counts); }
+
+void simulated_gpu_reset_counts(void) { memset(&simulated.counts, 0, sizeof simulated.counts); }
+
+/* Let every later call fail with this error, as after an illegal memory access (700); 0 ends it. */
+void simulated_gpu_fail(int error) { simulated.sticky = error; }
+
+/* Set the memory of a GPU, in bytes; return the bytes in use. */
+size_t simulated_gpu_set_memory(int device, size_t bytes) {
+  simulated.device[device].memory = bytes;
+  return simulated.device[device].used;
+}
