@@ -1,6 +1,6 @@
 """Run the suite on every Python found, and as a CPU without avx512 would.
 
-`nox` runs all but the GPU wheel; `nox -s avx2` and `nox -s cuda` run one session, `nox -l` lists
+`nox` runs all but the GPUs; `nox -s avx2` and `nox -s cuda` run one session, `nox -l` lists
 all. docs/evidence.md#versions says what was run.
 """
 
@@ -59,12 +59,7 @@ def smoke(session: nox.Session, numpy: str) -> None:
     session.run("python", "-W", "ignore", "scripts/smoke.py")
 
 
-@nox.session(python="3.11")
+@nox.session(venv_backend="none")
 def cuda(session: nox.Session) -> None:
-    """Run the suite on mxnet-cu112 without a GPU, with stand-ins for CUDA's libraries."""
-    session.install("-e", ".[test]", "mxnet-cu112", "-c", "scripts/constraints.txt")
-    session.install("--no-deps", "gluoncv", "-c", "scripts/constraints.txt")
-    folder = f"{session.create_tmp()}/stubs"
-    session.run("python", "scripts/cuda_stubs", folder)
-    environment = {"LD_LIBRARY_PATH": folder}
-    session.run("pytest", *PARALLEL, *session.posargs, env=environment)
+    """Run the tests for GPUs on two simulated ones."""
+    session.run("scripts/test", "--gpu", *session.posargs, external=True)

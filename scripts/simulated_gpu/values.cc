@@ -47,7 +47,32 @@ struct VariableParam {
 namespace mxnet {
 namespace op {
 void RegisterLegacyOpProp();
+void FillZerosCsrImpl(mshadow::Stream<mshadow::gpu>* stream, const NDArray& array);
+
+template <typename Device>
+void CastStorageComputeImpl(const OpContext& context, const NDArray& from, const NDArray& to);
 }  // namespace op
+
+namespace common {
+template <typename Device>
+void CastStorageDispatch(const OpContext& context, const NDArray& from, const NDArray& to);
+template <>
+void CastStorageDispatch<mshadow::cpu>(const OpContext&, const NDArray&, const NDArray&);
+
+template <typename Device>
+void SparseRetainOpForwardRspWrapper(mshadow::Stream<Device>* stream, const NDArray& from, const TBlob& rows,
+                                     OpReqType request, NDArray* to);
+template <>
+void SparseRetainOpForwardRspWrapper<mshadow::cpu>(mshadow::Stream<mshadow::cpu>*, const NDArray&, const TBlob&,
+                                                   OpReqType, NDArray*);
+}  // namespace common
+
+namespace kvstore {
+template <typename Device>
+void UniqueImpl(NDArray* out, mshadow::Stream<Device>* stream, const NDArray& from);
+template <>
+void UniqueImpl<mshadow::cpu>(NDArray*, mshadow::Stream<mshadow::cpu>*, const NDArray&);
+}  // namespace kvstore
 
 namespace ndarray {
 template <typename From, typename To>
@@ -232,8 +257,10 @@ class ArraysOnCpu {
       }
       const bool row_sparse = target.storage_type() == kRowSparseStorage;
       if (!writes[i].storage_initialized()) {
-        CHECK(row_sparse) << "an empty csr array is not simulated";
-        target.set_aux_shape(rowsparse::kIdx, mxnet::TShape(mshadow::Shape1(0)));
+        if (row_sparse)
+          target.set_aux_shape(rowsparse::kIdx, mxnet::TShape(mshadow::Shape1(0)));
+        else
+          op::FillZerosCsrImpl(static_cast<mshadow::Stream<gpu>*>(nullptr), target);
         continue;
       }
       mxnet::ShapeVector shapes;
@@ -335,9 +362,18 @@ void replace_computing() {
     };
   });
   replace<FStatefulCompute>("FStatefulCompute", [](const Op* op, FStatefulCompute function) -> FStatefulCompute {
-    const bool product = kProducts.count(op->name);
+    const bool product = kProducts.count(op->name), recurrent = op->name == "_backward_RNN";
     return [=](const OpStatePtr& state, const OpContext& context, const Blobs& inputs,
-               const Requests& requests, const Blobs& outputs) {
+               const Requests& asked, const Blobs& given) {
+      Requests requests = asked;
+      Blobs outputs = given;
+      std::vector<double> unread;
+      if (recurrent && requests[0] == kNullOp) {
+        // Without the gradient of the data, MXNet's function stops it between the layers.
+        unread.resize(inputs[0].Size());
+        outputs[0] = TBlob(unread.data(), inputs[0].shape_, gpu::kDevMask, inputs[0].type_flag_, 0);
+        requests[0] = kWriteTo;
+      }
       compute(product, context, inputs, requests, outputs,
               [&](const OpContext& c, const Blobs& i, const Requests& r, const Blobs& o) {
                 function(state, c, i, r, o);
@@ -432,18 +468,35 @@ Blobs infer(nnvm::Symbol* graph, const Blobs& inputs) {
   uint32_t counts[3];
   const int *dimensions[3], **shapes[3], *found[3];
   int complete;
-  check(MXSymbolInferShapeEx(all, inputs.size(), nullptr, reinterpret_cast<uint32_t*>(ends.data()), sizes.data(),
+  check(MXSymbolInferShapePartialEx(all, inputs.size(), nullptr, reinterpret_cast<uint32_t*>(ends.data()), sizes.data(),
                              counts, dimensions, shapes, counts + 1, dimensions + 1, shapes + 1,
                              counts + 2, dimensions + 2, shapes + 2, &complete));
-  CHECK(complete) << "a fused operator without a shape is not simulated";
+  int zero_is_a_size;
+  check(MXIsNumpyShape(&zero_is_a_size));
   Blobs made;
-  for (uint32_t i = 0; i < counts[1]; ++i)
-    made.emplace_back(nullptr, mxnet::TShape(shapes[1][i], shapes[1][i] + dimensions[1][i]), gpu::kDevMask, 0, 0);
+  for (uint32_t i = 0; i < counts[1]; ++i) {
+    mxnet::TShape shape(dimensions[1][i], 0);
+    for (int k = 0; k < dimensions[1][i]; ++k)
+      shape[k] = shapes[1][i][k] || zero_is_a_size ? shapes[1][i][k] : -1;
+    made.emplace_back(nullptr, shape, gpu::kDevMask, 0, 0);
+  }
   check(MXSymbolInferType(all, inputs.size(), nullptr, types.data(), counts, found, counts + 1, found + 1,
                           counts + 2, found + 2, &complete));
   for (uint32_t i = 0; i < made.size(); ++i) made[i].type_flag_ = found[1][i];
   check(MXSymbolFree(all));
   return made;
+}
+
+// Infer the shapes of a node's inputs from those of its outputs, as of a state that a recurrent layer
+// begins with.
+void infer_inputs(const LegacyNode* node, const std::vector<size_t>& reads, size_t place, Blobs* values) {
+  using Calls = LegacyOf<mxnet::FInferShape>;
+  const auto& rules = Op::GetAttr<mxnet::FInferShape>("FInferShape");
+  if (!node->attributes.op || !rules.contains(node->attributes.op)) return;
+  mxnet::ShapeVector inputs, outputs = {(*values)[place].shape_};
+  for (size_t read : reads) inputs.push_back((*values)[read].shape_);
+  Calls::call(rules[node->attributes.op], reinterpret_cast<const NodeAttrs&>(node->attributes), &inputs, &outputs);
+  for (size_t i = 0; i < reads.size(); ++i) (*values)[reads[i]].shape_ = inputs[i];
 }
 
 // Compute an operator that MXNet's pointwise fusion has made, operator by operator. The compiled
@@ -459,22 +512,40 @@ void compute_fused(const NodeAttrs& attrs, const OpContext& context, const Blobs
     // Fusion makes variables without it, which MXNet's C API reads.
     if (!node->attributes.op && node->attributes.parsed.empty()) node->attributes.parsed = nnvm::VariableParam();
   Blobs values = infer(graph, inputs);
-  std::unordered_map<LegacyNode*, size_t> places;
-  std::vector<std::unique_ptr<char[]>> storage;
+  std::unordered_map<LegacyNode*, size_t> places, counts;
   size_t place = 0, input = 0;
   for (LegacyNode* node : nodes) {
     const Op* op = node->attributes.op;
+    const NodeAttrs& attributes = reinterpret_cast<const NodeAttrs&>(node->attributes);
     places[node] = place;
+    counts[node] = !op ? 1 : op->get_num_outputs ? op->get_num_outputs(attributes) : op->num_outputs;
+    place += counts[node];
+  }
+  CHECK_EQ(place, values.size()) << "a fused operator with hidden outputs is not simulated";
+  const auto place_of = [&](const nnvm::NodeEntry& entry) { return places[legacy(entry.node)] + entry.index; };
+  for (size_t i = 0; i < outputs.size(); ++i) values[place_of(graph->outputs[i])].shape_ = outputs[i].shape_;
+  for (size_t n = nodes.size(); n--;) {
+    std::vector<size_t> reads;
+    bool known = true;
+    for (const nnvm::NodeEntry& entry : nodes[n]->inputs) {
+      reads.push_back(place_of(entry));
+      known &= mxnet::shape_is_known(values[reads.back()].shape_);
+    }
+    if (!known) infer_inputs(nodes[n], reads, places[nodes[n]], &values);
+  }
+  std::vector<std::unique_ptr<char[]>> storage;
+  for (LegacyNode* node : nodes) {
+    const Op* op = node->attributes.op;
     if (!op) {
-      values[place++] = inputs[input++];
+      values[places[node]] = inputs[input++];
       continue;
     }
     Blobs reads, writes;
-    for (const nnvm::NodeEntry& entry : node->inputs) reads.push_back(values[places[legacy(entry.node)] + entry.index]);
+    for (const nnvm::NodeEntry& entry : node->inputs) reads.push_back(values[place_of(entry)]);
     const NodeAttrs& attributes = reinterpret_cast<const NodeAttrs&>(node->attributes);
-    const uint32_t count = op->get_num_outputs ? op->get_num_outputs(attributes) : op->num_outputs;
-    for (uint32_t k = 0; k < count; ++k, ++place) {
-      TBlob& value = values[place];
+    const size_t count = counts[node];
+    for (size_t k = 0; k < count; ++k) {
+      TBlob& value = values[places[node] + k];
       storage.emplace_back(new char[value.Size() * mshadow::mshadow_sizeof(value.type_flag_) + 8]);
       value.dptr_ = storage.back().get();
       writes.push_back(value);
@@ -483,10 +554,8 @@ void compute_fused(const NodeAttrs& attrs, const OpContext& context, const Blobs
     CHECK(functions.contains(op)) << op->name << " in a fused operator is not simulated";
     functions[op](attributes, context, reads, Requests(count, kWriteTo), writes);
   }
-  CHECK_EQ(place, values.size()) << "a fused operator with hidden outputs is not simulated";
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const nnvm::NodeEntry& head = graph->outputs[i];
-    const TBlob& made = values[places[legacy(head.node)] + head.index];
+    const TBlob& made = values[place_of(graph->outputs[i])];
     CHECK_EQ(made.Size(), outputs[i].Size());
     CHECK_EQ(made.type_flag_, outputs[i].type_flag_);
     if (requests[i] == kAddTo)
@@ -564,6 +633,61 @@ void Eval<gpu>(mshadow::Stream<gpu>* stream, const float value, const NDArray& o
 }
 
 }  // namespace ndarray
+
+namespace common {
+
+template <>
+void CastStorageDispatch<gpu>(const OpContext& context, const NDArray& from, const NDArray& to) {
+  count_launch();
+  const Arrays inputs = {from}, outputs = {to};
+  ArraysOnCpu arrays(inputs, outputs);
+  CastStorageDispatch<cpu>(on_cpu(context), arrays.reads[0], arrays.writes[0]);
+  arrays.store();
+}
+
+template <>
+void SparseRetainOpForwardRspWrapper<gpu>(mshadow::Stream<gpu>* stream, const NDArray& from, const TBlob& rows,
+                                          OpReqType request, NDArray* to) {
+  count_launch();
+  const Arrays inputs = {from}, outputs = {*to};
+  ArraysOnCpu arrays(inputs, outputs);
+  SparseRetainOpForwardRspWrapper<cpu>(nullptr, arrays.reads[0], on_cpu(rows), request, &arrays.writes[0]);
+  arrays.store();
+}
+
+}  // namespace common
+
+namespace op {
+
+template <>
+void CastStorageComputeImpl<gpu>(const OpContext& context, const NDArray& from, const NDArray& to) {
+  common::CastStorageDispatch<gpu>(context, from, to);
+}
+
+// Empty a csr array: no values, and rows that begin and end at 0.
+void FillZerosCsrImpl(mshadow::Stream<gpu>* stream, const NDArray& array) {
+  count_launch();
+  array.set_aux_shape(csr::kIdx, mxnet::TShape(mshadow::Shape1(0)));
+  array.CheckAndAllocAuxData(csr::kIndPtr, mxnet::TShape(mshadow::Shape1(array.shape()[0] + 1)));
+  const TBlob ends = array.aux_data(csr::kIndPtr);
+  std::memset(ends.dptr_, 0, ends.Size() * mshadow::mshadow_sizeof(ends.type_flag_));
+}
+
+}  // namespace op
+
+namespace kvstore {
+
+// The rows to pull are indices, sorted in place: the first of them are the unique ones.
+template <>
+void UniqueImpl<gpu>(NDArray* out, mshadow::Stream<gpu>* stream, const NDArray& from) {
+  count_launch();
+  const Arrays inputs = {from}, outputs = {*out};
+  ArraysOnCpu arrays(inputs, outputs);
+  UniqueImpl<cpu>(&arrays.writes[0], nullptr, arrays.reads[0]);
+  arrays.store();
+}
+
+}  // namespace kvstore
 
 namespace common {
 namespace random {

@@ -11,31 +11,9 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import kind, same
-from mxamp.framework.machine import default_device
 from mxamp.framework.operators import registry
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def devices(request):
-    """Two GPUs, or the one there is twice."""
-    if request.config.getoption("--gpu-tests-on-cpu"):
-        return [mx.cpu(0), mx.cpu(1)]
-    if default_device() != "gpu":
-        pytest.skip("needs a GPU")
-    return [mx.gpu(i % mx.context.num_gpus()) for i in range(2)]
-
-
-@pytest.fixture
-def device(devices):
-    with devices[0]:
-        yield devices[0]
-
-
-@pytest.fixture
-def policy(device):
-    return amp.Policy.default("float16", device.device_type)
 
 
 def net_of_all_kinds(device):

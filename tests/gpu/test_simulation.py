@@ -1,0 +1,251 @@
+"""The simulated GPUs themselves: what they count, refuse, draw and run out of."""
+
+import json
+import os
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
+
+#: Functions of the stand-ins' own; counts are launches, waits, copies, and bytes copied.
+PRELUDE = """
+import ctypes, json
+import mxamp as amp
+import mxnet as mx
+from mxnet import nd
+gpus = ctypes.CDLL("libsimulated_gpu.so")
+gpus.simulated_gpu_set_memory.restype = ctypes.c_size_t
+gpus.simulated_gpu_set_memory.argtypes = [ctypes.c_int, ctypes.c_size_t]
+gpu = mx.gpu(0)
+def counted(call):
+    mx.nd.waitall()
+    gpus.simulated_gpu_reset_counts()
+    result = call()
+    counts = (ctypes.c_long * 4)()
+    gpus.simulated_gpu_counts(counts)
+    return list(counts)
+"""
+
+
+def run(code, values=False, **environment):
+    """Run code with simulated GPUs in a process of its own, and return what it prints, as JSON.
+
+    Without `values` kernels do nothing and are counted.
+    """
+    environment = {**os.environ, **environment}
+    if not values:
+        environment.pop("MXNET_LIBRARY_PATH", None)
+    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def failing(code, *arguments, **environment):
+    """Run code that ends in an MXNetError, and return the error's text."""
+    caught = f"try:\n    {code}\n    print(json.dumps(None))\nexcept mx.base.MXNetError as error:\n    print(json.dumps(str(error)))"
+    return run(caught, *arguments, **environment)
+
+
+def test_launches_waits_copies_and_bytes_are_counted():
+    code = """
+x, y = nd.ones((8, 16), ctx=gpu), nd.ones((8, 16), ctx=gpu)
+out = {
+    "add": counted(lambda: nd.waitall() or (x + y).wait_to_read()),
+    "twice": counted(lambda: ((x + y) * y).wait_to_read()),
+    "read": counted(x.asnumpy),
+    "write": counted(lambda: nd.array([1.0] * 10, ctx=gpu).wait_to_read()),
+    "to the other": counted(lambda: x.as_in_context(mx.gpu(1)).wait_to_read()),
+    "nothing": counted(lambda: None),
+}
+print(json.dumps(out))
+"""
+    found = run(code)
+    assert found["nothing"] == [0, 0, 0, 0]
+    assert (found["add"][0], found["twice"][0]) == (1, 2)
+    assert found["read"][2:] == found["to the other"][2:] == [1, 8 * 16 * 4]
+    assert found["write"][2:] == [1, 40]
+    assert all(found[name][1] >= 1 for name in found if name != "nothing")
+
+
+def test_convolutions_launch_what_cudnn_does():
+    code = """
+x, w = nd.ones((1, 4, 8, 8), ctx=gpu), nd.ones((4, 4, 3, 3), ctx=gpu)
+print(json.dumps(counted(lambda: nd.Convolution(x, w, kernel=(3, 3), num_filter=4, no_bias=True).wait_to_read())))
+"""
+    assert run(code)[0] == 1
+
+
+def test_how_many_gpus_and_of_which_capability():
+    code = 'print(json.dumps([mx.context.num_gpus(), mx.context.gpu_memory_info(0), "gpu"]))'
+    assert run(code, SIMULATED_GPUS="3", SIMULATED_GPU_MEMORY="512")[:2] == [3, [2**29, 2**29]]
+    assert run("print(json.dumps(mx.context.num_gpus()))") == 2
+
+
+def test_memory_runs_out():
+    code = "nd.zeros((2**26,), ctx=gpu).wait_to_read()"
+    assert failing(code) is None
+    assert "out of memory" in failing(code, SIMULATED_GPU_MEMORY="64")
+
+
+def test_an_error_sticks_until_it_is_taken_back():
+    code = """
+x = nd.ones((2,), ctx=gpu)
+x.asnumpy()
+gpus.simulated_gpu_fail(700)
+try:
+    (x + 1).asnumpy()
+except mx.base.MXNetError as error:
+    text = str(error)
+gpus.simulated_gpu_fail(0)
+print(json.dumps([text, x.asnumpy().shape]))
+"""
+    text, shape = run(code)
+    assert "error 700" in text
+    assert shape == [2]
+
+
+def test_mxnet_sees_no_gpu_with_a_driver_for_older_cuda():
+    assert run("print(json.dumps(mx.context.num_gpus()))", SIMULATED_GPU_DRIVER="10.2") == 0
+
+
+def test_fused_kernels_need_a_driver_for_their_ptx():
+    code = """net = mx.gluon.nn.HybridLambda(lambda F, x: F.exp(x) * x + x)
+    net.hybridize(static_alloc=True)
+    net(nd.ones((4, 4), ctx=gpu)).wait_to_read()"""
+    assert failing(code) is None
+    assert "unsupported toolchain" in failing(code, SIMULATED_GPU_DRIVER="11.2")
+
+
+def test_kernels_that_nobody_computes_are_errors_that_name_them():
+    code = """module = mx.rtc.CudaModule('extern "C" __global__ void f(float *x) {}')
+    kernel = module.get_kernel("f", "float *x")
+    kernel.launch([nd.ones((2,), ctx=gpu)], gpu, (1, 1, 1), (1, 1, 1))
+    nd.waitall()"""
+    assert failing(code) is None
+    assert "a kernel compiled at run time is not simulated" in failing(code, True)
+
+
+def test_memory_that_nothing_wrote_is_not_a_number():
+    assert np.isnan(nd.empty((1000003,), ctx=mx.gpu(1)).asnumpy()).all()
+
+
+def test_fused_operators_compute_what_their_parts_do(fusion):
+    net = mx.gluon.nn.HybridLambda(lambda F, x: F.sigmoid(x) * x - F.relu(x - 0.5))
+    net.hybridize(static_alloc=True)
+    x = nd.array(np.random.RandomState(0).randn(3, 5), ctx=mx.gpu(0))
+    x.attach_grad()
+    with mx.autograd.record():
+        out = net(x)
+    out.backward()
+    values = x.asnumpy()
+    sigmoid = 1 / (1 + np.exp(-values))
+    np.testing.assert_allclose(
+        out.asnumpy(), sigmoid * values - np.maximum(values - 0.5, 0), rtol=1e-5, atol=1e-6
+    )
+    slope = sigmoid * (1 + values * (1 - sigmoid)) - (values > 0.5)
+    np.testing.assert_allclose(x.grad.asnumpy(), slope, rtol=1e-4, atol=1e-6)
+
+
+DRAWS = {
+    "uniform": lambda ctx: nd.random.uniform(shape=(50,), ctx=ctx),
+    "normal": lambda ctx: nd.random.normal(shape=(50,), ctx=ctx),
+    "normal in float16": lambda ctx: nd.random.normal(shape=(50,), ctx=ctx, dtype="float16"),
+    "poisson": lambda ctx: nd.random.poisson(3, shape=(50,), ctx=ctx),
+    "multinomial": lambda ctx: nd.random.multinomial(nd.ones((50, 9), ctx=ctx) / 9),
+    "shuffle": lambda ctx: nd.random.shuffle(nd.arange(50, ctx=ctx)),
+    "numpy": lambda ctx: mx.np.random.uniform(size=(50,), ctx=ctx).as_nd_ndarray(),
+    "choice": lambda ctx: mx.np.random.choice(100, size=(50,), ctx=ctx).as_nd_ndarray(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_follow_the_seed(name):
+    found = []
+    for seed in (1, 2, 1):
+        mx.random.seed(seed)
+        found.append([DRAWS[name](mx.gpu(i)).asnumpy() for i in range(2)])
+    assert (found[0][0] == found[2][0]).all()
+    assert (found[0][1] == found[2][1]).all()
+    assert (found[0][0] != found[1][0]).any()
+
+
+def test_dropout_and_its_gradient_agree():
+    x = nd.ones((1000,), ctx=mx.gpu(0))
+    x.attach_grad()
+    with mx.autograd.record():
+        out = nd.Dropout(x, p=0.25)
+    out.backward()
+    assert 0.6 < (out.asnumpy() > 0).mean() < 0.9
+    assert (out.asnumpy() == x.grad.asnumpy()).all()
+
+
+@pytest.mark.parametrize("to", ["float16", "float32", "float64", "int32", "uint8"])
+def test_copies_that_cast(to):
+    x = nd.array([0.0, 1.5, 200.25], ctx=mx.gpu(0))
+    wanted = x.as_in_context(mx.cpu()).astype(to).asnumpy()
+    assert (x.astype(to).asnumpy() == wanted).all()
+    other = nd.zeros((3,), ctx=mx.gpu(0), dtype=to)
+    x.copyto(other)
+    assert (other.asnumpy() == wanted).all()
+
+
+@pytest.mark.parametrize("values", [[1, np.inf], [1, 2], [np.nan, 1]])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_finite_checks(values, dtype):
+    arrays = [nd.array(values, ctx=mx.gpu(0), dtype=dtype), nd.ones((3,), mx.gpu(0), dtype)]
+    finite = float(np.isfinite(values).all())
+    assert nd.multi_all_finite(*arrays, num_arrays=2).asscalar() == finite
+    assert nd.all_finite(arrays[0]).asscalar() == finite
+
+
+OPTIMIZERS = ["sgd", "nag", "adam", "rmsprop", "adagrad", "ftrl", "lamb", "signum"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_update_as_on_the_cpu(optimizer):
+    found = []
+    for ctx in (mx.gpu(0), mx.cpu()):
+        updater = mx.optimizer.get_updater(mx.optimizer.create(optimizer, learning_rate=0.1))
+        weight = nd.array(np.linspace(-1, 1, 30).reshape(5, 6), ctx=ctx)
+        for step in range(3):
+            updater(0, nd.array(np.cos(np.arange(30) + step).reshape(5, 6), ctx=ctx), weight)
+        found.append(weight.asnumpy())
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("store", ["device", "local", "nccl"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_kvstores_sum_over_gpus(store, dtype):
+    kv = mx.kv.create(store)
+    arrays = [nd.ones((4, 3), mx.gpu(i), dtype) * (i + 1) for i in range(2)]
+    kv.init(0, nd.zeros((4, 3), mx.gpu(0), dtype))
+    kv.push(0, arrays)
+    kv.pull(0, arrays)
+    assert all((array.asnumpy() == 3).all() for array in arrays)
+
+
+def test_row_sparse_gradients():
+    found = []
+    for ctx in (mx.gpu(0), mx.cpu()):
+        weight = nd.array(np.arange(12).reshape(6, 2), ctx=ctx)
+        with ctx:
+            weight.attach_grad(stype="row_sparse")
+        with mx.autograd.record():
+            out = nd.Embedding(
+                nd.array([1, 3, 1], ctx=ctx), weight, input_dim=6, output_dim=2, sparse_grad=True
+            )
+            loss = (out * out).sum()
+        loss.backward()
+        assert weight.grad.stype == "row_sparse"
+        updater = mx.optimizer.get_updater(mx.optimizer.SGD(learning_rate=0.1, momentum=0.9))
+        for _ in range(2):
+            updater(0, weight.grad, weight)
+        found.append([weight.grad.tostype("default").asnumpy(), weight.asnumpy()])
+    for mine, theirs in zip(*found):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)

@@ -1,0 +1,216 @@
+"""Models of the zoo, and the tools, with arrays on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn, rnn
+
+import mxamp as amp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
+
+
+def images(device, size=32):
+    values = np.random.RandomState(0).randn(2, 3, size, size).astype("float32")
+    return mx.nd.array(values, ctx=device)
+
+
+class Encoder(nn.HybridBlock):
+    """A layer of BERT's: attention by `batch_dot`, GELU, LayerNorm, additions behind them."""
+
+    def __init__(self, units=16, heads=2):
+        super().__init__()
+        self.heads, self.width = heads, units // heads
+        with self.name_scope():
+            self.qkv = nn.Dense(3 * units, flatten=False, in_units=units)
+            self.out = nn.Dense(units, flatten=False, in_units=units)
+            self.up = nn.Dense(4 * units, flatten=False, in_units=units)
+            self.down = nn.Dense(units, flatten=False, in_units=4 * units)
+            self.norms = nn.HybridSequential()
+            self.norms.add(nn.LayerNorm(in_channels=units), nn.LayerNorm(in_channels=units))
+
+    def hybrid_forward(self, F, x):
+        def heads(t):
+            t = F.reshape(t, (0, 0, self.heads, -1))
+            return F.reshape(F.transpose(t, (0, 2, 1, 3)), (-3, 0, 0))
+
+        q, k, v = (heads(t) for t in F.split(self.qkv(x), num_outputs=3, axis=-1))
+        scores = F.softmax(F.batch_dot(q, k, transpose_b=True) / self.width**0.5)
+        mixed = F.reshape(F.batch_dot(scores, v), (-4, -1, self.heads, 0, 0))
+        mixed = F.reshape(F.transpose(mixed, (0, 2, 1, 3)), (0, 0, -3))
+        x = self.norms[0](x + self.out(mixed))
+        return self.norms[1](x + self.down(F.LeakyReLU(self.up(x), act_type="gelu")))
+
+
+def resnet(device):
+    return gluon.model_zoo.vision.get_resnet(1, 18, classes=10, thumbnail=True), images(device)
+
+
+def mobilenet(device):
+    return gluon.model_zoo.vision.mobilenet_v2_0_5(classes=10), images(device, 64)
+
+
+def bert(device):
+    net = nn.HybridSequential()
+    net.add(Encoder(), Encoder(), nn.Dense(3, flatten=False, in_units=16))
+    return net, mx.nd.array(np.random.RandomState(0).randn(2, 7, 16), ctx=device)
+
+
+def lstm(device):
+    net = nn.HybridSequential()
+    net.add(rnn.LSTM(8, 2, bidirectional=True, input_size=4), nn.Dense(3, flatten=False))
+    return net, mx.nd.array(np.random.RandomState(0).randn(5, 2, 4), ctx=device)
+
+
+def gru(device):
+    net = nn.HybridSequential()
+    net.add(rnn.GRU(8, 1, input_size=4), nn.Dense(3, flatten=False))
+    return net, mx.nd.array(np.random.RandomState(0).randn(5, 2, 4), ctx=device)
+
+
+class Detector(nn.HybridBlock):
+    """The heads of an SSD: two scales, whose boxes and classes are joined."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(nn.Conv2D(8, 3, 2, 1), nn.BatchNorm(), nn.Activation("relu"))
+            self.further = nn.Conv2D(8, 3, 2, 1, activation="relu")
+            self.classes = nn.HybridSequential()
+            self.boxes = nn.HybridSequential()
+            for _ in range(2):
+                self.classes.add(nn.Conv2D(6, 3, padding=1))
+                self.boxes.add(nn.Conv2D(8, 3, padding=1))
+
+    def hybrid_forward(self, F, x):
+        first = self.body(x)
+        maps = [first, self.further(first)]
+        anchors = [F.contrib.MultiBoxPrior(x, sizes=(0.2, 0.4), ratios=(1,)) for x in maps]
+
+        def joined(heads):
+            outs = [F.flatten(F.transpose(h(x), (0, 2, 3, 1))) for h, x in zip(heads, maps)]
+            return F.concat(*outs, dim=1)
+
+        classes = F.softmax(F.reshape(joined(self.classes), (0, -1, 3)))
+        found = F.contrib.MultiBoxDetection(
+            F.transpose(classes, (0, 2, 1)), joined(self.boxes), F.concat(*anchors, dim=1),
+            nms_threshold=0.5,
+        )  # fmt: skip
+        # Rows of boxes that did not make it are -1.
+        return F.concat(F.flatten(classes), F.sum(F.relu(found), axis=(1, 2)).reshape((-1, 1)))
+
+
+def ssd(device):
+    return Detector(), images(device)
+
+
+MODELS = [resnet, mobilenet, bert, lstm, gru, ssd]
+
+
+def values_of(make, device, training, hybrid, low):
+    """Return a model's outputs and, in training, the norm of its gradients, in float32."""
+    np.random.seed(1)
+    mx.random.seed(1)
+    net, x = make(mx.cpu())
+    net.initialize(mx.init.Xavier(rnd_type="gaussian", magnitude=4), ctx=mx.cpu())
+    net(x)
+    net.collect_params().reset_ctx(device)
+    x = x.as_in_context(device)
+    if hybrid:
+        net.hybridize(static_alloc=True)
+    policy = amp.Policy.default("float16", device.device_type)
+    with amp.autocast(policy=policy, enabled=low):
+        if not training:
+            return [net(x).astype("float32").asnumpy()]
+        # MXNet's own LSTM on CPUs needs it for the gradients of the lower layers.
+        x.attach_grad()
+        with autograd.record():
+            out = net(x)
+            loss = (out.astype("float32") ** 2).mean()
+        loss.backward()
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    norm = np.sqrt(sum(float((p.grad(device) ** 2).sum().asscalar()) for p in params))
+    return [loss.asnumpy(), np.array(norm)]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_models(make, training, hybrid, device, fusion):
+    found = values_of(make, device, training, hybrid, low=True)
+    wanted = values_of(make, mx.cpu(), training, hybrid, low=False)
+    for mine, theirs in zip(found, wanted):
+        scale = float(np.abs(theirs).max())
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=4e-2 * scale)
+
+
+# ---------------------------------------------------------------------- tools
+
+
+@pytest.fixture
+def net(device):
+    made = nn.HybridSequential()
+    made.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(), nn.Activation("relu"))
+    made.add(nn.GlobalAvgPool2D(), nn.Dense(4))
+    made.initialize(mx.init.Xavier(), ctx=device)
+    made.hybridize()
+    made(images(device))
+    return made
+
+
+def test_explain(net, device, policy):
+    with amp.autocast(policy=policy), autograd.record():
+        mx.nd.softmax(net(images(device)))
+    plan = amp.explain(net, policy=policy)
+    assert "float16" in {node.precision for node in plan.nodes}
+
+
+def test_operator_stats(net, device, policy):
+    with amp.debugging.operator_stats() as stats, amp.autocast(policy=policy):
+        net(images(device))
+    assert "float16" in str(stats)
+
+
+def test_check_numerics(device, policy):
+    a = mx.nd.ones((4, 64), ctx=device) * 300
+    with amp.autocast(policy=policy), amp.debugging.check_numerics(on="collect") as check:
+        mx.nd.FullyConnected(a, a, num_hidden=4, no_bias=True)
+    assert check.first.operator == "FullyConnected"
+
+
+def test_compare(net, device, policy):
+    with amp.autocast(policy=policy):
+        found = amp.debugging.compare(net, images(device))
+    assert "float16" in str(found)
+
+
+def test_models_are_converted_and_compared(net, device, policy, tmp_path):
+    net.export(str(tmp_path / "net"))
+    model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
+    low = amp.convert_model(*model, policy=policy)
+    [error] = amp.compare_models(model, low, {"data": images(device)}, ctx=device)
+    assert 0 < error.relative < 1e-2
+
+
+def test_benchmark_and_tune(net, device):
+    x = images(device)
+    table = str(amp.benchmark(net, x, budget=2))
+    assert "autocast" in table
+    assert "float16" in table
+    tuned = amp.tune(net, x, budget=5)
+    assert tuned.policy is not None
+
+
+def test_doctor(devices):
+    done = subprocess.run(
+        [sys.executable, "-m", "mxamp", "doctor"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert "fastest dtype" in done.stdout
+    assert devices[0].device_type != "gpu" or "float16" in done.stdout
