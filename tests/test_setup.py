@@ -38,9 +38,9 @@ def test_failures_are_one_clear_line(name, python, words, clone):
 @pytest.mark.parametrize(
     "arguments, marks",
     [
-        (["-n0"], "-m not proof "),
-        (["-n0", "--fast"], "-m not slow and not proof "),
-        (["-n0", "--all"], ""),
+        (["-n0"], "-m not proof and not gpu "),
+        (["-n0", "--fast"], "-m not slow and not proof and not gpu "),
+        (["-n0", "--all"], "-m not gpu "),
         (["a.py::test"], ""),
     ],
 )
@@ -48,6 +48,24 @@ def test_long_proofs_run_where_all_or_one_is_asked_for(clone, arguments, marks):
     rest = " ".join(one for one in arguments if one not in ("--fast", "--all"))
     done = clone.run("--python", clone.python(), *arguments)
     assert done.said == f"ran -m pytest -q {marks}{rest}\n"
+
+
+def test_simulated_gpus_have_an_environment_of_their_own(clone):
+    def run(*arguments, python="3.11"):
+        return clone.run("--gpu", "-n0", "--python", clone.python(python), *arguments)
+
+    done = run()
+    assert done.said == "ran -m pytest -q -m gpu -n0 with a b\n"
+    assert done.error.splitlines()[-1] == "building two simulated GPUs, some 10 s"
+    assert not (clone.path / ".venv").exists()
+    assert "mxnet-cu112 --editable .[test]" in " ".join(clone.installs())
+    assert not any("nvidia" in line or "cu112]" in line for line in clone.installs())
+    again = run("a.py")
+    assert (again.said, again.error) == ("ran -m pytest -q -m gpu -n0 a.py with a b\n", "")
+    (clone.path / "scripts" / "simulated_gpu" / "state.c").touch()
+    assert run().error == "building two simulated GPUs, some 10 s\n"
+    assert len((clone.path.parent.parent / "calls.built").read_text().split()) == 2
+    assert "MXNet 1.9.1 needs 3.8, 3.9, 3.10, 3.11 or 3.12" in run(python="3.13").error
 
 
 def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
@@ -160,7 +178,8 @@ def test_ci_runs_the_second_command_with_horovod_where_it_can_be_built(built, cl
     done = subprocess.run(
         ["link/.ci/run"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    assert done.stdout.endswith("scripts/test was given --all\n")
+    given = [line.rpartition("scripts/test was given ")[2] for line in done.stdout.splitlines()]
+    assert given[-2:] == ["--all", "--gpu"]
     assert ("Horovod is not built: its tests are skipped" in done.stderr) == (not built)
 
 

