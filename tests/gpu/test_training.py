@@ -39,39 +39,30 @@ def loss_of(out):
     return (out.astype("float32") ** 2).sum()
 
 
-def by_scale_loss(net, trainer, parts, rows):
+def backward(net, trainer, parts):
     with autograd.record():
         losses = [loss_of(net(part)) for part in parts]
         with amp.scale_loss(losses, trainer) as scaled:
             autograd.backward(scaled)
+
+
+def by_scale_loss(net, trainer, parts, rows):
+    backward(net, trainer, parts)
     trainer.step(rows)
 
 
 def clipped(net, trainer, parts, rows):
-    with autograd.record():
-        losses = [loss_of(net(part)) for part in parts]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
+    backward(net, trainer, parts)
     trainer.allreduce_grads()
     amp.clip_grad_global_norm(trainer, 0.5)
     trainer.update(rows)
 
 
 def unscaled(net, trainer, parts, rows):
-    with autograd.record():
-        losses = [loss_of(net(part)) for part in parts]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
+    backward(net, trainer, parts)
     trainer.allreduce_grads()
     amp.unscale(trainer)
     trainer.update(rows)
-
-
-def plainly(net, trainer, parts, rows):
-    with autograd.record():
-        losses = [loss_of(net(part)) for part in parts]
-    autograd.backward(losses)
-    trainer.step(rows)
 
 
 def train(contexts, step=by_scale_loss, scale=64.0, begin=None, data=None, **settings):
