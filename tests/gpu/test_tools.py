@@ -110,7 +110,31 @@ def ssd(device):
     return Detector(), images(device)
 
 
-MODELS = [resnet, mobilenet, bert, lstm, gru, ssd]
+class Yolo(nn.HybridBlock):
+    """A head of YOLOv3's: raw predictions, decoded to boxes, objectness and classes."""
+
+    def __init__(self, classes=3, anchors=2):
+        super().__init__()
+        self.shape = (anchors, 5 + classes)
+        with self.name_scope():
+            self.body = nn.Conv2D(16, 3, 4, 1)
+            self.head = nn.Conv2D(anchors * (5 + classes), 1)
+
+    def hybrid_forward(self, F, x):
+        raw = self.head(F.LeakyReLU(self.body(x), act_type="leaky", slope=0.1))
+        raw = F.transpose(F.reshape(raw, (0, *self.shape, -1)), (0, 3, 1, 2))
+        centers = F.sigmoid(F.slice_axis(raw, axis=-1, begin=0, end=2)) * 4
+        sizes = F.exp(F.clip(F.slice_axis(raw, axis=-1, begin=2, end=4), -4, 4))
+        boxes = F.concat(centers - sizes / 2, centers + sizes / 2, dim=-1)
+        scores = F.sigmoid(F.slice_axis(raw, axis=-1, begin=4, end=None))
+        return F.reshape(F.concat(boxes, scores, dim=-1), (0, -1))
+
+
+def yolo(device):
+    return Yolo(), images(device)
+
+
+MODELS = [resnet, mobilenet, bert, lstm, gru, ssd, yolo]
 
 
 def values_of(make, device, training, hybrid, low):
