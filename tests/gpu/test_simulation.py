@@ -122,6 +122,11 @@ def test_fused_kernels_need_a_driver_for_their_ptx():
     assert "unsupported toolchain" in failing(code, SIMULATED_GPU_DRIVER="11.2")
 
 
+def test_cudas_own_compiler_compiles_fused_kernels():
+    code = 'print(json.dumps(sorted({line.split()[-1] for line in open("/proc/self/maps") if "nvrtc" in line})))'
+    assert any("nvidia/cuda_nvrtc" in path for path in run(code))
+
+
 def test_kernels_that_nobody_computes_are_errors_that_name_them():
     code = """module = mx.rtc.CudaModule('extern "C" __global__ void f(float *x) {}')
     kernel = module.get_kernel("f", "float *x")
