@@ -104,7 +104,8 @@ unreachable+='|Network is unreachable|Connection refused|ProxyError|CERTIFICATE_
 explain_failure() {
     # $1: what was being installed; $2: pip's exit status.
     local found advice
-    [ "$2" -lt 128 ] || fail "installing $1 was interrupted. Run the same command again."
+    [ "$2" -lt 128 ] && [ -z "$interrupted" ] ||
+        fail "installing $1 was interrupted. Run the same command again." 130
     rm -f "$unfinished"
     found=$(grep -m1 '^ERROR' "$log" || tail -n 1 "$log")
     advice="Put that right and run the same command again."
@@ -124,9 +125,13 @@ install() {
     say "installing $what, $2"
     shift 2
     local status=0
+    # pip ends with a status like any other after Ctrl-C.
+    interrupted=""
+    trap 'interrupted=1' INT
     (cd "$root" && PIP_USER=0 "$venv_python" -m pip install --disable-pip-version-check --no-input \
         --progress-bar off --constraint scripts/constraints.txt "$@" 2>&1) |
         tee "$log" | show_progress || status=${PIPESTATUS[0]}
+    trap - INT
     [ "$status" = 0 ] || explain_failure "$what" "$status"
 }
 

@@ -27,7 +27,7 @@ def doctor(as_json: bool) -> None:
         click.echo(json.dumps(data, indent=2))
         sys.exit(status)
     for name, text in facts.items():
-        _print(f"{name:{_COLUMN}}", text)
+        _print(f"{name:{_COLUMN - 1}} ", text)
     for number, one in enumerate(found, 1):
         _print(f"\n{number}. {one.level}: ", f"{one.what}. What to do: {one.advice}.")
     click.echo("" if status else "\nNo problem found.")
@@ -36,5 +36,5 @@ def doctor(as_json: bool) -> None:
 
 def _print(head: str, text: str) -> None:
     """Print a text behind a head, in lines of at most 100 columns."""
-    indent = " " * (_COLUMN if len(head) == _COLUMN else 3)
+    indent = " " * (3 if head[0] == "\n" else _COLUMN)
     click.echo(textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=indent))

@@ -12,7 +12,8 @@ logger = logging.getLogger("mxamp")
 
 NO_GPU = (
     "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
-    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu()"
+    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu(); for a "
+    "GPU run `mxamp doctor`, which checks the driver and the wheel"
 )
 SLOW = (
     "%s: bfloat16's results are right, but no faster than float32's, and convolutions without "

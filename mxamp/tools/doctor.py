@@ -121,6 +121,9 @@ def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> I
         what = f"nvidia-smi finds {gpus[0][0]}, driver {gpus[0][1]}, and MXNet no GPU"
         advice = f"install driver {DRIVER} or later, and check the container's access to GPUs"
         yield Finding(PROBLEM, what, advice)
+    if cuda and device == "cpu" and not gpus and not error:
+        advice = f"check the NVIDIA driver ({DRIVER} or later); without a GPU, install mxnet"
+        yield Finding(NOTE, f"{WHEEL} is installed, and MXNet sees no GPU", advice)
 
 
 def _cpu() -> Iterator[Finding]:

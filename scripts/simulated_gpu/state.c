@@ -1,9 +1,12 @@
-/* The state of the simulated GPUs: read from the environment, counted, and made to fail.
+/* The state of the simulated GPUs. Environment variables set it when the library is loaded:
  *
- *   SIMULATED_GPUS=2               how many
- *   SIMULATED_GPU_CAPABILITY=7.0   compute capability
+ *   SIMULATED_GPUS=2               how many, 0 to 8
+ *   SIMULATED_GPU_CAPABILITY=7.0   compute capability, 5.0 to 8.9 as the wheel has code for
  *   SIMULATED_GPU_MEMORY=16384     MiB of each
- *   SIMULATED_GPU_DRIVER=11.8      the CUDA version of the driver
+ *   SIMULATED_GPU_DRIVER=11.8      the newest CUDA version that the driver knows: MXNet sees no GPU
+ *                                  below 11.0, and fused kernels don't load below 11.8
+ *
+ * The functions below "for ctypes" count what a program does, and make calls fail.
  */
 #include "state.h"
 
@@ -17,24 +20,26 @@ __thread int last_error;
 __thread const char *refused;
 static __thread int computed_besides;
 
-static double number(const char *name, double otherwise) {
+static double number(const char *name, double otherwise, double least, double most) {
   const char *text = getenv(name);
-  return text && *text ? atof(text) : otherwise;
+  char *end;
+  if (!text || !*text) return otherwise;
+  double value = strtod(text, &end);
+  if (!*end && value >= least && value <= most) return value;
+  fprintf(stderr, "%s is %s, and may be a number from %g to %g\n", name, text, least, most);
+  exit(2);
 }
 
 __attribute__((constructor)) static void read_environment(void) {
-  double capability = number("SIMULATED_GPU_CAPABILITY", 7.0) + 1e-6;
-  double driver = number("SIMULATED_GPU_DRIVER", 11.8) + 1e-6;
-  simulated.devices = (int)number("SIMULATED_GPUS", 2);
-  if (simulated.devices < 0 || simulated.devices > MOST_DEVICES) {
-    fprintf(stderr, "SIMULATED_GPUS is %d, and may be 0 to %d\n", simulated.devices, MOST_DEVICES);
-    exit(2);
-  }
+  double capability = number("SIMULATED_GPU_CAPABILITY", 7.0, 5.0, 8.9) + 1e-6;
+  double driver = number("SIMULATED_GPU_DRIVER", 11.8, 9.0, 13.9) + 1e-6;
+  double memory = number("SIMULATED_GPU_MEMORY", 16384, 1, 1 << 20);
+  simulated.devices = (int)number("SIMULATED_GPUS", 2, 0, MOST_DEVICES);
   simulated.major = (int)capability;
   simulated.minor = (int)((capability - simulated.major) * 10);
   simulated.driver = (int)driver * 1000 + (int)((driver - (int)driver) * 10) * 10;
   for (int i = 0; i < simulated.devices; ++i)
-    simulated.device[i].memory = (size_t)number("SIMULATED_GPU_MEMORY", 16384) << 20;
+    simulated.device[i].memory = (size_t)memory << 20;
 }
 
 int failed(int error) {
