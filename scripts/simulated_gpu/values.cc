@@ -7,7 +7,6 @@
 //
 // As on tensor cores, products of float16 sum in float32 and round once. A kernel that is launched
 // all the same is an error (state.c).
-#define DMLC_USE_RTTI 1
 #define MSHADOW_USE_CBLAS 0
 #define MSHADOW_USE_CUDA 0
 #define MSHADOW_USE_F16C 0
