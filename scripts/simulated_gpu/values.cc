@@ -391,6 +391,12 @@ void replace_computing() {
   });
 }
 
+// oneDNN's recurrent layers have a state of their own, which no function on tensors takes.
+struct WithoutOneDnn {
+  WithoutOneDnn() { setenv("MXNET_USE_MKLDNN_RNN", "0", 1); }
+  ~WithoutOneDnn() { unsetenv("MXNET_USE_MKLDNN_RNN"); }
+};
+
 // Make the states of operators for CPUs; those of products for float32.
 void replace_states() {
   const auto& stateful = Op::GetAttr<FStatefulCompute>("FStatefulCompute<cpu>");
@@ -407,6 +413,7 @@ void replace_states() {
       std::vector<int> wide = types;
       for (int& type : wide)
         if (product && type == mshadow::kFloat16) type = mshadow::kFloat32;
+      const WithoutOneDnn plain;
       return Calls::call(create, attrs, Context::CPU(), shapes, wide);
     });
   }
@@ -577,8 +584,6 @@ bool replace_functions() {
   simulated_gpu_compute();
   // MXNet registers these when its first caller lists the operators.
   op::RegisterLegacyOpProp();
-  // oneDNN's recurrent layers have a state of their own.
-  setenv("MXNET_USE_MKLDNN_RNN", "0", 1);
   replace_computing();
   replace_states();
   replace_requests();
