@@ -7,6 +7,8 @@ from mxnet import nd
 
 import mxamp as amp
 from helpers import pairwise, randn
+from mxamp.graph.gradients import with_scale_input
+from mxamp.graph.ir import Graph
 
 DATA = randn(16, 4)
 LABEL = nd.array(np.arange(16) % 2)
@@ -97,6 +99,14 @@ def test_modules_of_a_model_over_two_devices(out, groups, sizes, dtype):
     assert (optimizer.scaling.steps, optimizer.scaling.skips) == (len(sizes), 0)
     for name, array in plain.items():
         np.testing.assert_allclose(found[name], array, atol=3e-3)
+
+
+def test_added_operators_run_on_the_device_of_their_input():
+    """MXNet's fusion for GPUs ends the process at nodes without one."""
+    graph = with_scale_input(Graph.from_symbol(network()))
+    added = [node for node in graph.nodes if "_amp_" in node.name and not node.is_variable]
+    assert len(added) == 6
+    assert {node.attrs["__ctx_group__"] for node in added} == {"second"}
 
 
 def test_a_module_that_is_not_decorated(caplog):
