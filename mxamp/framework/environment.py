@@ -20,13 +20,15 @@ def automatic_value() -> str:
 @contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
     """Set an environment variable inside the `with` block; None leaves it as it is."""
+    if value is None:
+        yield
+        return
     before = os.environ.get(name)
+    os.environ[name] = value
     try:
-        if value is not None:
-            os.environ[name] = value
         yield
     finally:
-        if before is not None:
-            os.environ[name] = before
-        elif value is not None:
+        if before is None:
             os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

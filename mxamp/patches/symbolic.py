@@ -16,7 +16,8 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, ContextManager, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -77,9 +78,8 @@ def patched_bind(
     dtypes = dict(zip(given, dtypes_of(list(given.values()))))
     binding = _Binding(self, policy, grad_reqs, dtypes)
     symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
-    with _unfused_on_several_devices(rest, options):
-        executor = original(symbol, ctx, args, args_grad, grad_req, *rest, **options)
-    return binding.bound(executor)
+    call = partial(original, symbol, ctx, args, args_grad, grad_req, *rest, **options)
+    return binding.bind(call, _device_groups(rest, options))
 
 
 def patched_simple_bind(
@@ -109,21 +109,13 @@ def patched_simple_bind(
         inferred, _, _ = self.infer_shape_partial(**shapes)
         known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
         options = {**known, **options}
-    with _unfused_on_several_devices(rest, options):
-        executor = original(symbol, ctx, grad_req, type_dict, *rest, **options)
-    return binding.bound(executor)
+    call = partial(original, symbol, ctx, grad_req, type_dict, *rest, **options)
+    return binding.bind(call, _device_groups(rest, options))
 
 
-def _unfused_on_several_devices(
-    rest: Sequence[Any], options: Mapping[str, Any]
-) -> ContextManager[None]:
-    """Return a context that switches MXNet's fusion for GPUs off if a graph has `group2ctx`.
-
-    On several devices fusion fails for some graphs, or ends the process, with and without casts.
-    `rest` and `options` are the last arguments of `bind` or `simple_bind`.
-    """
-    groups = rest[1] if len(rest) > 1 else options.get("group2ctx")
-    return variable("MXNET_USE_FUSION", "0" if groups else None)
+def _device_groups(rest: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Return `group2ctx` among the last arguments of `bind` or `simple_bind`."""
+    return rest[1] if len(rest) > 1 else options.get("group2ctx")
 
 
 class _Binding:
@@ -161,8 +153,14 @@ class _Binding:
             return self._symbol
         return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
-    def bound(self, executor: Executor) -> Executor:
-        """Return `executor`, changed to look like an executor of the original symbol."""
+    def bind(self, call: Callable[[], Executor], groups: Any) -> Executor:
+        """Return the executor that `call` binds, as if it were one of the original symbol.
+
+        For a graph on several devices, `groups`, MXNet's fusion for GPUs is off: it fails for some
+        graphs, or ends the process, with and without casts.
+        """
+        with variable("MXNET_USE_FUSION", "0" if groups else None):
+            executor = call()
         executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor
         executor._binding = self
@@ -210,14 +208,16 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         arguments = symbol, self._ctx, arrays, gradients or None, self._grad_req, states_now
         # Loops in executors that share memory read stale values of the other executor.
         shared = None if self._binding.has_loops else self
-        executor = bind(*arguments, group2ctx=self._group2ctx, shared_exec=shared)
+        groups = self._group2ctx
+        call = partial(bind, *arguments, group2ctx=groups, shared_exec=shared)
+        executor = self._binding.bind(call, groups)
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
             callback, monitor_all = self._monitor_callback, self._monitor_all
             executor._monitor_callback, executor._monitor_all = callback, monitor_all
             set_callback = _LIB.MXExecutorSetMonitorCallbackEX
             check_call(set_callback(executor.handle, callback, None, ctypes.c_int(monitor_all)))
-        return self._binding.bound(executor)
+        return executor
 
 
 @contextmanager

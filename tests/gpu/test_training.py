@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 STORES = [("device", False), ("device", True), ("local", False), ("local", True), (None, False)]
 
 
-def make(contexts, dtype=None, **settings):
+def make(contexts, **settings):
     """Return a net with BatchNorm, hybridized, and its trainer, with the same values each time."""
     np.random.seed(2)
     net = gluon.nn.HybridSequential(prefix="net_")
@@ -65,7 +65,7 @@ def unscaled(net, trainer, parts, rows):
     trainer.update(rows)
 
 
-def train(contexts, step=by_scale_loss, scale=64.0, begin=None, data=None, **settings):
+def train(contexts, step=by_scale_loss, begin=None, data=None, **settings):
     """Return the weights after some steps on these devices, the trainer, and the net."""
     net, trainer = make(contexts, **settings)
     kind = contexts[0].device_type
@@ -74,7 +74,7 @@ def train(contexts, step=by_scale_loss, scale=64.0, begin=None, data=None, **set
         step = begin(net, trainer, mx.Context(kind)) or step
         around = contextlib.nullcontext()
     else:
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=scale, growth_interval=1000))
+        amp.init_trainer(trainer, amp.LossScaler(init_scale=64, growth_interval=1000))
         around = amp.autocast(policy=policy)
     with around:
         for batch in batches(4) if data is None else data:
@@ -238,16 +238,17 @@ def test_models_over_two_gpus(hybrid, optimizer, devices, fusion):
         data = mx.sym.exp(data * 0.5) if hybrid else data
         symbol = mx.sym.SoftmaxOutput(data, name="softmax")
     amp.init("float16", ctx=devices[0])
+    decorated = amp.decorate(optimizer, init_loss_scaling=64)  # before `bind`: the graph is cast
     groups = dict(zip(("first", "second"), devices))
     module = mx.mod.Module(symbol, context=devices[0], group2ctxs=groups)
     module.bind([("data", (4, 4))], [("softmax_label", (4,))])
     module.init_params(mx.init.Constant(0.1))
-    decorated = amp.decorate(optimizer, init_loss_scaling=64)
     module.init_optimizer(optimizer=decorated)
-    for batch in batches(2):
-        module.forward_backward(mx.io.DataBatch([mx.nd.array(batch)], [mx.nd.zeros(4)]))
+    for rows in (4, 2, 4):  # another batch size reshapes the executor
+        data = mx.nd.array(batches(1)[0][:rows])
+        module.forward_backward(mx.io.DataBatch([data], [mx.nd.zeros(rows)]))
         module.update()
-    assert decorated.scaling.steps == 2
+    assert decorated.scaling.steps == 3
     assert np.isfinite(module.get_outputs()[0].asnumpy()).all()
 
 
