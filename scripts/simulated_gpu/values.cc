@@ -338,16 +338,24 @@ struct LegacyOf;
 template <typename Signature>
 struct LegacyOf<std::function<Signature>> : Legacy<Signature> {};
 
+// Return all operators, each once.
+std::vector<const Op*> operators() {
+  std::vector<const Op*> found;
+  for (const std::string& name : dmlc::Registry<Op>::ListAllNames()) {
+    const Op* op = dmlc::Registry<Op>::Find(name);
+    if (op->name == name) found.push_back(op);
+  }
+  return found;
+}
+
 // Replace each operator's attribute for GPUs by `make(operator, its attribute for CPUs)`.
 template <typename Function, typename Make>
 void replace(const std::string& attribute, const Make& make) {
   const auto& on_cpus = Op::GetAttr<Function>(attribute + "<cpu>");
   const auto& on_gpus = Op::GetAttr<Function>(attribute + "<gpu>");
-  for (const std::string& name : dmlc::Registry<Op>::ListAllNames()) {
-    const Op* op = dmlc::Registry<Op>::Find(name);
-    if (op->name != name || !on_gpus.contains(op) || !on_cpus.contains(op)) continue;
-    if (!kRunners.count(name)) const_cast<Function&>(on_gpus[op]) = make(op, on_cpus[op]);
-  }
+  for (const Op* op : operators())
+    if (on_gpus.contains(op) && on_cpus.contains(op) && !kRunners.count(op->name))
+      const_cast<Function&>(on_gpus[op]) = make(op, on_cpus[op]);
 }
 
 void replace_computing() {
@@ -384,7 +392,7 @@ void replace_computing() {
     return [=](const NodeAttrs& attrs, const OpContext& context, const Arrays& inputs,
                const Requests& requests, const Arrays& outputs) {
       ArraysOnCpu arrays(inputs, outputs);
-          count_launch();
+      count_launch();
       function(attrs, on_cpu(context), arrays.reads, requests, arrays.writes);
       arrays.store();
     };
@@ -393,20 +401,25 @@ void replace_computing() {
 
 // oneDNN's recurrent layers have a state of their own, which no function on tensors takes.
 struct WithoutOneDnn {
-  WithoutOneDnn() { setenv("MXNET_USE_MKLDNN_RNN", "0", 1); }
-  ~WithoutOneDnn() { unsetenv("MXNET_USE_MKLDNN_RNN"); }
+  WithoutOneDnn() : set(std::getenv(kSwitch) != nullptr), before(set ? std::getenv(kSwitch) : "") {
+    setenv(kSwitch, "0", 1);
+  }
+  ~WithoutOneDnn() { set ? setenv(kSwitch, before.c_str(), 1) : unsetenv(kSwitch); }
+
+  static constexpr const char* kSwitch = "MXNET_USE_MKLDNN_RNN";
+  const bool set;
+  const std::string before;
 };
 
 // Make the states of operators for CPUs; those of products for float32.
 void replace_states() {
   const auto& stateful = Op::GetAttr<FStatefulCompute>("FStatefulCompute<cpu>");
   const auto& states = Op::GetAttr<FCreateOpState>("FCreateOpState");
-  for (const std::string& name : dmlc::Registry<Op>::ListAllNames()) {
-    const Op* op = dmlc::Registry<Op>::Find(name);
-    if (op->name != name || !states.contains(op) || !stateful.contains(op) || kRunners.count(name)) continue;
+  for (const Op* op : operators()) {
+    if (!states.contains(op) || !stateful.contains(op) || kRunners.count(op->name)) continue;
     using Calls = LegacyOf<FCreateOpState>;
     const FCreateOpState create = states[op];
-    const bool product = kProducts.count(name);
+    const bool product = kProducts.count(op->name);
     Calls::assign(states[op], [=](const NodeAttrs& attrs, Context context, const mxnet::ShapeVector& shapes,
                                   const std::vector<int>& types) {
       if (context.dev_mask() != gpu::kDevMask) return Calls::call(create, attrs, context, shapes, types);
@@ -422,9 +435,8 @@ void replace_states() {
 // Request the resources that an operator's function for CPUs uses.
 void replace_requests() {
   const auto& requests = Op::GetAttr<FResourceRequestEx>("FResourceRequestEx");
-  for (const std::string& name : dmlc::Registry<Op>::ListAllNames()) {
-    const Op* op = dmlc::Registry<Op>::Find(name);
-    if (op->name != name || !requests.contains(op)) continue;
+  for (const Op* op : operators()) {
+    if (!requests.contains(op)) continue;
     using Calls = LegacyOf<FResourceRequestEx>;
     const FResourceRequestEx request = requests[op];
     Calls::assign(requests[op], [=](const NodeAttrs& attrs, int device, DispatchMode mode) {
@@ -475,9 +487,9 @@ Blobs infer(nnvm::Symbol* graph, const Blobs& inputs) {
   uint32_t counts[3];
   const int *dimensions[3], **shapes[3], *found[3];
   int complete;
-  check(MXSymbolInferShapePartialEx(all, inputs.size(), nullptr, reinterpret_cast<uint32_t*>(ends.data()), sizes.data(),
-                             counts, dimensions, shapes, counts + 1, dimensions + 1, shapes + 1,
-                             counts + 2, dimensions + 2, shapes + 2, &complete));
+  check(MXSymbolInferShapePartialEx(all, inputs.size(), nullptr, reinterpret_cast<uint32_t*>(ends.data()),
+                                    sizes.data(), counts, dimensions, shapes, counts + 1, dimensions + 1, shapes + 1,
+                                    counts + 2, dimensions + 2, shapes + 2, &complete));
   int zero_is_a_size;
   check(MXIsNumpyShape(&zero_is_a_size));
   Blobs made;

@@ -34,12 +34,10 @@ CALLS = {
     "Dropout": ({"p": 0}, [ROWS]),
     "Embedding": ({"input_dim": 7, "output_dim": 3}, [ROWS]),
     "FullyConnected": ({"num_hidden": 5}, [IMAGES]),
-    "IdentityAttachKLSparseReg": ({}, [ROWS]),
     "LeakyReLU": ({"act_type": "prelu"}, [IMAGES, (4,)]),
     "Pad": ({"mode": "edge", "pad_width": (0, 0, 0, 0, 1, 1, 1, 1)}, [IMAGES]),
     "Pooling": ({"kernel": (2, 2), "stride": (2, 2), "pool_type": "avg"}, [IMAGES]),
     "RNN": ({"mode": "lstm", "num_layers": 2, "state_size": 3, "bidirectional": True}, [(5, 2, 4)]),
-    "ROIPooling": ({"pooled_size": (2, 2), "spatial_scale": 1}, [IMAGES, (3, 5)]),
     "SliceChannel": ({"num_outputs": 2}, [IMAGES]),
     "UpSampling": ({"scale": 2, "sample_type": "nearest", "num_args": 1}, [IMAGES]),
     "Reshape": ({"shape": (2, -1)}, [IMAGES]),
@@ -48,7 +46,6 @@ CALLS = {
     "SequenceReverse": ({"use_sequence_length": True}, [(5, 2, 4), (2,)]),
     "_contrib_SparseEmbedding": ({"input_dim": 7, "output_dim": 3}, [ROWS]),
     "_contrib_boolean_mask": ({}, [ROWS, (4,)]),
-    "_contrib_count_sketch": ({"out_dim": 3}, [ROWS, (1, 6), (1, 6)]),
     "_contrib_index_copy": ({}, [ROWS, (2,), (2, 6)]),
     "_contrib_interleaved_matmul_encdec_qk": ({"heads": 2}, [(5, 2, 12), (7, 2, 24)]),
     "_contrib_interleaved_matmul_encdec_valatt": ({"heads": 2}, [(7, 2, 24), (4, 5, 7)]),
@@ -97,13 +94,14 @@ CALLS = {
 #: Inputs that are indices, which are 0 or 1, and their dtypes.
 INDICES = {
     "indices": "int32", "index": "float32", "index_vector": "int64", "obj": "int64",
-    "rois": "float32", "h": "float32", "s": "float32", "sequence_length": "float32",
+    "sequence_length": "float32",
 }  # fmt: skip
 READS_INDICES = {"Embedding", "_contrib_SparseEmbedding"}
 #: Operators whose gradient MXNet lacks on any device.
 WITHOUT_GRADIENT = {
-    "_contrib_SparseEmbedding", "_npi_copysign_scalar", "_npi_delete", "_npi_insert_scalar", "_npi_insert_slice",
-    "_npi_insert_tensor", "_npi_rcopysign_scalar", "_npx_nonzero", "batch_take",
+    "_contrib_SparseEmbedding", "_npi_copysign_scalar", "_npi_delete", "_npi_insert_scalar",
+    "_npi_insert_slice", "_npi_insert_tensor", "_npi_rcopysign_scalar", "_npx_nonzero",
+    "batch_take",
 }  # fmt: skip
 POLICY = amp.Policy.default("float16", "gpu")
 GENERIC = [IMAGES, (4, 6, 6), (6, 6), (6,)]
