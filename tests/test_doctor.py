@@ -77,6 +77,7 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
         ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed", "device": "gpu"}, NOTE, "failed", "newer"),
         ({"gpu_error": "nvidia-smi failed"}, NOTE, "failed", "driver"),
         ({**ON_T4, "device": "cpu"}, PROBLEM, "Tesla T4, driver 470.57.02, and MXNet no GPU", "450.80.02"),
+        ({"wheels": CUDA_BUILD}, NOTE, "mxnet-cu112 is installed, and MXNet sees no GPU", "450.80.02"),
         ({AUTOMATIC: "auto"}, PROBLEM, "start-up hook", "mxamp run"),
         ({"threads": 16}, PROBLEM, "16 threads", "OMP_NUM_THREADS=4"),
         ({"quota": 2.0}, PROBLEM, "4 threads, slower than on 2 here", "OMP_NUM_THREADS=2"),
@@ -206,7 +207,7 @@ def test_the_report_of_this_machine_has_its_versions():
         ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, 0, f"is fast in bfloat16 if {machine.FOR_AMX}"),
         ({"wheels": {}, "error": "no"}, 1, "no wheel is installed"),
         (ON_T4, 0, "Tesla T4, 470.57.02, 7.5 fastest dtype float16"),
-        ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE"),
+        ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE x"),
     ],
 )  # fmt: skip
 def test_the_exit_status_counts_problems_alone(monkeypatch, changes, status, words):
