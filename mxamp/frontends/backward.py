@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
-from typing import Any, Callable, ContextManager, Iterable, Sequence
+from functools import partial
+from typing import Any, Callable, Iterable, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -26,17 +26,19 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
-from ..framework.arrays import cast
+from ..framework.arrays import cast, map_arrays
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..scaling.finite import multiply, unscale
-from ..scaling.loss_outputs import build_custom_op_init, in_unscaled_backward, scaled_outputs
-from ..scaling.passes import entries_of, passes, without_flags
+from ..scaling.ledger import entries_of, ledger
+from ..scaling.loss_outputs import build_custom_op_init
+from ..scaling.passes import passes
+from ..scaling.running import Pass, enclosing, inside, is_nested, pass_of, run
 from ..scaling.scaler import SharedScale, scale_of
-from ..scaling.trainer import Stage, State, active_hook, attach_hook
+from ..scaling.trainer import State, active_hook, attach_hook
 from .variables import Variable, Variables, by_gradient
 
 logger = logging.getLogger("mxamp")
@@ -56,18 +58,13 @@ Compute = Callable[[Any], Any]
 
 
 class _BackwardPatches(FrontEnd):
-    """Scales that never leave the backward pass, with their trainers and variables."""
+    """Scales that never leave the backward pass, with their variables."""
 
     def __init__(self) -> None:
         super().__init__()
         #: For trainers and modules whose optimizer was not decorated; None leaves them as they are.
         self.default_scale: SharedScale | None = None
-        self.trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self.variables = Variables()
-        self._scale = 1.0  # of the running pass
-        self._functions = threading.local()  # depth: of functions with unscaled gradients
-        self._nested: list[NDArray] = []  # gradients of these arrays are unscaled already
-        self._overflown: set[int] = set()  # by nested passes, by `id`
         self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
@@ -75,7 +72,7 @@ class _BackwardPatches(FrontEnd):
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *self.variables.patches(),
-            Patch(autograd.Function, "__call__", wrapping(self._patched_call)),
+            Patch(autograd.Function, "__call__", wrapping(_patched_call)),
             Patch(CustomOpProp, "__init__", build_custom_op_init),
             # The scale may be in use without the casting patches, which refuse contrib too.
             *refusals(),
@@ -92,11 +89,10 @@ class _BackwardPatches(FrontEnd):
                 passes.automatic = self
 
     def close(self) -> None:
-        """Undo the patches, and forget trainers and variables."""
+        """Undo the patches, and forget variables."""
         passes.automatic = None
         super().close()
         self.default_scale, self._has_warned = None, False
-        self.trainers.clear()
         self.variables.clear()
 
     def _patched_init(
@@ -110,151 +106,119 @@ class _BackwardPatches(FrontEnd):
         if shared is None:
             return
         try:
-            hook = attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
+            attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
         except AmpError as error:
             if own_scale is not None:
                 raise
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
-            return
-        # For a first step whose gradients only other workers have computed.
-        hook.last_stage = Stage.UNSCALED
-        self.trainers.add(trainer)
 
     def retire_hooks(self) -> None:
         """Leave the trainers to other APIs; gradients that wait for their step are checked."""
-        for hook in self._hooks():
+        for hook in _shared_hooks():
             hook.scaled_by = ""
 
-    def _hooks(self) -> list[State]:
-        """Return the states of the trainers that still have a shared scale."""
-        found = [active_hook(trainer) for trainer in list(self.trainers)]
-        return [hook for hook in found if hook is not None and hook.is_shared]
-
-    def run(
-        self,
-        compute: Compute,
-        heads: Sequence[NDArray],
-        head_grads: Any,
-        recorded: ContextManager[None],
-    ) -> None:
-        """Run a backward pass with the lowest scale of all trainers, and unscale gradients.
-
-        `recorded` is the context in which `passes` records the gradients that it writes.
-        """
-        hooks = self._hooks()
-        scale, overflown = _lowest_scale(hooks, heads), set()
-        with recorded:
+    def run(self, compute: Compute, one: Pass, head_grads: Any) -> None:
+        """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
+        hooks = _shared_hooks()
+        dropped = {hook for hook in hooks if hook.overflown}
+        scale = _lowest_scale(hooks, one.heads)
+        with ledger.written(one, one.scale):
             if scale == 1:
                 # No scale to take out; trainers check the gradients they are about to use.
-                compute(head_grads)
+                run(one, partial(compute, head_grads))
             else:
-                overflown = self._run_scaled(compute, heads, head_grads, scale)
+                self._run_scaled(compute, one, head_grads, scale)
         for hook in hooks:
-            hook.mark_unscaled(scale, overflown)
+            hook.mark_unscaled(scale, one.overflown, hook in dropped)
         owned = {id(entry.data) for hook in hooks for entry in entries_of(hook.trainer)}
-        if not overflown <= owned and not self._has_warned:
+        if not one.overflown <= owned and not self._has_warned:
             self._has_warned = True
             logger.warning(OVERFLOW, scale)
 
-    def _run_scaled(
-        self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, scale: float
-    ) -> set[int]:
-        """Run a backward pass with a scale; return the arrays whose gradients have overflowed."""
-        variables = list(self.variables.values())
-        adding = [group[0].array.grad for group in by_gradient(v for v in variables if v.adds)]
-        with without_flags([v.array for v in variables]):
-            # The sum has to carry the same scale as what is added to it.
-            multiply(adding, scale)
-            self._scale, self._nested, self._overflown = scale, [], set()
-            try:
-                with scaled_outputs(scale, unscaled_outside=True):
-                    compute(_scaled_gradients(heads, head_grads, scale))
-                    mx.nd.waitall()
-            except BaseException:
-                multiply(adding, 1 / scale)
-                raise
-            finally:
-                self._scale = 1.0
-            written = {id(v.array) for v in variables if v.array._fresh_grad}
-            found = _unscaled([v for v in variables if v.adds or id(v.array) in written], scale)
-            for array in self._nested:
-                array._fresh_grad = True
-        self.variables.prune({*written, *map(id, self._nested)})
-        return (found & written) | self._overflown
+    def _run_scaled(self, compute: Compute, one: Pass, head_grads: Any, scale: float) -> None:
+        """Run a backward pass with a scale, and unscale the gradients behind its heads."""
+        written = self.variables.behind(one.names)
+        adding = [group[0].array.grad for group in by_gradient(v for v in written if v.adds)]
+        one.scale, one.unscales = one.scale * scale, True
+        gradients = _scaled_gradients(one.heads, head_grads, scale)
 
-    def run_nested(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> None:
+        def compute_all() -> None:
+            compute(gradients)
+            mx.nd.waitall()
+
+        # The sum has to carry the same scale as what is added to it.
+        multiply(adding, scale)
+        try:
+            run(one, compute_all)
+        except BaseException:
+            multiply(adding, 1 / scale)
+            raise
+        one.overflown |= _unscaled(written, scale)
+        self.variables.prune(one.names)
+
+    def run_nested(self, compute: Compute, one: Pass, head_grads: Any) -> None:
         """Run a backward pass inside another one, in a function or operator in Python.
 
-        Written gradients are unscaled at once. Sums carry the scale of the pass around it.
+        Gradients are unscaled at once, but for those behind the heads of the pass around too.
         """
-        if self._scale == 1 or not self._is_unscaled:
+        outer = enclosing()
+        if outer is None or outer.scale == 1:
             # A custom operator in float16 is given scaled gradients, and passes them on.
             compute(head_grads)
             return
-        variables = list(self.variables.values())
-        with without_flags([v.array for v in variables]):
-            compute(_scaled_gradients(heads, head_grads, self._scale))
-            written = [v for v in variables if v.array._fresh_grad and not v.adds]
-            self._overflown |= _unscaled(written, self._scale)
-            for variable in written:
-                variable.array._fresh_grad = False
-            self._nested += [variable.array for variable in written]
+        written = self.variables.behind(one.names - outer.names)
+        multiply([v.array.grad for v in written if v.adds], outer.scale)
+        compute(_scaled_gradients(one.heads, head_grads, outer.scale))
+        outer.overflown |= _unscaled(written, outer.scale)
 
-    @property
-    def _is_unscaled(self) -> bool:
-        """Whether the caller runs in a `backward` in Python that was given unscaled gradients."""
-        return bool(getattr(self._functions, "depth", 0)) or in_unscaled_backward()
-
-    def run_grad(
-        self, compute: Compute, heads: Sequence[NDArray], head_grads: Any, nested: bool
-    ) -> Any:
+    def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
-        if nested:
-            scale = self._scale if self._is_unscaled else 1.0
+        if is_nested():
+            outer = enclosing()
+            one = Pass(heads, outer.scale if outer else 1.0)
         else:
-            scale = _lowest_scale(self._hooks(), heads)
-        if scale == 1:
+            one = Pass(heads, _lowest_scale(_shared_hooks(), heads), unscales=True)
+        if one.scale == 1:
             return compute(head_grads)
-        gradients = _scaled_gradients(heads, head_grads, scale)
-        if nested:
+        gradients = _scaled_gradients(heads, head_grads, one.scale)
+
+        def compute_all() -> Any:
             found = compute(gradients)
-        else:
-            self._scale = scale
-            try:
-                with scaled_outputs(scale, unscaled_outside=True):
-                    found = compute(gradients)
-                    mx.nd.waitall()
-            finally:
-                self._scale = 1.0
+            mx.nd.waitall()
+            return found
+
+        found = compute(gradients) if is_nested() else run(one, compute_all)
         with suspended():
-            if isinstance(found, NDArray):
-                return _divided(found, scale)
-            return [_divided(gradient, scale) for gradient in found]
+            return map_arrays(found, lambda one_: _divided(one_, one.scale), lambda other: other)
 
-    def _patched_call(self, original: Original, function: autograd.Function, *inputs: Any) -> Any:
-        """Call an `autograd.Function` whose backward computes on unscaled gradients."""
-        backward = function.backward
 
-        @functools.wraps(backward)
-        def unscaled_backward(*gradients: Any) -> Any:
-            scale = self._scale
-            if scale == 1:
-                return backward(*gradients)
-            self._functions.depth = getattr(self._functions, "depth", 0) + 1
-            try:
-                results = backward(*(_times_in_float32(one, 1 / scale) for one in gradients))
-            finally:
-                self._functions.depth -= 1
-            if isinstance(results, NDArray):
-                return _times_in_float32(results, scale)
-            return [_times_in_float32(result, scale) for result in results]
+def _patched_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
+    """Call an `autograd.Function` whose backward computes on unscaled gradients."""
+    backward, thread = function.backward, threading.get_ident()
 
-        function.backward = unscaled_backward
-        return original(function, *inputs)
+    @functools.wraps(backward)
+    def unscaled_backward(*gradients: Any) -> Any:
+        one = pass_of(thread)
+        if one.scale == 1 or not one.unscales:
+            return backward(*gradients)
+        with inside(one):
+            results = backward(*(_times_in_float32(each, 1 / one.scale) for each in gradients))
+        if isinstance(results, NDArray):
+            return _times_in_float32(results, one.scale)
+        return [_times_in_float32(result, one.scale) for result in results]
+
+    function.backward = unscaled_backward
+    return original(function, *inputs)
 
 
 #: One a process, like the functions that it patches.
 backward_patches = _BackwardPatches()
+
+
+def _shared_hooks() -> list[State]:
+    """Return the states of the trainers that have a shared scale."""
+    found = [active_hook(trainer) for trainer in ledger.known()]
+    return [hook for hook in found if hook is not None and hook.is_shared]
 
 
 def _lowest_scale(hooks: Sequence[State], heads: Sequence[NDArray]) -> float:

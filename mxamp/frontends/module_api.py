@@ -28,7 +28,7 @@ from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
 from ..scaling.distributed import COMPRESSED, check_settings, fill
 from ..scaling.finite import all_finite, multiply, unscale
-from ..scaling.loss_outputs import scaled_custom_ops
+from ..scaling.running import Pass, run
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
 from ..scaling.statistics import RunningStatistics
 from .backward import backward_patches
@@ -183,10 +183,9 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     has_dropped = has_dropped and all_finite(_gradients(self, adding=True))
     # The sum has to carry the same scale as what is added to it.
     multiply(_gradients(self, adding=True), scale)
-    with scaled_custom_ops(scale, unscaled_outside=True):
-        with suspended():
-            scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
-        original(self, scaled)
+    with suspended():
+        scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
+    run(Pass((), scale, unscales=True), partial(original, self, scaled))
     state.overflown = bool(unscale(_gradients(self), scale))
     if has_dropped and state.overflown and not is_distributed(self._kvstore):
         scaler.update(False)

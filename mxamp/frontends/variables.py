@@ -16,8 +16,9 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import address, shallow_copy
 from ..framework.patching import Original, Patch, patches_of_function, wrapping
+from ..scaling.tape import name_of
 
-# References to an array that only `Variables` holds: its entry, and the argument of getrefcount.
+# References to an array that only `Variables` holds: by its entry, and the argument of getrefcount.
 _OURS = 2
 
 
@@ -28,8 +29,8 @@ class Variable(NamedTuple):
     adds: bool
 
 
-class Variables(Dict[int, Variable]):
-    """All variables by `id` of the array, in the order of their marking."""
+class Variables(Dict[str, Variable]):
+    """All variables by their names on autograd's tape, in the order of their marking."""
 
     def patches(self) -> List[Patch]:
         """Return the patches that add new variables."""
@@ -52,18 +53,20 @@ class Variables(Dict[int, Variable]):
                 self.add(param._data, param.grad_req)
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
-        """Add arrays as variables; with "null", forget them instead."""
-        for array in arrays:
-            self.pop(id(array), None)
-            if grad_req != "null":
-                self[id(array)] = Variable(array, grad_req == "add")
+        """Add marked arrays as variables, unless they get no gradient."""
+        for array in arrays if grad_req != "null" else ():
+            self[name_of(array) or ""] = Variable(array, grad_req == "add")
 
-    def prune(self, written: AbstractSet[int]) -> None:
-        """Forget the variables, by `id` not among the `written` ones, that Python does not hold."""
-        for key in list(self):
-            held = sys.getrefcount(self[key].array) > _OURS
-            if not held and key not in written:
-                del self[key]
+    def behind(self, names: Iterable[str]) -> List[Variable]:
+        """Return the variables with these names."""
+        return [self[name] for name in names if name in self]
+
+    def prune(self, written: AbstractSet[str]) -> None:
+        """Forget the variables, not among the `written` ones, that Python does not hold."""
+        for name, variable in list(self.items()):
+            held = sys.getrefcount(variable.array) > _OURS
+            if not held and name not in written:
+                self.pop(name, None)
 
     def _patched_mark(
         self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
@@ -86,11 +89,11 @@ class Variables(Dict[int, Variable]):
         self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Add the gradient that an array is about to lose: a graph may still write it."""
-        before = self.get(id(array))
+        """Keep the gradient that an array is about to lose: a tape may still write it."""
+        before = self.get(name_of(array) or "")
         if before is not None:
-            copy = shallow_copy(array)
-            self[id(copy)] = Variable(copy, before.adds)
+            # To autograd the copy is the array as it was before.
+            self[name_of(array) or ""] = Variable(shallow_copy(array), before.adds)
 
 
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:

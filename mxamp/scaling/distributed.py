@@ -23,7 +23,7 @@ from ..errors import StateError
 from ..framework import distributed as transports
 from ..policy.active import current_policy, suspended
 from ..policy.policy import custom_classes
-from .passes import Entry, entries_of, gradients
+from .ledger import Entry, entries_of, ledger
 from .scaler import LossScaler
 
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
@@ -101,11 +101,17 @@ def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
     return uninitialized
 
 
+def workers_of(trainer: Trainer) -> Any:
+    """Return the kvstore over a trainer's workers, its name before the first step; None for one."""
+    if transports.is_horovod_trainer(trainer):
+        return transports.horovod_store(trainer)
+    store = trainer._kvstore or trainer._kvstore_params["kvstore"]
+    return store if transports.is_distributed(store) else None
+
+
 def compare_workers(trainer: Trainer, scaler: LossScaler) -> Any:
     """Return the kvstore over several workers, or None; raise if the workers' settings differ."""
-    store = trainer._kvstore if transports.is_distributed(trainer._kvstore) else None
-    if transports.is_horovod_trainer(trainer):
-        store = transports.horovod_store(trainer)
+    store = workers_of(trainer)
     if store is not None:
         check_settings(store, scaler.state_dict())
     return store
@@ -122,11 +128,11 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
     for entry in entries_of(trainer) if has_workers else ():
         if transports.is_horovod_trainer(trainer):
             transports.check_horovod_gradients(entry.param.name, entry.param.list_grad())
-        if gradients.is_overflown(entry):
+        if ledger.is_overflown(entry):
             fill([entry.gradient], np.inf)
-        elif not entry.is_fresh:
+        elif not entry.data._fresh_grad:
             fill([entry.gradient], 0)
-            gradients.note(entry, scale)
+            ledger.note(entry, scale)
             stale.append(entry)
     type(trainer)._allreduce_grads(trainer)
     for entry in stale:

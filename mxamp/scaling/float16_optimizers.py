@@ -4,12 +4,18 @@ With master weights every optimizer of MXNet works. `tests/scaling/test_float16_
 the tables to MXNet's registry.
 """
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 from mxnet import optimizer as mx_optimizer
 from mxnet.gluon import Trainer
+from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError
+from ..framework.arrays import cast, map_arrays
 from ..framework.machine import dtype_name
+from ..framework.patching import Original
 
 #: They divide by the root of a squared gradient plus epsilon. In float16 an epsilon of 1e-8 is 0,
 #: and so is the square of a gradient below 2e-4.
@@ -42,3 +48,27 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
     else:
         return
     raise ArgumentError(FLOAT16_UPDATE.format(type(optimizer).__name__, why))
+
+
+def divide_updates(optimizer: Any, scale: float) -> None:
+    """Make an optimizer with master weights divide gradients in float32; a scale of 1 ends that.
+
+    Divided in float16, gradients would lose the small values that the scale preserves.
+    """
+    own = vars(optimizer).get("update_multi_precision")
+    if isinstance(own, partial) and own.func is _divided_update:
+        del optimizer.update_multi_precision
+    if scale != 1:
+        original = optimizer.update_multi_precision
+        optimizer.update_multi_precision = partial(_divided_update, original, scale)
+
+
+def _divided_update(
+    original: Original, scale: float, index: Any, weight: Any, gradient: Any, state: Any
+) -> None:
+    """Call `update_multi_precision` with gradients in float32, divided by the scale."""
+
+    def divided(array: NDArray) -> NDArray:
+        return cast(array, "float32") / scale
+
+    original(index, weight, map_arrays(gradient, divided, lambda other: other), state)

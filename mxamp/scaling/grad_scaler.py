@@ -20,7 +20,7 @@ from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .passes import passes, scale_losses
 from .scaler import LossScaler
-from .trainer import State, active_hook, attach_hook
+from .trainer import Stage, State, active_hook, attach_hook
 
 logger = logging.getLogger("mxamp")
 
@@ -60,9 +60,8 @@ class GradScaler:
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.scales = enabled and not chose_float32()
-        #: Whether gradients were finite since the last update, by the trainers' states.
-        self._results: dict[State, bool] = {}
-        self._has_scaled = False  #: a loss since then
+        self._scaler.results = {}
+        self.pending = False  #: a loss was scaled since the last update
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -95,8 +94,8 @@ class GradScaler:
         check_contrib_is_off()
         if self._scaler.scales:
             passes.open()  # `step` meets trainers late: their gradients may be summed by then
-        scaled = scale_losses(loss, self.get_scale(), others=self._has_scaled)
-        self._has_scaled = True
+        scaled = scale_losses(loss, self.get_scale(), self)
+        self.pending = True
         return scaled
 
     def unscale_(self, trainer: Trainer) -> None:
@@ -147,19 +146,21 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        if new_scale is None and not self._results:
+        results = self._scaler.results or {}
+        if new_scale is None and not results:
             raise StateError("update() comes after step(), and no trainer has stepped")
         before = self.get_scale()
         if new_scale is not None:
             self._scaler.set_scale(new_scale)
         elif self._scaler.scales:
-            self._scaler.update(all(self._results.values()))
+            self._scaler.update(all(results.values()))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())
-        for hook in self._results:
+        for hook in results:
             hook.end_update()
-        self._has_scaled = False
-        self._results.clear()
+        self.pending = False
+        results.clear()
+        passes.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's whole state; {} if disabled.
@@ -184,10 +185,11 @@ class GradScaler:
         """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
         hook = active_hook(trainer) or attach_hook(trainer, self._scaler, scaled_by="GradScaler")
         hook.check_scaled_by("GradScaler")
-        if hook.scaler is not self._scaler and not self._has_scaled:
+        if hook.scaler is not self._scaler and not self.pending:
             raise StateError(OTHER_SCALER)
-        hook.scaler, hook.results = self._scaler, self._results
-        hook.mark_scaled(hook.loss_scale)
+        if hook.stage is not Stage.STEPPED:
+            hook.scaler = self._scaler
+            hook.mark_scaled(hook.loss_scale)
         return hook
 
     def __repr__(self) -> str:

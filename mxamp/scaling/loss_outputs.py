@@ -7,8 +7,8 @@ the scale:
     BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x))
 
 with a sign whose gradient is 1 (`_contrib_sign_ste`). The difference is exactly 0 for every x,
-including Inf, NaN and -0, so no value changes. The scale is an array that holds 1 outside
-`scale_loss`; MXNet's engine orders the backward pass between the two writes to it.
+including Inf, NaN and -0, so no value changes. The scale is an array. Each thread records its own,
+and a backward pass sets those behind its heads.
 
 A user's `mx.operator.CustomOp` may ignore its incoming gradient too. Made with
 `need_top_grad=False` it gets the identity above. Any other is watched while it runs: if it has not
@@ -22,9 +22,9 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import UserList
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -34,10 +34,12 @@ from mxnet.operator import CustomOp, CustomOpProp
 from ..framework import operators
 from ..framework.arrays import cast, dtypes_of, plain_array
 from ..framework.machine import dtype_name
-from ..framework.patching import Original, hold_during_forks, wrapping
+from ..framework.patching import Original, wrapping
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
+from .running import Pass, inside, pass_of
+from .tape import marked, name_of
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
 LOSS_OUTPUT_HANDLES = {
@@ -45,15 +47,14 @@ LOSS_OUTPUT_HANDLES = {
     for name in (*operators.BACKWARD_STARTERS, *operators.WRITTEN_BY_USERS)
 }
 
-#: The scale by context. Recorded graphs hold these arrays, so each is made once per process.
-_scales: dict[Any, NDArray] = {}
-atexit.register(_scales.clear)  # before MXNet's library is unloaded
-_lock = threading.Lock()
-hold_during_forks(_lock)
-#: Scale and `unscaled_outside` of each `scaled_custom_ops` that runs, outermost first. Global, as
-#: MXNet runs custom operators' backward passes in threads of its own.
-_contexts: dict[object, tuple[float, bool]] = {}
-_thread = threading.local()  #: `unscaled`: it runs such a backward pass on unscaled gradients
+
+#: `scales`: the arrays that the gradients of output operators are multiplied by in what the thread
+#: records, by context.
+_thread = threading.local()
+#: The recorded ones by name, until a pass frees their tape.
+_recorded: dict[str, NDArray] = {}
+for _held in (_recorded, vars(_thread)):
+    atexit.register(_held.clear)  # before MXNet's library is unloaded
 
 
 def scalable_inputs(
@@ -89,57 +90,29 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
 
 def scale_array(ctx: Any) -> NDArray:
     """Return the array of one element that holds the loss scale for output operators on `ctx`."""
-    with _lock, autograd.pause():
-        if ctx not in _scales:
-            _scales[ctx] = mx.nd.ones((1,), ctx=ctx)
-        return _scales[ctx]
+    scales: dict[Any, NDArray] = vars(_thread).setdefault("scales", {})
+    if ctx not in scales:
+        with autograd.pause(), suspended():
+            scales[ctx] = mx.nd.ones((1,), ctx=ctx)
+    if not autograd.is_recording():
+        return scales[ctx]
+    array = marked(scales[ctx])
+    _recorded[name_of(array) or ""] = scales[ctx]
+    return array
 
 
-@contextmanager
-def scaled_outputs(scale: float, unscaled_outside: bool = False) -> Iterator[None]:
-    """Context in which the gradients of output and custom operators are multiplied by `scale`.
-
-    With `unscaled_outside` the caller unscales gradients after the backward pass. At its end the
-    context waits for the pass if custom operators (`mx.operator.CustomOp`) are in use.
-    """
-    if scale == 1:
-        yield
-        return
-    try:
-        _set_scale_arrays(scale)
-        with scaled_custom_ops(scale, unscaled_outside):
-            yield
-    finally:
-        _set_scale_arrays(1)
-
-
-def _set_scale_arrays(scale: float) -> None:
-    """Set the scale in the array of each device, which graphs multiply gradients by."""
-    with _lock, autograd.pause():
-        for array in _scales.values():
+def set_scales(one: Pass, scale: float) -> None:
+    """Set the scale of the output operators behind a pass's heads: to 1 after the pass."""
+    behind = [_recorded[name] for name in one.names if name in _recorded] if _recorded else []
+    with autograd.pause(), suspended():
+        for array in {id(array): array for array in behind}.values():
             array[:] = scale
 
 
-@contextmanager
-def scaled_custom_ops(scale: float, unscaled_outside: bool = False) -> Iterator[None]:
-    """Context in which the gradients of custom operators are multiplied by `scale`.
-
-    As `scaled_outputs`, for graphs that scale the gradients of output operators themselves.
-    """
-    key = object()
-    _contexts[key] = scale, unscaled_outside
-    try:
-        yield
-        held = getattr(mx.operator._registry, "ref_holder", {})
-        if scale != 1 and any(isinstance(one, CustomOp) for one in list(held.values())):
-            mx.nd.waitall()  # MXNet calls Python later, in another thread
-    finally:
-        del _contexts[key]
-
-
-def in_unscaled_backward() -> bool:
-    """Return whether this thread runs a custom operator's backward on unscaled gradients."""
-    return bool(getattr(_thread, "unscaled", False))
+def forget(names: Iterable[str]) -> None:
+    """Forget scales: a pass has freed their tape."""
+    for name in names if _recorded else ():
+        _recorded.pop(name, None)
 
 
 def _custom_op_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
@@ -157,33 +130,38 @@ def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
     known = isinstance(getattr(op, "backward", None), partial)
     if isinstance(op, CustomOp) and not scaled_in_graph and not known:
-        op.backward = partial(_scaled_backward, op.backward)
+        op.backward = partial(_scaled_backward, op.backward, threading.get_ident())
     return op
 
 
 def _scaled_backward(
-    backward: Original, req: Any, out_grad: list[NDArray], in_grad: list[NDArray], **others: Any
+    backward: Original,
+    thread: int,
+    req: Any,
+    out_grad: list[NDArray],
+    in_grad: list[NDArray],
+    **others: Any,
 ) -> None:
-    """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients."""
-    scale, unscaled_outside = [(1.0, False), *_contexts.values()][-1]
-    if scale == 1:
+    """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients.
+
+    `thread` has recorded the operator.
+    """
+    one = pass_of(thread)
+    if one.scale == 1:
         backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    unscales = unscaled_outside and all(dtype_name(g.dtype) != "float16" for g in out_grad)
-    gradients = _OutGradients(out_grad, 1 / scale if unscales else 1.0)
+    unscales = one.unscales and all(dtype_name(g.dtype) != "float16" for g in out_grad)
+    gradients = _OutGradients(out_grad, 1 / one.scale if unscales else 1.0)
     # A gradient that the operator adds to carries the scale already.
-    results = [g.zeros_like() if one == "add" else g for g, one in zip(in_grad, req)]
-    reqs = ["write" if one == "add" else one for one in req]
-    _thread.unscaled = unscales
-    try:
+    results = [g.zeros_like() if kind == "add" else g for g, kind in zip(in_grad, req)]
+    reqs = ["write" if kind == "add" else kind for kind in req]
+    with inside(one) if unscales else nullcontext():
         backward(req=reqs, out_grad=gradients, in_grad=results, **others)
-    finally:
-        _thread.unscaled = False
     if unscales or not gradients.was_read:
-        multiply([result for result, one in zip(results, req) if one != "null"], scale)
+        multiply([result for result, kind in zip(results, req) if kind != "null"], one.scale)
     with autograd.pause(), suspended():
-        for gradient, result, one in zip(in_grad, results, req):
-            if one == "add":
+        for gradient, result, kind in zip(in_grad, results, req):
+            if kind == "add":
                 gradient[:] += result
 
 

@@ -72,6 +72,8 @@ class LossScaler:
     #: Whether losses are scaled, gradients checked, and steps with non-finite ones skipped. If not,
     #: the scale is 1, and updates are plain MXNet's.
     scales = True
+    #: Of a `GradScaler`: whether gradients were finite since its last update, by trainers' states.
+    results: dict[Any, bool] | None = None
 
     @checked_call
     def __init__(
@@ -103,7 +105,7 @@ class LossScaler:
         """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
         # A subclass of a user saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
-        self.steps = self.skips = 0  #: updates done and skipped
+        self.steps = self.skips = self.skips_in_a_row = 0  #: updates done and skipped
         self._loss_scale = scale
         self._growth_factor = self._backoff_factor = 1.0
         self._min_scale, self._max_scale = 0.0, math.inf
@@ -150,6 +152,7 @@ class LossScaler:
     def update(self, finite: bool) -> float:
         """Record a step whose gradients were all `finite`, or not; return the new scale."""
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
+        self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         if finite:
             self._clean_steps += 1
             if self._clean_steps >= self._growth_interval:

@@ -4,7 +4,7 @@
 the update on True. By then `step` has reduced the gradients of all devices and set the optimizer's
 `rescale_grad`, which takes the scale out again.
 
-Whether gradients carry the scale is a state of the trainer:
+Whether gradients carry the scale is the stage of the trainer:
 
     none ── a loss is scaled ──► scaled ── unscale ──► unscaled
       ▲                          │    ▲                 │    │
@@ -13,8 +13,7 @@ Whether gradients carry the scale is a state of the trainer:
 
 With a `GradScaler` the step leads to "stepped", and the scaler's `update()` from there to "none".
 A backward pass from a loss that was scaled before the last step leads to "scaled" too. Which scale
-each gradient carries is recorded by the backward passes (see `passes`). A step in "none" is
-MXNet's plain step.
+each gradient carries stands in the ledger. A step in "none" is MXNet's plain step.
 """
 
 from __future__ import annotations
@@ -24,25 +23,33 @@ import math
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.optimizer import LBSGD
+from mxnet.optimizer import LBSGD, AdaDelta
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import as_float, as_list, dtype_of
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
-from ..framework.distributed import is_distributed, is_horovod_optimizer, is_horovod_trainer
+from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
 from ..framework.patching import Original
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .checkpoint import follow_weights, load_states, resume, save_states, share_step_counts
-from .distributed import check_kvstore, compare_workers, sum_gradients, wait_for_weights
+from .distributed import (
+    check_kvstore,
+    compare_workers,
+    sum_gradients,
+    wait_for_weights,
+    workers_of,
+)
 from .finite import all_finite, multiply, square_sum
-from .float16_optimizers import check_float16_update
-from .passes import Entry, entries_of, fresh, gradients, passes, scale_losses
+from .float16_optimizers import check_float16_update, divide_updates
+from .ledger import Entry, entries_of, fresh, ledger
+from .passes import passes, scale_losses
 from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
 
@@ -51,9 +58,10 @@ logger = logging.getLogger("mxamp")
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 #: After 30, the warning comes again: any scale from 2**24 down has fallen to 1 by then.
 _STUCK = (10, 30)
-_HALF = {"float16", "bfloat16"}
 #: The default scaler in bfloat16 and float32; `init_trainer` replaces it after `init("float16")`.
 _UNSCALED = NoScaler()
+#: They write to the gradients that they are given, or read them before `rescale_grad` does.
+_NEED_DIVIDED = (AdaDelta, LBSGD)
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
 TOO_MANY_SKIPS = (
@@ -87,6 +95,13 @@ _ILLEGAL = {
 }
 
 
+#: Attributes of trainers, and where their states have the value.
+_SHOWN = {
+    "amp_loss_scale": "scaler.loss_scale", "amp_last_step": "report", "amp_steps": "steps",
+    "amp_skips": "skips",
+}  # fmt: skip
+
+
 class StepReport(NamedTuple):
     """The outcome of an update: `trainer.amp_last_step`."""
 
@@ -114,21 +129,17 @@ class State:
 
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
-        self._stage, self._scale = Stage.NONE, 1.0  #: the scale of the losses since the last step
-        #: Whether gradients were finite, for a GradScaler's `update`; None: steps update the scale.
-        self.results: dict[State, bool] | None = None
+        self.pending: float | None = None  #: the scale of the losses since the last step
+        #: Of the gradients since the last step or, without a loss since then, in it.
+        self.last_stage = Stage.UNSCALED if self.is_shared else Stage.SCALED
+        self.report: StepReport | None = None  #: of the last step
+        self.steps = self.skips = 0  #: updates done and skipped
         #: Weights and master weights to set to them: parameters may be loaded after the states.
         self.new_masters: list[tuple[NDArray, NDArray]] = []
-        self.steps = self.skips = self._skips_in_a_row = 0
-        self._is_probed = False  #: its optimizer can update these weights
-        self._overflown_at = -1  #: the number of steps before the last overflow of `mark_unscaled`
-        self.last_stage = Stage.SCALED  #: of the gradients in the last step
-        self._may_warn = not self.is_shared  #: of gradients without a scale
         #: The kvstore through which the workers have compared settings. None in a run of one
         #: process, and where "auto" has chosen float32.
         self.workers: Any = None
         self._uninitialized: int | None = None  #: number of parameters, at the last sum
-        self.publish(None)
 
     @property
     def is_shared(self) -> bool:
@@ -138,24 +149,26 @@ class State:
     @property
     def stage(self) -> Stage:
         """Whether the gradients carry a scale now."""
+        if self.pending is not None:
+            return self.last_stage
+        if self in (self.scaler.results or ()):
+            return Stage.STEPPED
         # Their loss was scaled before the last step, or for another trainer.
-        again = self._stage is Stage.NONE and gradients.carry_scale(self.trainer)
-        return Stage.SCALED if again else self._stage
+        return Stage.SCALED if ledger.carry_scale(self.trainer) else Stage.NONE
 
     @property
     def loss_scale(self) -> float:
         """The scale of the current gradients and of the next loss."""
         if self.stage is not Stage.SCALED:
             return self.scaler.loss_scale
-        return gradients.carried(self.trainer) if fresh(self.trainer) else self._scale
-
-    def _assign_scale(self, scale: float) -> None:
-        """Set the scale of the scaler and `trainer.amp_loss_scale`."""
-        self.scaler.set_scale(scale)
-        self.publish(self.trainer.amp_last_step)
+        carried = ledger.carried(self.trainer) if fresh(self.trainer) else self.pending
+        return carried or 1.0
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
-    _loss_scale = _next_loss_scale = property(lambda one: one.scaler.loss_scale, _assign_scale)
+    _loss_scale = _next_loss_scale = property(
+        lambda state: state.scaler.loss_scale,
+        lambda state, scale: state.scaler.set_scale(scale),
+    )
     _unskipped = _forwarded("_clean_steps", partial(whole_number, "_unskipped"))
     _scale_seq_len = _forwarded("_growth_interval", partial(whole_number, "steps", least=1))
     _max_loss_scale = _forwarded("_max_scale", float)
@@ -167,187 +180,175 @@ class State:
 
     def check(self, action: str) -> None:
         """Raise `StateError` if `action` ("unscale" or "step") is illegal now."""
-        stage = self.stage if action == "unscale" else self._stage
-        if (action, stage) in _ILLEGAL:
-            raise StateError(_ILLEGAL[action, stage])
+        if (action, self.stage) in _ILLEGAL:
+            raise StateError(_ILLEGAL[action, self.stage])
 
     def mark_scaled(self, scale: float) -> None:
-        """Mark the gradients as scaled; the first loss since a step sets the scale."""
-        gradients.add(self.trainer)  # a copied trainer has run no constructor
-        if self._stage is Stage.NONE:
-            self._scale = scale
-            self._stage = Stage.SCALED  # after the scale: other threads read both
+        """Record that a loss was scaled; the first one since a step sets the scale."""
+        ledger.add(self.trainer)  # a copied trainer has run no constructor
+        if not passes.is_open:  # which sees no pass
+            ledger.summed.discard(self.trainer)
+        if self.pending is None:
+            self.last_stage = Stage.SCALED
+            self.pending = scale  # after the stage: other threads read both
 
     def end_update(self) -> None:
         """Record that the scale was updated without a step of this trainer, or after it."""
-        self._stage = Stage.NONE
-        self.publish(self.trainer.amp_last_step)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether steps after the first are plain MXNet's: nothing is scaled, in one process."""
-        alone = self._is_probed and self.workers is None and self.results is None
-        return alone and not (self.new_masters or self.scaler.scales) and gradients.all_carry(1)
-
-    @property
-    def _is_reduced(self) -> bool:
-        """Whether the gradients are summed over devices already."""
-        summed_at = gradients.reduced_at.get(self.trainer)
-        return self._stage is not Stage.NONE and summed_at == gradients.passes
+        self.pending = None
 
     @property
     def overflown(self) -> bool | None:
         """Whether unscaled gradients overflow; None while other workers may find otherwise."""
-        store = self.trainer._kvstore_params["kvstore"]
-        has_workers = is_distributed(store) or is_horovod_trainer(self.trainer)
-        if has_workers and not self._is_reduced:
+        if workers_of(self.trainer) is not None and self.trainer not in ledger.summed:
             return None
-        return any(map(gradients.is_overflown, fresh(self.trainer)))
+        return ledger.has_overflown(self.trainer)
 
     def drop(self) -> None:
         """Record that the program, which scales another loss, has dropped unscaled gradients."""
-        if self._stage is Stage.UNSCALED:
+        if self.stage is Stage.UNSCALED:
             if self.overflown:
                 self.scaler.update(False)
             self.end_update()
 
-    def mark_unscaled(self, scale: float, overflown: set[int]) -> None:
+    def mark_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
 
-        `overflown` are arrays, by `id`, whose gradients are not finite. A program that drops them
-        takes no step: the next overflow lowers the scale.
+        `overflown` are arrays, by `id`, whose gradients are not finite. If the program
+        `has_dropped` such gradients without a step, a second overflow lowers the scale.
         """
         bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
-        if not all(map(gradients.is_overflown, bad)):  # not in a sum that held the overflow before
-            if self.workers is None and self._overflown_at == self.scaler.steps + self.scaler.skips:
-                self.scaler.update(False)
-            self._overflown_at = self.scaler.steps + self.scaler.skips
+        # Not in a sum that held the overflow before.
+        if has_dropped and self.workers is None and not all(map(ledger.is_overflown, bad)):
+            self.scaler.update(False)
         for entry in bad:
-            gradients.note(entry, gradients.note_of(entry).scale, entry.gradient)
-        self._stage, self._scale = Stage.UNSCALED, scale
+            ledger.note(entry, ledger.of(entry).scale, entry.gradient)
+        self.last_stage, self.pending = Stage.UNSCALED, scale
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
         self.check("unscale")
         self._equalize()
-        gradients.unscale(self.trainer)
-        self._stage = Stage.UNSCALED
-        if self.results is not None and self.overflown is not None:
-            self.results[self] = not self.overflown  # the program may leave out the step
+        ledger.unscale(self.trainer)
+        self.last_stage = Stage.UNSCALED
+        if self.scaler.results is not None and self.overflown is not None:
+            self.scaler.results[self] = not self.overflown  # the program may leave out the step
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
-        if self._is_plain and self._uninitialized == 0 and self.trainer._kvstore is None:
-            type(self.trainer)._allreduce_grads(self.trainer)
-            return
-        if self._is_reduced:  # to clip them, before `step`
-            return
+        trainer = self.trainer
+        if trainer in ledger.summed and self.stage is not Stage.NONE:
+            return  # to clip them, before `step`
         carried = self._equalize()
-        self._uninitialized = wait_for_weights(self.trainer, self._uninitialized)
+        self._uninitialized = wait_for_weights(trainer, self._uninitialized)
         if self.workers is None and not chose_float32():
-            self.workers = compare_workers(self.trainer, self.scaler)
-        if self.workers is not None and self._stage is Stage.NONE and not fresh(self.trainer):
+            self.workers = compare_workers(trainer, self.scaler)
+        if self.workers is not None and self.stage is Stage.NONE and not fresh(trainer):
             # Only other workers have computed gradients: scaled as in the last step.
-            self._scale, self._stage = self.scaler.loss_scale, self.last_stage
-            carried = self._scale if self._stage is Stage.SCALED else 1.0
-        sum_gradients(self.trainer, carried, self.workers is not None)
-        if self._stage is not Stage.NONE:
-            gradients.reduced_at[self.trainer] = gradients.passes
+            if self.last_stage is not Stage.NONE:
+                self.pending = self.scaler.loss_scale
+            carried = self.loss_scale if self.last_stage is Stage.SCALED else 1.0
+        sum_gradients(trainer, carried, self.workers is not None)
+        if self.stage is not Stage.NONE:
+            ledger.summed.add(trainer)
 
     def _equalize(self) -> float:
         """Bring all gradients to one scale, and return it."""
-        carried = gradients.equalize(self.trainer)
-        if self.stage is not self._stage:
-            self._stage, self._scale = self.stage, carried
-        # A trainer of a GradScaler may step without it.
-        mine = self._stage is (Stage.NONE if self.results is None else Stage.SCALED)
-        plain = carried == 1 and (mine or self._stage is Stage.SCALED)
-        if self._may_warn and plain and self.scaler.loss_scale != 1 and fresh(self.trainer):
-            self._may_warn = False
-            logger.warning(NOT_SCALED)
+        carried = ledger.equalize(self.trainer)
+        if self.pending is None and self.stage is Stage.SCALED:
+            self.last_stage, self.pending = Stage.SCALED, carried
         return carried
 
     def has_overflow(self, _params: Any = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
+        return not self.step().stepped
+
+    def step(self) -> StepReport:
+        """Check and unscale the gradients, and update the scale; return the outcome."""
+        scale, used = self._collect()
+        bad = self._find_overflow(used)
+        if not bad:
+            unscale_update(self.trainer._optimizer, used, scale)
+        return self._publish(self._record(scale, used, bad))
+
+    def _collect(self) -> tuple[float, list[Entry]]:
+        """Return the scale of the gradients that this step uses, and those to check."""
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
-        if self._is_plain and self._stage is not Stage.NONE:
-            self.steps += 1
-            self._notify(self._update_scaler(True, ()))
-            return False
-        if not self._is_probed:
+        if self.report is None:
             check_float16_update(self.trainer)
-            self._is_probed = True
         follow_weights(self.new_masters)
         self.new_masters = []
-        carried = self._equalize()
-        self.last_stage = self._stage
-        gradients.reduced_at.pop(self.trainer, None)
-        if self._stage is Stage.NONE:
-            self._notify(StepReport(True, 1.0, self.loss_scale))
-            return False
+        scale = self._equalize()
+        if scale == 1:
+            self._warn_of_no_scale()
+        if self.stage is Stage.NONE or (scale == 1 and not self.scaler.scales):
+            return scale, []
         # All workers use the gradients that one of them has computed.
-        used = (fresh if self.workers is None else entries_of)(self.trainer)
-        used = used if self.scaler.scales or carried != 1 else []
-        arrays = [entry.gradient for entry in used]
-        finite = not any(map(gradients.is_overflown, used)) and all_finite(arrays)
-        if finite and carried != 1 and unscale_update(optimizer, arrays, carried):
-            for entry in used:
-                gradients.note(entry, 1.0)
-        report = self._update_scaler(finite, used)
-        gradients.end_step(self.trainer)
-        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
-        statistics = gradients.trainers.get(self.trainer)
-        if self.scaler.scales and statistics is not None:
-            statistics.after_step(finite, partial(running_statistics, self.trainer))
-        self._notify(report)
-        self._log(report)
-        return not finite
+        return scale, (fresh if self.workers is None else entries_of)(self.trainer)
 
-    def _update_scaler(self, finite: bool, used: Sequence[Entry]) -> StepReport:
-        """Update the loss scale after a step with these gradients; return the step's report."""
-        names: tuple[str, ...] = ()
-        if not finite:
-            bad = [e for e in used if gradients.is_overflown(e) or not all_finite([e.gradient])]
-            names = tuple(dict.fromkeys(entry.param.name for entry in bad))
+    def _warn_of_no_scale(self) -> None:
+        """Warn of gradients that carry no scale, unless those of the last step had none either."""
+        # A trainer of a GradScaler may step without it.
+        named = (Stage.SCALED,) if self.scaler.results is not None else (Stage.NONE, Stage.SCALED)
+        is_first = self.report is None or self.report.loss_scale != 1
+        may_warn = is_first and self.scaler.loss_scale != 1 and not self.is_shared
+        if may_warn and self.stage in named and fresh(self.trainer):
+            logger.warning(NOT_SCALED)
+
+    def _find_overflow(self, used: Sequence[Entry]) -> list[Entry]:
+        """Return the gradients that are not finite, or were not when they were unscaled."""
+        if all_finite([e.gradient for e in used]) and not any(map(ledger.is_overflown, used)):
+            return []
+        return [e for e in used if ledger.is_overflown(e) or not all_finite([e.gradient])]
+
+    def _record(self, carried: float, used: Sequence[Entry], bad: Sequence[Entry]) -> StepReport:
+        """Update the loss scale and the ledger after a step; return the step's report."""
+        stage, scaler, finite = self.stage, self.scaler, not bad
+        if stage is Stage.NONE:
+            self.last_stage = stage
+            return StepReport(True, 1.0, self.loss_scale)
+        scale = carried if stage is Stage.SCALED else self.pending or 1.0
+        names = tuple(dict.fromkeys(entry.param.name for entry in bad))
+        if bad:
             # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
             for entry in used:
                 entry.data._fresh_grad = False
             if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
-                self.scaler.back_off_from(self._scale)
-        if self.results is None:
-            self.scaler.update(finite)
-            self._stage = Stage.NONE
+                scaler.back_off_from(scale)
+        if scaler.results is None:
+            scaler.update(finite)
         else:
-            self.results[self] = finite and self.results.get(self, True)
-            self._stage = Stage.STEPPED
-        return StepReport(finite, self._scale, self.scaler.loss_scale, names)
+            scaler.results[self] = finite and scaler.results.get(self, True)
+        self.steps, self.skips = self.steps + finite, self.skips + (not finite)
+        ledger.end_step(self.trainer)
+        statistics = ledger.trainers.get(self.trainer)
+        if scaler.scales and statistics is not None:
+            statistics.after_step(finite, partial(running_statistics, self.trainer))
+        self.pending = None
+        report = StepReport(finite, scale, scaler.loss_scale, names)
+        self._log(report)
+        return report
 
-    def _notify(self, report: StepReport) -> None:
-        """Publish a step's report, and call the functions of `debugging.on_step` with it."""
-        self.publish(report)
+    def _publish(self, report: StepReport) -> StepReport:
+        """Show a step's report on the trainer, and to the functions of `debugging.on_step`."""
+        self.report = report
         for function in tuple(vars(self.trainer).get("_amp_observers", ())):
             function(report)
+        return report
 
     def _log(self, report: StepReport) -> None:
         """Log a step that was skipped or has changed the scale; warn of many skips in a row."""
         names = shortened(report.nonfinite)
         change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
-        self._skips_in_a_row = 0 if report.stepped else self._skips_in_a_row + 1
         if not report.stepped:
             logger.info("step skipped, gradients of %s are not finite; %s", names, change)
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
-        if self._skips_in_a_row in _STUCK:
-            logger.warning(TOO_MANY_SKIPS, self._skips_in_a_row, report.next_loss_scale, names)
-
-    def publish(self, report: StepReport | None) -> None:
-        """Set the trainer's `amp_loss_scale`, `amp_last_step`, `amp_steps` and `amp_skips`."""
-        self.trainer.amp_loss_scale = self.scaler.loss_scale
-        self.trainer.amp_last_step = report
-        self.trainer.amp_steps, self.trainer.amp_skips = self.steps, self.skips
+        in_a_row = self.scaler.skips_in_a_row + (self.scaler.results is not None)
+        if not report.stepped and in_a_row in _STUCK:
+            logger.warning(TOO_MANY_SKIPS, in_a_row, report.next_loss_scale, names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state and the counts of steps and skips."""
@@ -357,8 +358,7 @@ class State:
         """Resume from the result of `state_dict`."""
         steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
         self.scaler.resume(state["scaler"])
-        self.steps, self.skips = steps, skips
-        self.publish(None)
+        self.steps, self.skips, self.report = steps, skips, None
 
 
 def state_of(trainer: Any) -> State | None:
@@ -378,24 +378,25 @@ def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: A
     original(trainer, *args, **kwargs)
 
 
-def unscale_update(optimizer: Any, gradients: Sequence[NDArray], scale: float) -> bool:
-    """Divide an optimizer's `rescale_grad`, or else the gradients, by the loss scale.
+def unscale_update(optimizer: Any, used: Sequence[Entry], scale: float) -> None:
+    """Make an update use its gradients divided by the loss scale.
 
-    Returns whether it was the gradients. MXNet's optimizers multiply them by `rescale_grad`, which
-    costs nothing extra. Optimizers that may not do so, or read gradients before, get gradients that
-    are divided here.
+    MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Others may
+    not do so, or read gradients before, and get gradients that are divided here: in float32 where
+    there are master weights.
     """
-    dtypes = set(map(dtype_of, gradients))
-    # LBSGD sums unrescaled gradients over steps, and takes its warm-up from their norm. In float16
-    # MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
-    underflows = "float16" in dtypes and not optimizer.multi_precision
-    # Division in half precision would lose the small values that the scale preserves.
-    trusted = type(optimizer).__module__.startswith("mxnet.optimizer") or dtypes & _HALF
-    if trusted and not underflows and not isinstance(optimizer, LBSGD):
+    if scale == 1:
+        return
+    gradients = [entry.gradient for entry in used]
+    is_known = type(optimizer).__module__.startswith("mxnet.optimizer")
+    # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
+    underflows = not optimizer.multi_precision and "float16" in map(dtype_of, gradients)
+    if is_known and not underflows and not isinstance(optimizer, _NEED_DIVIDED):
         optimizer.rescale_grad /= scale
-        return False
-    multiply(gradients, 1.0 / scale)
-    return True
+    elif optimizer.multi_precision:
+        divide_updates(optimizer, scale)
+    else:
+        ledger.bring(used, 1.0)
 
 
 @checked_call
@@ -514,11 +515,11 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     hook.check("unscale")
     trainer.allreduce_grads()
     hook.unscale()
-    gradients = [entry.gradient for entry in fresh(trainer)]
-    first = trainer._contexts[0]
-    norm = math.sqrt(square_sum([g for g in gradients if g.context == first]))
+    used = fresh(trainer)
+    # Each device that has computed a gradient holds the sum.
+    norm = math.sqrt(square_sum([*{entry.param: entry.gradient for entry in used}.values()]))
     if math.isfinite(norm) and norm > limit:
-        multiply(gradients, limit / norm)
+        multiply([entry.gradient for entry in used], limit / norm)
     return norm
 
 
@@ -549,7 +550,7 @@ def attach_hook(
     policy = current_policy()
     if state is not None and state.scaled_by:
         state.check_scaled_by(scaled_by)
-        if loss_scaler is None and (state.scaler is not _UNSCALED or policy is None):
+        if loss_scaler is None and (policy is None or state.scaler is not _UNSCALED):
             return state
     if loss_scaler is None and policy is None and not chose_float32():
         raise StateError(NO_POLICY)
@@ -558,7 +559,6 @@ def attach_hook(
     _keep_updates_skippable(trainer, scaler)
     if state is not None:
         state.scaler, state.scaled_by = scaler, scaled_by
-        state.publish(trainer.amp_last_step)
         return state
     state = State(trainer, scaler, scaled_by)
     share_step_counts(trainer)
@@ -568,6 +568,8 @@ def attach_hook(
     trainer.load_states = partial(load_states, state)
     trainer._allreduce_grads = state.reduce
     trainer._amp_loss_scaler, trainer._amp_original_scale = state, RefusedScale()
+    for name, value in _SHOWN.items():
+        setattr(Trainer, name, property(attrgetter(f"_amp_loss_scaler.{value}")))
     return state
 
 
@@ -632,7 +634,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         hook.drop()
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scale = min([hook.scaler.loss_scale for hook in hooks if hook.scaler.scales], default=1.0)
-    scaled = scale_losses(loss, scale, any(hook._stage is Stage.SCALED for hook in hooks))
+    scaled = scale_losses(loss, scale, *hooks)
     for hook in hooks:
         hook.mark_scaled(scale)
     return nullcontext(scaled)

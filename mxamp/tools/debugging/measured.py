@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import warnings
+from functools import partial
 from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
@@ -18,8 +19,8 @@ from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
-from ...scaling.loss_outputs import scaled_outputs
-from ...scaling.passes import passes
+from ...scaling.loss_outputs import set_scales
+from ...scaling.running import Pass, run
 
 NOT_ON_BATCH = (
     "block {name!r} does not run on this batch of {arrays}: {why}. A batch is a tuple of the net's "
@@ -198,7 +199,10 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
         params.zero_grad()  # backward skips parameters that the loss does not depend on
         with mx.autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
-        with mx.autograd.pause(), scaled_outputs(scale), passes.unseen():
-            mx.autograd.backward(heads)
+        one = Pass(heads, scale)
+        with mx.autograd.pause():
+            set_scales(one, scale)
+            run(one, partial(mx.autograd.backward, heads))
+            set_scales(one, 1.0)
         found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
         return [in_float32(array) / np.float32(scale) for array in found]

@@ -1,0 +1,253 @@
+"""The ledger: which loss scale each gradient carries.
+
+A backward pass changes the record of the parameters behind its heads, and of no others: those of
+another trainer or thread are left alone. While one scale is in use, no pass looks at any gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Iterable, Iterator, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+from mxnet.gluon import Parameter, Trainer
+from mxnet.ndarray.ndarray import NDArray
+
+from ..framework.patching import hold_during_forks
+from .finite import multiply, square_sum, unscale
+from .running import Pass
+from .statistics import RunningStatistics, running_statistics
+from .tape import name_of
+
+logger = logging.getLogger("mxamp")
+
+MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make the trainer first"
+
+
+class Entry(NamedTuple):
+    """The gradient of one parameter on one device."""
+
+    param: Parameter
+    device: int  #: its position
+    data: NDArray
+    gradient: NDArray
+
+    @property
+    def adds(self) -> bool:
+        """Whether backward passes add to the gradient."""
+        return bool(self.param.grad_req == "add")
+
+
+def entries_of(trainer: Trainer) -> list[Entry]:
+    """Return the gradients of all parameters of a trainer on all devices."""
+    return [
+        Entry(param, device, data, gradient)
+        for param in trainer._params
+        if param.grad_req != "null" and param._grad is not None
+        for device, (data, gradient) in enumerate(zip(param._data, param._grad))
+    ]
+
+
+def fresh(trainer: Trainer) -> list[Entry]:
+    """Return the gradients that backward passes have written since a trainer's last update."""
+    return [entry for entry in entries_of(trainer) if entry.data._fresh_grad]
+
+
+class Carried(NamedTuple):
+    """What one gradient carries."""
+
+    scale: float
+    #: The gradient, if it was found not finite and not replaced since: a script may have hidden it.
+    overflown: NDArray | None = None
+
+
+class Ledger:
+    """The loss scales that the gradients of all known trainers carry, stale ones included."""
+
+    def __init__(self) -> None:
+        self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
+        #: The objects that scale losses; each has an attribute `pending` between loss and step.
+        self.owners: WeakSet[Any] = WeakSet()
+        #: Trainers whose gradients are summed over devices, with no pass or step since.
+        self.summed: WeakSet[Trainer] = WeakSet()
+        self._scale = 1.0  #: of all gradients without a note
+        self._notes: WeakKeyDictionary[Parameter, dict[int, Carried]] = WeakKeyDictionary()
+
+    def add(self, trainer: Trainer) -> None:
+        """Add a trainer; its gradients from earlier scaled passes become zero and stale."""
+        if trainer in self.trainers:
+            return
+        known = {param for other in self.known() for param in other._params}
+        with _lock:
+            self.trainers[trainer] = RunningStatistics()
+        scales = {one.scale for held in list(self._notes.values()) for one in held.values()}
+        for entry in fresh(trainer) if {self._scale, *scales} != {1.0} else ():
+            if entry.param not in known:
+                logger.warning(MADE_LATE, entry.param.name)
+                entry.param.zero_grad()
+                entry.data._fresh_grad = False
+
+    def own(self, owners: Iterable[Any]) -> None:
+        """Add objects that have scaled a loss."""
+        with _lock:
+            self.owners.update(owners)
+
+    def known(self) -> list[Trainer]:
+        """Return the known trainers; threads make others meanwhile."""
+        with _lock:
+            return list(self.trainers)
+
+    def of(self, entry: Entry) -> Carried:
+        """Return what a gradient carries."""
+        with _lock:
+            return self._notes.get(entry.param, {}).get(entry.device, Carried(self._scale))
+
+    def note(self, entry: Entry, scale: float, overflown: NDArray | None = None) -> None:
+        """Record what a gradient carries."""
+        with _lock:
+            held = self._notes.setdefault(entry.param, {})
+            held[entry.device] = Carried(scale, overflown)
+            if scale == self._scale and overflown is None:
+                del held[entry.device]
+            if not held:
+                del self._notes[entry.param]
+
+    def is_overflown(self, entry: Entry) -> bool:
+        """Return whether a gradient was found not finite; another `grad_req` makes a new one."""
+        return bool(self._notes) and self.of(entry).overflown is entry.gradient
+
+    def has_overflown(self, trainer: Trainer) -> bool:
+        """Return whether a fresh gradient of a trainer was found not finite."""
+        return bool(self._notes) and any(map(self.is_overflown, fresh(trainer)))
+
+    def all_carry(self, scale: float) -> bool:
+        """Return whether no backward pass with `scale` changes this record."""
+        return self._scale == scale and not self._notes
+
+    @contextmanager
+    def written(self, one: Pass, scale: float) -> Iterator[None]:
+        """Context of a backward pass whose gradients carry `scale` after it.
+
+        Gradients that the pass adds to are brought to this scale before. A pass that fails writes
+        no others.
+        """
+        for trainer in self.known():
+            self.trainers[trainer].before_pass(partial(running_statistics, trainer))
+        before = [(entry, self.of(entry)) for entry in self._behind(one, scale)]
+        for entry, carried in before:
+            # A program that handles an overflow itself begins a new sum.
+            if entry.adds and self.is_overflown(entry) and not square_sum([entry.gradient]):
+                self.note(entry, carried.scale)
+        self.bring([entry for entry, _ in before if entry.adds], scale)
+        for entry, _ in before:
+            if not entry.adds:  # before the pass: after it Ctrl-C could come first
+                self.note(entry, scale)
+        try:
+            yield
+        except Exception:
+            for entry, carried in before:
+                if not entry.adds:
+                    self.note(entry, *carried)
+            raise
+        if before and scale != 1:
+            self._settle(scale)
+
+    def _behind(self, one: Pass, scale: float) -> list[Entry]:
+        """Return the gradients behind a pass's heads whose record the pass changes."""
+        if self.all_carry(scale) and not self.summed:
+            return []
+        found: dict[int, Entry] = {}
+        for trainer in self.known():
+            is_summed = trainer in self.summed
+            for entry in entries_of(trainer):
+                before = self.of(entry)
+                unlike = before.scale != scale or before.overflown is not None
+                if (unlike or is_summed) and name_of(entry.data) in one.names:
+                    found[id(entry.data)] = entry
+                    self.summed.discard(trainer)
+        return list(found.values())
+
+    def _settle(self, scale: float) -> None:
+        """Drop the notes of a scale that all gradients carry, each by a note."""
+        with _lock:
+            entries = [entry for trainer in self.known() for entry in entries_of(trainer)]
+            if all(entry.device in self._notes.get(entry.param, {}) for entry in entries):
+                self._scale = scale
+                for entry in entries:
+                    self.note(entry, *self.of(entry))
+
+    def bring(self, entries: Iterable[Entry], scale: float) -> None:
+        """Multiply gradients so that they carry `scale`."""
+        for entry in entries:
+            before = self.of(entry)
+            if before.scale != scale:
+                # Until both are done, by Ctrl-C in between, the step must not use the gradient.
+                self.note(entry, before.scale, entry.gradient)
+                multiply([entry.gradient], scale / before.scale)
+                self.note(entry, scale, before.overflown)
+
+    def carry_scale(self, trainer: Trainer) -> bool:
+        """Return whether a fresh gradient of a trainer carries a scale other than 1."""
+        return not self.all_carry(1) and any(self.of(e).scale != 1 for e in fresh(trainer))
+
+    def carried(self, trainer: Trainer) -> float:
+        """Return the scale of a trainer's fresh gradients: the smallest, if they have several."""
+        if not self._notes:
+            return self._scale
+        return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
+
+    def equalize(self, trainer: Trainer) -> float:
+        """Multiply gradients so that all fresh ones of a trainer carry one scale; return it."""
+        scale = self.carried(trainer)
+        entries = entries_of(trainer) if self._notes else []
+        used = {entry.param for entry in entries if entry.data._fresh_grad or entry.adds}
+        # MXNet sums the stale gradient of another device too.
+        self.bring([entry for entry in entries if entry.param in used], scale)
+        return scale
+
+    def unscale(self, trainer: Trainer) -> None:
+        """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
+        found = [(entry, self.of(entry)) for entry in entries_of(trainer)]
+        found = [
+            (entry, before)
+            for entry, before in found
+            if entry.data._fresh_grad or before.scale != 1
+        ]
+        for entry, before in found:
+            self.note(entry, before.scale, entry.gradient)  # as in `bring`
+        for scale in {before.scale for _, before in found}:
+            group = [(entry, before) for entry, before in found if before.scale == scale]
+            bad = unscale([entry.gradient for entry, _ in group], scale)
+            for i, (entry, before) in enumerate(group):
+                is_bad = i in bad and entry.data._fresh_grad
+                self.note(entry, 1.0, entry.gradient if is_bad else before.overflown)
+
+    def end_step(self, trainer: Trainer) -> None:
+        """Record that a trainer's gradients have been used."""
+        self.summed.discard(trainer)
+        for entry in entries_of(trainer) if self._notes else ():
+            self.note(entry, self.of(entry).scale)
+
+    def is_active(self) -> bool:
+        """Return whether a scaled loss or gradient waits for its step."""
+        with _lock:
+            owners = list(self.owners)
+        return any(one.pending for one in owners) or any(
+            self.carry_scale(trainer) for trainer in self.known()
+        )
+
+    def clear(self) -> None:
+        """Divide stale gradients by their scales too, and forget all: no pass will be seen."""
+        for trainer in self.known():
+            self.unscale(trainer)
+        self.__init__()  # type: ignore[misc]
+
+
+#: Held while the record is read or written, never while MXNet computes or a user's Python runs.
+_lock = threading.RLock()
+hold_during_forks(_lock)
+#: One per process, as MXNet's gradients are.
+ledger = Ledger()

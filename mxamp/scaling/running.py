@@ -1,0 +1,105 @@
+"""The backward passes that run now, and the one that an operator in Python belongs to.
+
+MXNet runs operators and functions written in Python in threads of its own. They belong to the pass
+of the thread that recorded them or, where that thread runs none, to the only pass there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any, Callable, Iterator, Sequence
+
+import mxnet as mx
+from mxnet.ndarray.ndarray import NDArray
+from mxnet.operator import CustomOp
+
+from ..errors import StateError
+from .tape import names_behind
+
+SEVERAL_PASSES = (
+    "an operator in Python was recorded in another thread than runs its backward pass, beside a "
+    "pass with another loss scale: run backward in the thread that recorded the loss"
+)
+
+
+class Pass:
+    """A backward pass from `heads`, whose gradients are multiplied by `scale`.
+
+    If it `unscales`, its caller divides the gradients by the scale afterwards.
+    """
+
+    def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, unscales: bool = False):
+        self.heads, self.scale, self.unscales = heads, scale, unscales
+        self.overflown: set[int] = set()  #: arrays, by `id`, whose gradients are not finite
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The names of all marked arrays behind the heads; the pass may free their tape."""
+        return names_behind(self.heads)
+
+
+_passes: dict[int, Pass] = {}  #: by the thread that runs it
+_thread = threading.local()  #: `inside`: the pass whose Python operator runs, on unscaled gradients
+
+
+def run(one: Pass, compute: Callable[[], Any]) -> Any:
+    """Return `compute()`, which is the pass `one` of the calling thread."""
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        stack.callback(_passes.pop, thread, None)  # in C: Ctrl-C can't come before it
+        _passes[thread] = one
+        result = compute()
+        if one.scale != 1 and _has_custom_operators():
+            mx.nd.waitall()  # MXNet calls Python later, in another thread
+        return result
+
+
+def _has_custom_operators() -> bool:
+    """Return whether custom operators (`mx.operator.CustomOp`) exist."""
+    held = getattr(mx.operator._registry, "ref_holder", {})
+    return any(isinstance(one, CustomOp) for one in list(held.values()))
+
+
+def is_any_running() -> bool:
+    """Return whether a thread of the process runs a backward pass."""
+    return bool(_passes)
+
+
+def is_nested() -> bool:
+    """Return whether the caller is a function or operator in Python inside a backward pass."""
+    foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return foreign or threading.get_ident() in _passes
+
+
+def pass_of(thread: int) -> Pass:
+    """Return the pass of an operator in Python that this thread recorded; one of scale 1 if none.
+
+    Raises `StateError` if it may be that of several threads, with different scales.
+    """
+    own, others = _passes.get(thread), list(_passes.values())
+    if own is None and len({one.scale for one in others}) > 1:
+        raise StateError(SEVERAL_PASSES)
+    return own or (others[0] if others else Pass(()))
+
+
+@contextmanager
+def inside(one: Pass) -> Iterator[None]:
+    """Context of an operator in Python that is given the gradients of a pass without its scale."""
+    _thread.inside, outer = one, enclosing()
+    try:
+        yield
+    finally:
+        _thread.inside = outer
+
+
+def enclosing() -> Pass | None:
+    """Return the pass around a nested one, whose operator was given unscaled gradients, if any."""
+    return getattr(_thread, "inside", None)
+
+
+def scale_inside() -> float:
+    """Return the scale of the pass around a nested one; 1 where that is not known."""
+    outer = enclosing() or _passes.get(threading.get_ident())
+    return outer.scale if outer else 1.0
