@@ -56,29 +56,30 @@ class Patch:
         """Replace the attribute, below patches that are `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
-        current, stack = vars(self.owner)[self.name], _stacks.get(self._key, [])
+        current, stack = vars(self.owner)[self.name], _stacks.setdefault(self._key, [])
         above = [patch for patch in stack if patch.on_top and not self.on_top]
         if above and current is not stack[-1].ours:
             above = []
-        self._put_over(above[0].original if above else current)
+        self.original = above[0].original if above else current
         stack.insert(len(stack) - len(above), self)
-        _stacks[self._key] = stack
-        _restack(above, self.ours)
+        _restack([self, *above], self.original)
 
     def undo(self) -> None:
-        """Restore the original, unless other code has replaced the attribute since."""
-        stack = _stacks[self._key]
-        position = stack.index(self)
-        ours_on_top = vars(self.owner).get(self.name) is stack[-1].ours
-        above = stack[position + 1 :]
-        stack.remove(self)
+        """Restore the original, unless other code has replaced the attribute since.
+
+        Idempotent: an interrupted call can be made again.
+        """
+        stack = _stacks.get(self._key, [])
+        if self in stack:
+            above, current = stack[stack.index(self) + 1 :], vars(self.owner).get(self.name)
+            if any(current is one for one in (stack[-1].ours, stack[-1].original, self.original)):
+                setattr(self.owner, self.name, self.original)
+                _restack(above, self.original)
+            else:
+                logger.warning("%s was patched by other code too; mxamp leaves it as it is", self)
+            stack.remove(self)
         if not stack:
-            del _stacks[self._key]
-        if not ours_on_top:
-            logger.warning("%s was patched by other code too; mxamp leaves it as it is", self)
-            return
-        setattr(self.owner, self.name, self.original)
-        _restack(above, self.original)
+            _stacks.pop(self._key, None)
 
     def _put_over(self, original: Any) -> None:
         """Set the attribute to a replacement of `original`."""
@@ -143,6 +144,7 @@ class PatchSet:
     def __init__(self, patches: Sequence[Patch] = ()) -> None:
         self._patches = tuple(patches)
         self._applied: List[Patch] = []
+        self._is_whole = False
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches to install: those given at construction, unless overridden."""
@@ -151,33 +153,40 @@ class PatchSet:
     @property
     def is_open(self) -> bool:
         """Whether the patches are installed."""
-        return self in _open_sets
+        return self in _open_sets and self._is_whole
 
     def open(self) -> None:
-        """Install all patches, or none after an error; do nothing if they are installed."""
+        """Install all patches, or none after an error; do nothing if they are installed.
+
+        Builds a set anew that Ctrl-C has left half installed.
+        """
         with _lock:
             if self.is_open:
                 return
             try:
+                self._undo()
+                _open_sets.append(self)
                 for patch in self.patches():
-                    patch.apply()
                     self._applied.append(patch)
+                    patch.apply()
+                self._is_whole = True
             except BaseException:
                 self._undo()
                 raise
-            _open_sets.append(self)
 
     def close(self) -> None:
         """Undo the patches; do nothing if they are not installed."""
         with _lock:
             self._undo()
-            if self.is_open:
-                _open_sets.remove(self)
 
     def _undo(self) -> None:
-        """Undo the applied patches, last applied first."""
+        """Undo the applied patches, last applied first; an interrupted call can be made again."""
+        self._is_whole = False
         while self._applied:
-            self._applied.pop().undo()
+            self._applied[-1].undo()
+            self._applied.pop()
+        if self in _open_sets:
+            _open_sets.remove(self)
 
 
 class FrontEnd(PatchSet):

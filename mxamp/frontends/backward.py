@@ -36,7 +36,7 @@ from ..scaling.finite import multiply, unscale
 from ..scaling.ledger import entries_of, ledger
 from ..scaling.loss_outputs import build_custom_op_init
 from ..scaling.passes import passes
-from ..scaling.running import Pass, enclosing, inside, is_nested, pass_of, run
+from ..scaling.running import Pass, call_inside, enclosing, is_nested, pass_of, run
 from ..scaling.scaler import SharedScale, scale_of
 from ..scaling.trainer import State, active_hook, attach_hook
 from .variables import Variable, Variables, by_gradient
@@ -201,8 +201,8 @@ def _patched_call(original: Original, function: autograd.Function, *inputs: Any)
         one = pass_of(thread)
         if one.scale == 1 or not one.unscales:
             return backward(*gradients)
-        with inside(one):
-            results = backward(*(_times_in_float32(each, 1 / one.scale) for each in gradients))
+        unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
+        results = call_inside(one, backward, *unscaled)
         if isinstance(results, NDArray):
             return _times_in_float32(results, one.scale)
         return [_times_in_float32(result, one.scale) for result in results]

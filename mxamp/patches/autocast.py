@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable, Optional, TypeVar
 from ..errors import ArgumentError, StateError
 from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.distributed import end_worker_on_errors
+from ..framework.interrupts import ending
 from ..framework.keywords import checked_call
 from ..framework.patching import FrontEnd
 from ..framework.wording import shown
@@ -20,7 +21,7 @@ from ..policy.overrides import Conditional
 from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
-from .table import casting
+from .table import GRAPHS, casting
 
 logger = logging.getLogger("mxamp")
 
@@ -118,9 +119,13 @@ def switch_on(wanted: Choice) -> bool:
             if before != wanted:
                 raise StateError(DIFFERENT.format(before=before, wanted=wanted))
             return False
-        if wanted is not FLOAT32:
-            casting.acquire()
-        active.process.policy = wanted
+        try:
+            if wanted is not FLOAT32:
+                casting.acquire(active.process)
+            active.process.policy = wanted
+        except BaseException:
+            casting.release(active.process)
+            raise
         return True
 
 
@@ -147,16 +152,16 @@ def switch_off() -> bool:
     """Do what `shutdown` does without a log line; return False if mixed precision was off."""
     FrontEnd.close_all()
     with casting._lock:
-        casting.hold_for_graphs(False)
+        casting.release(GRAPHS)
         before, active.process.policy = active.process.policy, None
+        casting.release(active.process)
         if not before:
             return False
         warn_of_unknown_layers(before)
-        casting.release()
         return True
 
 
-class autocast:
+class autocast(active.Regional):
     """Turn mixed precision on for a region or a function, in the current thread or task.
 
     >>> import mxamp as amp
@@ -200,28 +205,29 @@ class autocast:
         self._enabled = check_bool("enabled", enabled)
 
     def __enter__(self) -> "autocast":
-        """Begin the region; reentrant."""
+        """Begin the region; reentrant. Its end restores the policy that was in force before."""
         policy = self._policy if self._enabled else None
         if self._enabled and policy is None:
             policy = regions.policy_inside(self._dtype, active.nearest_policy())
-        if policy is FLOAT32:
+        mark = regions.mark_of(self._dtype, self._enabled, self._policy)
+        region = active.autocast_region(policy, mark)
+        region.close = ending(_leave, region).close
+        try:
+            return self._begin(region)
+        except BaseException:
+            region.close()
+            raise
+
+    def _begin(self, region: active.Region) -> "autocast":
+        """Begin a region, whose `close` undoes whatever was done of this."""
+        if region.policy is FLOAT32:
             announce_float32()
         else:
-            casting.acquire()
-        if policy:
-            warn_of_speed(policy)
-        mark = regions.mark_of(self._dtype, self._enabled, self._policy)
-        active.push_autocast(policy, mark)
+            casting.acquire(region)
+        if region.policy:
+            warn_of_speed(region.policy)
+        active.begin(region)
         return self
-
-    def __exit__(self, *_error: Any) -> None:
-        """End the region, and restore the policy that was in force before."""
-        region = active.pop_region()
-        marked = region.mark is not None and region.mark.has_nodes
-        if region.policy and marked and not active.is_enabled():
-            casting.hold_for_graphs(True)
-        if region.policy is not FLOAT32:
-            casting.release()
 
     def __call__(self, function: Function) -> Function:
         """Return `function` with a region around each call."""
@@ -233,6 +239,15 @@ class autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _leave(region: active.Region) -> None:
+    """End a region, and keep patches for the graphs that were made in it."""
+    active.end(region)
+    marked = region.mark is not None and region.mark.has_nodes
+    if region.policy and marked and not active.is_enabled():
+        casting.acquire(GRAPHS)
+    casting.release(region)
 
 
 RUNS_LATER = (

@@ -27,7 +27,7 @@ from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import NONE, Choices
-from ..policy.active import current_policy, pop_region, push_tracing
+from ..policy.active import current_policy, tracing
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
@@ -68,11 +68,8 @@ def build_call_cached_op(original: Original) -> Original:
 def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
     """Trace a block outside the `autocast` regions around the call."""
     # Regions around the call are in force when the graph runs; only those inside belong to it.
-    push_tracing()
-    try:
+    with tracing():
         return original(self, *args)
-    finally:
-        pop_region()
 
 
 def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import ExitStack
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -582,12 +583,28 @@ def patched_asnumpy(original: Original, self: NDArray) -> Any:
     return original(self)
 
 
-def build_scope(change: Callable[[Any], None], original: Original) -> Original:
-    """Return the start or end of autograd's scopes, that of `record()` with a change of casts."""
+def build_scope_enter(original: Original) -> Original:
+    """Return the start of autograd's scopes, that of `record()` with shared casts of leaves."""
 
-    def method(scope: Any, *error: Any) -> Any:
+    def enter(scope: Any) -> Any:
         if scope._enter_is_record and mx_arrays.cast_dtypes:
-            change(scope)
-        return original(scope, *error)
+            mx_arrays.leaf_casts.begin(scope)
+        return original(scope)
 
-    return method
+    return enter
+
+
+def build_scope_exit(original: Original) -> Any:
+    """Return the end of autograd's scopes, as `build_scope_enter`.
+
+    Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
+    of them can't leave autograd recording.
+    """
+
+    def exit_of(scope: Any) -> Any:
+        stack = ExitStack()
+        stack.push(functools.partial(original, scope))
+        stack.callback(mx_arrays.leaf_casts.end, scope)
+        return stack.__exit__
+
+    return property(exit_of)

@@ -6,8 +6,7 @@ Comments say why MXNet's own attributes are not enough.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Callable, Iterator
 
 import mxnet as mx
@@ -18,13 +17,13 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
 from mxnet.symbol import Symbol
 
-from ..framework.arrays import cast, dtype_of, leaf_casts
+from ..framework.arrays import cast, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
+from ..framework.interrupts import ending
 from ..framework.patching import Original, Patch, PatchSet, wrapping
 from ..graph.casts.builder import HALVES
-from ..policy.active import current_policy, pop_region, push_policy, suspended
-from ..policy.policy import Policy
+from ..policy.active import current_policy, in_force, suspended
 from ..scaling import finite, loss_outputs, trainer
 from . import cached_op, eager, optimizers, symbolic
 
@@ -40,8 +39,11 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
 
     @wraps(backward)
     def backward_of_forward(*gradients: Any) -> Any:
-        with casting.under(policy):
-            return backward(*gradients)
+        user = object()
+        with ending(casting.release, user):
+            casting.acquire(user)
+            with in_force(policy):
+                return backward(*gradients)
 
     self.backward = backward_of_forward
     return original(self, *inputs)
@@ -91,8 +93,8 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     *((module, "_imperative_invoke", eager.build_invoke) for module in eager.INVOKE_MODULES),
     (_api_internal, "tensordot", wrapping(eager.patched_tensordot)),
     # The casts of a weight that is used several times share memory while autograd records.
-    *((autograd._RecordingStateScope, name, partial(eager.build_scope, change))
-      for name, change in (("__enter__", leaf_casts.begin), ("__exit__", leaf_casts.end))),
+    (autograd._RecordingStateScope, "__enter__", eager.build_scope_enter),
+    (autograd._RecordingStateScope, "__exit__", eager.build_scope_exit),
     # Operators that can't read views of bfloat16 arrays read copies of them.
     *((owner, name, eager.build_view) for owner, names in (
         (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
@@ -128,47 +130,35 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
 )  # fmt: skip
 
 
-class _CastingPatches(PatchSet):
-    """The reference-counted patches of `ALL`: installed while they have a user."""
+#: The user of the patches that stands for graphs with regions in them.
+GRAPHS = "graphs"
 
-    _users, _is_held = 0, False
+
+class _CastingPatches(PatchSet):
+    """The patches of `ALL`: installed while they have a user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
         """Return new patches for the rows of `ALL`, and those that refuse contrib's functions."""
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in ALL), *refusals()]
 
-    def acquire(self) -> None:
+    def acquire(self, user: Any) -> None:
         """Add a user of the patches, and install them for the first."""
         check_contrib_is_off()
         with self._lock:
+            self._users.add(user)
             self.open()
-            self._users += 1
 
-    def release(self) -> None:
-        """Remove a user of the patches, and undo them after the last."""
+    def release(self, user: Any) -> None:
+        """Remove a user of the patches, if it is one, and undo them after the last."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if not self._users:
                 self.close()
-
-    def hold_for_graphs(self, is_held: bool) -> None:
-        """Add graphs that contain regions as one user of the patches, or remove that user."""
-        with self._lock:
-            if is_held is not self._is_held:
-                self._is_held = is_held
-                (self.acquire if is_held else self.release)()
-
-    @contextmanager
-    def under(self, policy: Policy | None) -> Iterator[None]:
-        """Context in which `policy` is in force, with the patches installed; None is float32."""
-        self.acquire()
-        push_policy(policy)
-        try:
-            yield
-        finally:
-            pop_region()
-            self.release()
 
 
 #: Global, as MXNet's functions are: `init` and every region share the patches.

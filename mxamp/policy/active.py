@@ -9,9 +9,13 @@ Where "auto" has chosen float32, `FLOAT32` takes the place of a policy: mixed pr
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from contextvars import ContextVar
-from typing import Any, Iterator
+from types import FrameType
+from typing import Any, Callable, Iterator
 
+from ..framework.interrupts import is_running
 from .policy import FLOAT32, Choice, Policy
 
 #: The mark of graph nodes in a region that turns mixed precision off, and in `autocast()`.
@@ -30,17 +34,36 @@ class Mark:
 class Region:
     """One region: the policy in force, the mark of graph nodes made in it, and the region around.
 
-    Without a mark, nodes are in no region: their graph runs under the policy around its calls.
+    Without a mark, nodes are in no region: their graph runs under the policy around its calls. A
+    region of a `frame` ends with it.
     """
 
-    __slots__ = ("mark", "outer", "policy")
+    __slots__ = ("close", "frame", "mark", "outer", "policy")
 
-    def __init__(self, policy: Choice | None, mark: Mark | None, outer: Region | None) -> None:
-        self.policy, self.mark, self.outer = policy, mark, outer
+    def __init__(
+        self,
+        policy: Choice | None,
+        mark: Mark | None,
+        outer: Region | None,
+        frame: FrameType | None = None,
+    ) -> None:
+        self.policy, self.mark, self.outer, self.frame = policy, mark, outer, frame
+        self.close: Callable[[], Any] = lambda: None  #: of an `autocast` region
 
 
 #: The innermost region; a global, as any context variable.
 _innermost: ContextVar[Region | None] = ContextVar("mxamp_region", default=None)
+#: The innermost of `autocast`.
+_autocast: ContextVar[Region | None] = ContextVar("mxamp_autocast", default=None)
+
+
+def _current() -> Region | None:
+    """Return the innermost region, without those of functions that an interrupt has ended."""
+    region = _innermost.get()
+    while region is not None and region.frame is not None and not is_running(region.frame):
+        region = region.outer
+        _innermost.set(region)
+    return region
 
 
 class _Process:
@@ -68,6 +91,8 @@ def current_policy() -> Policy | None:
     None
     """
     region = _innermost.get()
+    if region is not None and region.frame is not None:
+        region = _current()
     return (process.policy if region is None else region.policy) or None
 
 
@@ -86,7 +111,7 @@ def is_enabled() -> bool:
 
 def _regions() -> Iterator[Region]:
     """Yield the regions around the calling code, the innermost first."""
-    region = _innermost.get()
+    region = _current()
     while region is not None:
         yield region
         region = region.outer
@@ -108,48 +133,32 @@ def chose_float32() -> bool:
 
 def current_mark() -> Mark | None:
     """Return the mark of graph nodes made now, None for no mark."""
-    region = _innermost.get()
+    region = _current()
     return None if region is None else region.mark
 
 
-def push_policy(policy: Choice | None, mark: Mark | None = None) -> None:
-    """Put `policy` in force for the calling thread or task; None turns casting off.
+class in_force:
+    """Context in which a policy is in force for the calling thread or task; None casts nothing.
 
-    Without a `mark`, nodes get the one of the region around.
+    Nodes get the mark of the region around.
     """
-    outer = _innermost.get()
-    if mark is None and outer is not None:
-        mark = outer.mark
-    _innermost.set(Region(policy, mark, outer))
+
+    __slots__ = ("_policy",)
+
+    def __init__(self, policy: Choice | None) -> None:
+        self._policy = policy
+
+    def __enter__(self) -> None:
+        outer = _current()
+        mark = outer.mark if outer is not None else None
+        _innermost.set(Region(self._policy, mark, outer, sys._getframe(1)))
+
+    def __exit__(self, *_error: Any) -> None:
+        region = _innermost.get()
+        _innermost.set(region and region.outer)
 
 
-def push_autocast(policy: Choice | None, mark: Mark) -> None:
-    """Begin an `autocast` region; `autocast()` takes the mark of the region that it continues."""
-    if mark.text == ON:
-        for region in _regions():
-            if region.mark is None:
-                break
-            if not region.mark.is_off:
-                mark = region.mark
-                break
-    push_policy(policy, mark)
-
-
-def push_tracing() -> None:
-    """Begin a region in which nodes get no mark, under the policy in force."""
-    outer = _innermost.get()
-    policy = process.policy if outer is None else outer.policy
-    _innermost.set(Region(policy, None, outer))
-
-
-def pop_region() -> Region:
-    """End the region of the calling thread or task that began last; return it."""
-    region = next(_regions())
-    _innermost.set(region.outer)
-    return region
-
-
-class suspended:
+class suspended(in_force):
     """Context in which casting is off, for mxamp's own computations.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
@@ -157,11 +166,54 @@ class suspended:
 
     __slots__ = ()
 
-    def __enter__(self) -> None:
-        push_policy(None)
+    def __init__(self) -> None:
+        super().__init__(None)
 
-    def __exit__(self, *_error: Any) -> None:
-        pop_region()
+
+class tracing(in_force):
+    """Context in which nodes get no mark, under the policy in force."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(current_policy())
+
+    def __enter__(self) -> None:
+        _innermost.set(Region(self._policy, None, _current(), sys._getframe(1)))
+
+
+def autocast_region(policy: Choice | None, mark: Mark) -> Region:
+    """Return the region of an `autocast`; `autocast()` takes the mark of the one it continues."""
+    if mark.text == ON:
+        for region in _regions():
+            if region.mark is None:
+                break
+            if not region.mark.is_off:
+                mark = region.mark
+                break
+    return Region(policy, mark, _current())
+
+
+def begin(region: Region) -> None:
+    """Put the region of an `autocast` in force."""
+    _autocast.set(region)
+    _innermost.set(region)
+
+
+def end(region: Region) -> None:
+    """End the region of an `autocast` with those inside it, unless it has ended."""
+    if region in _regions():
+        _innermost.set(region.outer)
+        _autocast.set(next((one for one in _regions() if one.frame is None), None))
+
+
+class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
+    """A context that calls its region's `close` at the end: `closing.__exit__` is Python's own."""
+
+    thing = property(_autocast.get)
+
+    def __init__(self) -> None:
+        pass
 
 
 def record_lowered(operator: str, dtype: str) -> None:

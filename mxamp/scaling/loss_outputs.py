@@ -22,7 +22,6 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import UserList
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Iterable, Mapping, Sequence
 
@@ -38,7 +37,7 @@ from ..framework.patching import Original, wrapping
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
-from .running import Pass, inside, pass_of
+from .running import Pass, call_inside, pass_of
 from .tape import marked, name_of
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
@@ -155,8 +154,8 @@ def _scaled_backward(
     # A gradient that the operator adds to carries the scale already.
     results = [g.zeros_like() if kind == "add" else g for g, kind in zip(in_grad, req)]
     reqs = ["write" if kind == "add" else kind for kind in req]
-    with inside(one) if unscales else nullcontext():
-        backward(req=reqs, out_grad=gradients, in_grad=results, **others)
+    call = partial(call_inside, one, backward) if unscales else backward
+    call(req=reqs, out_grad=gradients, in_grad=results, **others)
     if unscales or not gradients.was_read:
         multiply([result for result, kind in zip(results, req) if kind != "null"], one.scale)
     with autograd.pause(), suspended():

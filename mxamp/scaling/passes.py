@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ContextDecorator
 from typing import Any, Sequence
 
 from mxnet import autograd
@@ -21,6 +22,10 @@ from .running import Pass
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
 FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
 SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
+
+
+class _Recorded(ContextDecorator, autograd._RecordingStateScope):  # type: ignore[misc]
+    """`autograd.record()` for a function, whose end Ctrl-C can't skip: it is Python's own."""
 
 
 def scale_losses(loss: Any, scale: float, *owners: Any) -> Any:
@@ -47,8 +52,8 @@ def scale_losses(loss: Any, scale: float, *owners: Any) -> Any:
             array = array.astype("float32")  # 65504 is float16's largest number
         return tape.scaled(array, scale)
 
-    with autograd.record(train_mode=autograd.is_training()):
-        mapped = map_arrays(loss, scaled_in_float32, _raise_no_loss)
+    recorded = _Recorded(True, autograd.is_training())(map_arrays)
+    mapped = recorded(loss, scaled_in_float32, _raise_no_loss)
     if not arrays:
         _raise_no_loss(loss)
     return mapped

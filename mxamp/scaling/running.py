@@ -6,16 +6,18 @@ of the thread that recorded them or, where that thread runs none, to the only pa
 
 from __future__ import annotations
 
+import sys
 import threading
-from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Callable, Sequence
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp
 
 from ..errors import StateError
+from ..framework.interrupts import is_running
 from .tape import names_behind
 
 SEVERAL_PASSES = (
@@ -40,20 +42,29 @@ class Pass:
         return names_behind(self.heads)
 
 
-_passes: dict[int, Pass] = {}  #: by the thread that runs it
-_thread = threading.local()  #: `inside`: the pass whose Python operator runs, on unscaled gradients
+_passes: dict[int, tuple[Pass, FrameType]] = {}  #: by the thread that runs it in a function
+_thread = threading.local()  #: `inside`: the same of the pass whose operator in Python runs
 
 
 def run(one: Pass, compute: Callable[[], Any]) -> Any:
     """Return `compute()`, which is the pass `one` of the calling thread."""
     thread = threading.get_ident()
-    with ExitStack() as stack:
-        stack.callback(_passes.pop, thread, None)  # in C: Ctrl-C can't come before it
-        _passes[thread] = one
+    try:
+        _passes[thread] = one, sys._getframe()
         result = compute()
         if one.scale != 1 and _has_custom_operators():
             mx.nd.waitall()  # MXNet calls Python later, in another thread
         return result
+    finally:
+        _passes.pop(thread, None)
+
+
+def _running() -> dict[int, Pass]:
+    """Return the pass that each thread runs, without those that an interrupt has ended."""
+    for thread, (_, frame) in list(_passes.items()):
+        if not is_running(frame, thread):
+            _passes.pop(thread, None)
+    return {thread: one for thread, (one, _) in list(_passes.items())}
 
 
 def _has_custom_operators() -> bool:
@@ -64,13 +75,13 @@ def _has_custom_operators() -> bool:
 
 def is_any_running() -> bool:
     """Return whether a thread of the process runs a backward pass."""
-    return bool(_passes)
+    return bool(_running())
 
 
 def is_nested() -> bool:
     """Return whether the caller is a function or operator in Python inside a backward pass."""
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    return foreign or threading.get_ident() in _passes
+    return foreign or (bool(_passes) and threading.get_ident() in _running())
 
 
 def pass_of(thread: int) -> Pass:
@@ -78,28 +89,29 @@ def pass_of(thread: int) -> Pass:
 
     Raises `StateError` if it may be that of several threads, with different scales.
     """
-    own, others = _passes.get(thread), list(_passes.values())
-    if own is None and len({one.scale for one in others}) > 1:
+    passes = _running()
+    if thread not in passes and len({one.scale for one in passes.values()}) > 1:
         raise StateError(SEVERAL_PASSES)
-    return own or (others[0] if others else Pass(()))
+    return passes.get(thread) or next(iter(passes.values()), None) or Pass(())
 
 
-@contextmanager
-def inside(one: Pass) -> Iterator[None]:
-    """Context of an operator in Python that is given the gradients of a pass without its scale."""
-    _thread.inside, outer = one, enclosing()
+def call_inside(one: Pass, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Call an operator in Python that is given the gradients of a pass without its scale."""
+    outer = getattr(_thread, "inside", None)
     try:
-        yield
+        _thread.inside = one, sys._getframe()
+        return function(*args, **named)
     finally:
         _thread.inside = outer
 
 
 def enclosing() -> Pass | None:
     """Return the pass around a nested one, whose operator was given unscaled gradients, if any."""
-    return getattr(_thread, "inside", None)
+    one, frame = getattr(_thread, "inside", None) or (None, None)
+    return one if frame is not None and is_running(frame) else None
 
 
 def scale_inside() -> float:
     """Return the scale of the pass around a nested one; 1 where that is not known."""
-    outer = enclosing() or _passes.get(threading.get_ident())
+    outer = enclosing() or _running().get(threading.get_ident())
     return outer.scale if outer else 1.0

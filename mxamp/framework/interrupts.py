@@ -1,0 +1,30 @@
+"""Ends that Ctrl-C can't skip.
+
+Python may raise KeyboardInterrupt before a `finally` or an `__exit__` of ours does anything.
+"""
+
+import sys
+import threading
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Callable, Optional
+
+
+def ending(function: Callable[..., Any], *args: Any) -> ExitStack:
+    """Return a context that calls a function at its end, and again if that call is interrupted."""
+    stack = ExitStack()
+    for _ in range(2):
+        stack.callback(function, *args)
+    return stack
+
+
+def is_running(frame: FrameType, thread: Optional[int] = None) -> bool:
+    """Return whether a function still runs in a thread, the caller's by default.
+
+    What it has begun, and an interrupt has kept it from ending, is over if not.
+    """
+    own = thread in (None, threading.get_ident())
+    one = sys._getframe(1) if own else sys._current_frames().get(thread)  # type: ignore[arg-type]
+    while one is not None and one is not frame:
+        one = one.f_back
+    return one is frame

@@ -1,0 +1,188 @@
+"""Ctrl-C at any line: whole patches, the policy from before, and right steps afterwards."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+import mxamp as amp
+from mxamp.framework import patching
+
+PACKAGE = str(Path(amp.__file__).parent)
+RATE = 2.0**-6
+X = nd.array([[1.0, 2.0]])
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one line of mxamp's, any frame's; None counts the lines."""
+
+    def __init__(self, line=None):
+        self.left, self.seen, self.place = line, 0, None
+
+    def __call__(self, frame, event, _argument):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.seen += 1
+            if self.seen == self.left:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, function):
+        """Return whether `function` was interrupted."""
+        sys.settrace(self)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+class Program:
+    """A net of which the gradient is X times a constant, and steps of it in one way."""
+
+    def __init__(self, way, adds):
+        self.way, self.adds = way, adds
+        self.net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+        self.net.initialize(mx.init.One())
+        self.net.weight.grad_req = "add" if adds else "write"
+        optimizer = mx.optimizer.SGD(learning_rate=RATE)
+        if way == "decorate":
+            optimizer = amp.decorate(optimizer, 8.0)
+        self.trainer = gluon.Trainer(self.net.collect_params(), optimizer)
+        if way in ("scale_loss", "clip"):
+            amp.init_trainer(self.trainer, amp.LossScaler(8.0))
+        self.scaler = amp.GradScaler(8.0)
+        if way == "region":
+            amp.init_trainer(self.trainer, amp.NoScaler())
+
+    def step(self):
+        with amp.autocast("float16"):
+            with autograd.record():
+                loss = self.net(X).sum() * 2
+                if self.way in ("scale_loss", "clip"):
+                    with amp.scale_loss(loss, self.trainer) as scaled:
+                        scaled.backward()
+            if self.way == "GradScaler":
+                self.scaler.scale(loss).backward()
+            elif self.way in ("decorate", "region"):
+                loss.backward()
+        if self.way == "clip":
+            amp.clip_grad_global_norm(self.trainer, 100.0)
+        self.end_step()
+
+    def end_step(self):
+        if self.way == "GradScaler":
+            self.scaler.step(self.trainer, 1)
+            self.scaler.update()
+        else:
+            self.trainer.step(1)
+        if self.adds:
+            self.net.weight.zero_grad()
+
+    def recover(self):
+        """What a script does after Ctrl-C before it goes on: begin a new sum, and a new update."""
+        if self.adds:
+            self.net.weight.zero_grad()
+        if self.way == "GradScaler":
+            self.scaler.update(self.scaler.get_scale())
+
+    def assert_right(self):
+        """Two steps are those of plain MXNet."""
+        for _ in range(2):
+            before = self.net.weight.data().asnumpy()
+            self.step()
+            assert self.trainer.amp_last_step.stepped
+            after = self.net.weight.data().asnumpy()
+            np.testing.assert_allclose(after, before - RATE * 2 * X.asnumpy(), rtol=1e-6)
+
+
+WAYS = ("scale_loss", "clip", "GradScaler", "decorate", "region")
+
+
+def assert_whole(program):
+    """Nothing of the interrupted step is left but what a step of `passes` needs."""
+    assert amp.current_policy() is None
+    assert not autograd.is_recording()
+    weight = program.net.weight.data().asnumpy()
+    steps = (1 - weight) / (RATE * 2 * X.asnumpy())
+    assert (abs(steps - steps.round()) < 1e-4).all(), weight
+    assert steps[0, 0] == pytest.approx(steps[0, 1])
+    open_sets = [one for one in patching._open_sets if not isinstance(one, patching.FrontEnd)]
+    assert not open_sets
+    assert all(one.is_open for one in patching._open_sets)
+
+
+def interrupted(way, adds, seed, count):
+    """Interrupt a step at random lines."""
+    program = Program(way, adds)
+    program.step()
+    counter = Interrupt()
+    counter.run(program.step)
+    lines = range(1, counter.seen + 1)
+    for line in random.Random(seed).sample(lines, min(count, len(lines))):  # noqa: S311
+        interrupt = Interrupt(line)
+        interrupt.run(program.step)
+        try:
+            assert_whole(program)
+            program.recover()
+            program.assert_right()
+        except BaseException as error:
+            message = f"{way} {adds=} {seed=}, line {line} of {counter.seen}: {interrupt.place}"
+            raise AssertionError(message) from error
+    shut_down_after(program)
+
+
+def shut_down_after(program):
+    """Nothing stays patched, whatever was interrupted."""
+    program.assert_right()
+    amp.shutdown()
+    assert not patching._open_sets
+
+
+SEED = int(os.environ.get("MXAMP_SEED", "0"))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_some_lines(way, adds):
+    interrupted(way, adds, SEED, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_many_lines(way, adds):
+    """MXAMP_EXAMPLES=5000 interrupts at each line there is."""
+    interrupted(way, adds, SEED + 1, int(os.environ.get("MXAMP_EXAMPLES", "50")))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+@pytest.mark.parametrize("way", WAYS)
+def test_signals(way):
+    """SIGINT at random times: in Python's code and MXNet's too, which may skip or end an update."""
+    program, delays = Program(way, adds=False), random.Random(SEED)  # noqa: S311
+    program.step()
+    for _ in range(20):
+        try:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-5, 4e-3))
+            program.step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        program.recover()
+        program.assert_right()
+        assert amp.current_policy() is None
+    shut_down_after(program)
