@@ -30,7 +30,7 @@ from ..policy.active import chose_float32, current_policy
 from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
-from ..scaling.trainer import active_hook, attach_hook
+from ..scaling.trainer import active_hook, attach_hook, check_skippable
 
 logger = logging.getLogger("mxamp")
 
@@ -101,6 +101,8 @@ def initialize(
     in_float16 = policy.target_dtype == "float16"
     scaler = _scaler(loss_scale, opt_level if in_float16 else "O0")
     _check_fresh(nets, optimizers)
+    for trainer in optimizers:
+        check_skippable(trainer, scaler)
     if not isinstance(policy, Policy):
         opt_level, scaler = "O0", NoScaler()
         if switch_on(policy):

@@ -7,7 +7,7 @@ from contextlib import ContextDecorator
 from typing import Any, Sequence
 
 from mxnet import autograd
-from mxnet.base import _LIB, c_handle_array, check_call
+from mxnet.base import _LIB, check_call
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
@@ -121,9 +121,9 @@ class _Passes(FrontEnd):
             starts, handles = heads, head_grads
             if is_grad and others[3].value:  # it makes a tape of its own
                 losses, gradients = tape.unscaled_heads(arrays, gradients)
-                starts = c_handle_array(losses)
+                starts = tape.handles_of(losses)
             if gradients is not given:
-                handles = c_handle_array(gradients)
+                handles = tape.handles_of(gradients)
             loss_outputs.set_scales(one, one.scale)
             try:
                 check_call(original(count, starts, handles, *others))

@@ -52,8 +52,9 @@ def run(one: Pass, compute: Callable[[], Any]) -> Any:
     try:
         _passes[thread] = one, sys._getframe()
         result = compute()
-        if one.scale != 1 and _has_custom_operators():
-            mx.nd.waitall()  # MXNet calls Python later, in another thread
+        if _has_custom_operators():
+            # MXNet calls Python later, in another thread: the operator has to find its pass.
+            mx.nd.waitall()
         return result
     finally:
         _passes.pop(thread, None)

@@ -19,7 +19,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.base import _LIB, MXNetError, NDArrayHandle, check_call
+from mxnet.base import _LIB, MXNetError, NDArrayHandle, c_array, check_call
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import _ndarray_cls
 
@@ -106,9 +106,9 @@ def end_scaling() -> None:
     factors = {id(mark.factor): mark.factor for mark in list(_marks.values())}
     _marks.clear()
     _factor.cache_clear()
-    with autograd.pause(), suspended():
+    with autograd.pause(), suspended(), mx.util.np_shape(True):
         for factor in factors.values():
-            factor[:] = 1
+            factor.__imul__(0).__iadd__(1)
 
 
 atexit.register(_factor.cache_clear)  # before MXNet's library is unloaded
@@ -127,6 +127,12 @@ def arrays_of(handles: Any) -> list[NDArray | None]:
             check_call(_LIB.MXShallowCopyNDArray(NDArrayHandle(one), ctypes.byref(copied)))
         found.append(_ndarray_cls(copied) if one else None)
     return found
+
+
+def handles_of(arrays: Sequence[NDArray | None]) -> Any:
+    """Return the handles of arrays for MXNet's C API."""
+    handles = [NDArrayHandle(0) if array is None else array.handle for array in arrays]
+    return c_array(NDArrayHandle, handles)
 
 
 def _symbol_of(array: NDArray) -> Any:

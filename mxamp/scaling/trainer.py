@@ -556,7 +556,11 @@ def attach_hook(
         raise StateError(NO_POLICY)
     is_float16 = policy is not None and policy.target_dtype == "float16"
     scaler = loss_scaler or (LossScaler() if is_float16 else _UNSCALED)
-    _keep_updates_skippable(trainer, scaler)
+    settings = trainer._kvstore_params
+    if check_skippable(trainer, scaler):
+        if settings["update_on_kvstore"]:
+            logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
+        settings["update_on_kvstore"] = False
     if state is not None:
         state.scaler, state.scaled_by = scaler, scaled_by
         return state
@@ -573,10 +577,9 @@ def attach_hook(
     return state
 
 
-def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
-    """Move updates off the kvstore; raise if they can't be skipped and `scaler` needs that."""
-    settings = trainer._kvstore_params
-    kvstore, begun = settings["kvstore"], trainer._kv_initialized
+def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
+    """Return whether updates can be done off the kvstore; raise if not, and `scaler` needs that."""
+    kvstore, begun = trainer._kvstore_params["kvstore"], trainer._kv_initialized
     obstacle = None
     if scaler.scales and is_horovod_optimizer(trainer._optimizer):
         obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
@@ -584,14 +587,11 @@ def _keep_updates_skippable(trainer: Trainer, scaler: LossScaler) -> None:
         obstacle = "on the kvstore", "make it of dense parameters, with update_on_kvstore=False"
     elif not begun and "async" in str(getattr(kvstore, "type", kvstore)):
         obstacle = "on asynchronous servers", "use a synchronous kvstore, such as 'dist_sync'"
-    if obstacle is None:
-        if settings["update_on_kvstore"]:
-            logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
-        settings["update_on_kvstore"] = False
-    elif scaler.scales:
+    if obstacle and scaler.scales:
         raise StateError(UNSKIPPABLE.format(*obstacle))
     if scaler.scales:
         check_kvstore(trainer)
+    return obstacle is None
 
 
 @checked_call

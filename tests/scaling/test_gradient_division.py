@@ -1,0 +1,147 @@
+"""Updates see gradients without the loss scale, whatever the optimizer does with `rescale_grad`."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+
+X = nd.array([[1.0, 2.0]])
+
+
+class Own(mx.optimizer.Optimizer):
+    """An optimizer that ignores `rescale_grad`, as a script's may."""
+
+    writes = False
+
+    def create_state(self, index, weight):
+        return None
+
+    def update(self, index, weight, grad, state):
+        weight[:] = weight - 0.125 * grad
+        if self.writes:
+            grad[:] = 1000
+
+
+class Writing(Own):
+    writes = True
+
+
+@pytest.mark.filterwarnings("ignore:Accumulating with float16")
+@pytest.mark.parametrize("optimizer", [Own, Writing])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_own_optimizers_at_every_level(level, optimizer):
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), optimizer(), kvstore=None)
+    amp.initialize(net, trainer, opt_level=level, loss_scale=1024.0, ctx=mx.cpu())
+    for step in (1, 2):
+        with autograd.record():
+            loss = net(X.astype(net.weight.dtype)).astype("float32").sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(1)
+        found = net.weight.data().astype("float32").asnumpy()
+        np.testing.assert_allclose(found, [[1 - step / 8, 1 - step / 4]], atol=1e-3)
+    assert "update_multi_precision" not in vars(trainer._optimizer)
+
+
+def test_small_gradients_of_master_weights_are_divided_in_float32():
+    """2**-26 is 0 in float16."""
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.Zero())
+    optimizer = Own()
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
+    amp.initialize(net, trainer, opt_level="O2", loss_scale=2.0**20, ctx=mx.cpu())
+    with autograd.record():
+        loss = net(X.astype("float16")).astype("float32").sum() * 2.0**-26
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(1)
+    master = trainer._updaters[0].states[0][0]
+    np.testing.assert_array_equal(master.asnumpy(), [[-(2.0**-29), -(2.0**-28)]])
+
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in mx.optimizer.Optimizer.opt_registry.items()
+    if kind.__module__.startswith("mxnet.") and name not in ("test", "ccsgd")
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_that_are_kept_over_steps(name):
+    """With grad_req="add" and no `zero_grad`, for every optimizer of MXNet."""
+
+    def trained(scaled):
+        mx.random.seed(1)
+        param = gluon.Parameter("w", shape=(2, 1), init="ones", grad_req="add")
+        param.initialize()
+        trainer = gluon.Trainer([param], name, {"learning_rate": 0.1}, kvstore=None)
+        if scaled:
+            amp.init_trainer(trainer, amp.LossScaler(init_scale=4, growth_interval=1))
+        for factor in (1.0, -0.2, -0.2, -0.2):
+            with autograd.record():
+                loss = (param.data() * factor).sum()
+                if scaled:
+                    with amp.scale_loss(loss, trainer) as loss:
+                        pass
+            loss.backward()
+            trainer.step(2)
+        return param.data().asnumpy()
+
+    np.testing.assert_allclose(trained(True), trained(False), rtol=1e-5)
+
+
+def test_gradients_on_the_second_device_alone_are_clipped():
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One(), ctx=devices)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    amp.init_trainer(trainer, amp.LossScaler(init_scale=8))
+    with autograd.record():
+        loss = (net(mx.nd.ones((1, 2), ctx=devices[1])) * 30).sum()
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    norm = amp.clip_grad_global_norm(trainer, 1.0)
+    trainer.step(1, ignore_stale_grad=True)
+    assert norm == pytest.approx(30 * 2**0.5)
+    weight = net.weight.data(devices[1]).asnumpy()
+    np.testing.assert_allclose(weight, np.full((1, 2), 1 - 2**-0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
+def test_a_gradient_penalty_is_plain_mxnets(way):
+    """The first derivative is that of the loss, with the scale as head gradient."""
+
+    def trained(way):
+        param = gluon.Parameter("w", shape=(3,))
+        param.initialize(mx.init.Constant(0.5))
+        trainer = gluon.Trainer([param], "sgd", {"learning_rate": 0.1}, update_on_kvstore=False)
+        scaler, scale = amp.GradScaler(init_scale=1024), 1024.0 if way else 1.0
+        if way == "scale_loss":
+            amp.init_trainer(trainer, amp.StaticLossScaler(1024))
+        with autograd.record():
+            loss = nd.sin(param.data())
+            first = loss
+            if way == "GradScaler":
+                first = scaler.scale(loss)
+            elif way:
+                with amp.scale_loss(loss, trainer) as first:
+                    pass
+            (slope,) = autograd.grad(first, [param.data()], create_graph=True, retain_graph=True)
+            total = loss + nd.square(slope / scale)
+            if way == "scale_loss":
+                with amp.scale_loss(total, trainer) as total:
+                    pass
+        total = scaler.scale(total) if way == "GradScaler" else total
+        total.backward()
+        if way == "GradScaler":
+            scaler.step(trainer, 1)
+        else:
+            trainer.step(1)
+        return param.data().asnumpy()
+
+    np.testing.assert_allclose(trained(way), trained(None), rtol=1e-5)
