@@ -299,7 +299,7 @@ class State:
 
     def _find_overflow(self, used: Sequence[Entry]) -> list[Entry]:
         """Return the gradients that are not finite, or were not when they were unscaled."""
-        if all_finite([e.gradient for e in used]) and not any(map(ledger.is_overflown, used)):
+        if not any(map(ledger.is_overflown, used)) and all_finite([e.gradient for e in used]):
             return []
         return [e for e in used if ledger.is_overflown(e) or not all_finite([e.gradient])]
 

@@ -28,6 +28,8 @@ import itertools
 import os
 import sys
 import tempfile
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Set
@@ -105,8 +107,9 @@ class Weight:
         with np.errstate(invalid="ignore"):  # inf - inf
             self.gradient, self.fresh = gradient + (self.gradient if adds else 0.0), True
 
-    def update(self, momentum, batch_size):
-        self.velocity = momentum * self.velocity - RATE / batch_size * self.gradient
+    def update(self, momentum, batch_size, rescales=True):
+        rate = RATE / batch_size if rescales else RATE
+        self.velocity = momentum * self.velocity - rate * self.gradient
         self.value = self.value + self.velocity
 
     def compare(self, value):
@@ -127,6 +130,7 @@ class Owner:
     used_again: bool = False  #: a loss that was scaled before the last step or `unscale`
     copied: bool = False  #: another GradScaler scaled its earlier losses
     saved: Any = None  #: file and velocities
+    rescales: bool = True  #: its optimizer multiplies gradients by `rescale_grad`
 
     @property
     def fresh(self):
@@ -188,9 +192,73 @@ class Net(gluon.Block):
                 self.params.get(name, shape=(2,), init=mx.init.One())
 
 
-def build_trainer(kind, net, scale, interval, momentum):
+class OwnOptimizer(mx.optimizer.Optimizer):
+    """A script's optimizer, which knows no `rescale_grad`."""
+
+    def create_state(self, index, weight):
+        return nd.zeros_like(weight)
+
+    def update(self, index, weight, grad, state):
+        state[:] = self.momentum * state - RATE * grad
+        weight += state
+
+
+class Neighbor:
+    """A thread with a net of its own that takes steps beside those of the program."""
+
+    def __init__(self, scale):
+        self.param = gluon.Parameter("neighbor", shape=(2,), init=mx.init.One(), grad_req="add")
+        self.param.initialize()
+        self.trainer = gluon.Trainer([self.param], "sgd", {"learning_rate": RATE}, kvstore=None)
+        self.scale, self.steps, self.errors = scale, 0, []
+        if scale:
+            amp.init_trainer(self.trainer, amp.StaticLossScaler(scale))
+
+    def train(self, gate):
+        gate.wait(60)
+        for _ in range(3):
+            with autograd.record():
+                loss = (self.param.data() * 2).sum()
+                if self.scale:
+                    with amp.scale_loss(loss, self.trainer) as loss:
+                        pass
+            loss.backward()
+            self.trainer.step(1)
+            self.param.zero_grad()
+            self.steps += 1
+        expected = np.full(2, 1 - 2 * RATE * self.steps)
+        np.testing.assert_allclose(self.param.data().asnumpy(), expected, rtol=1e-6)
+
+    @contextmanager
+    def beside(self):
+        """Context in which the thread trains; raises what it raises."""
+
+        gate = threading.Barrier(2)
+
+        def run():
+            try:
+                self.train(gate)
+            except BaseException as error:  # noqa: BLE001
+                self.errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        gate.wait(60)
+        try:
+            yield
+        finally:
+            thread.join(60)
+        assert not thread.is_alive(), "deadlock"
+        if self.errors:
+            raise self.errors[0]
+
+
+def build_trainer(kind, net, scale, interval, momentum, rescales=True):
     """Return a trainer; `interval` is None for a constant scale."""
     optimizer = mx.optimizer.SGD(learning_rate=RATE, momentum=momentum)
+    if not rescales:
+        optimizer = OwnOptimizer(learning_rate=RATE)
+        optimizer.momentum = momentum
     if kind == "decorate":
         optimizer = amp.decorate(
             optimizer, scale, interval or 2000, use_dynamic_loss_scaling=bool(interval)
@@ -234,8 +302,10 @@ class Programs(RuleBasedStateMachine):
         scales=st.lists(SCALES, min_size=3, max_size=3),
         interval=INTERVALS,
         momentum=st.sampled_from([0.0, 0.5]),
+        rescale=st.lists(st.booleans(), min_size=3, max_size=3),
+        neighbor=st.sampled_from([None, 1.0, 32.0]),
     )
-    def start(self, kinds, mode, scales, interval, momentum):
+    def start(self, kinds, mode, scales, interval, momentum, rescale, neighbor):
         self.momentum = momentum
         if mode == "init":
             amp.init(policy=POLICY)
@@ -243,14 +313,17 @@ class Programs(RuleBasedStateMachine):
             automatic.start(policy=POLICY)
         one, other = (amp.GradScaler(s, growth_interval=interval or 2000) for s in scales[:2])
         scalers = {"GradScaler": one, "another GradScaler": other}
-        for kind, scale in zip(kinds if mode in ("", "init") else [mode] * len(kinds), scales):
+        kinds = kinds if mode in ("", "init") else [mode] * len(kinds)
+        self.neighbor = Neighbor(None if mode in ("automatic", "initialize") else neighbor)
+        for kind, scale, rescales in zip(kinds, scales, rescale):
             net = Net()
             net.initialize()
             weights = [Weight(one, np.ones(2)) for one in net.collect_params().values()]
-            trainer = build_trainer(kind, net, scale, interval, momentum)
+            trainer = build_trainer(kind, net, scale, interval, momentum, rescales)
             seen_as = {"initialize": "scale_loss", "automatic": "decorate"}.get(kind, kind)
             seen_as = seen_as.replace("another ", "")
-            self.owners.append(Owner(seen_as, net, trainer, weights, scalers.get(kind)))
+            owner = Owner(seen_as, net, trainer, weights, scalers.get(kind), rescales=rescales)
+            self.owners.append(owner)
         if mode == "initialize":
             nets, trainers = zip(*((one.net, one.trainer) for one in self.owners))
             level, scale = {None: ("O0", 1.0), 1: ("O1", "dynamic"), 2: ("O1", scales[0])}[interval]
@@ -371,6 +444,18 @@ class Programs(RuleBasedStateMachine):
         loss = self.keep(Loss(array, total([one, other]), graphs, scalings))
         if now:
             self.run([loss], retain)
+
+    @rule(pick=PICK, factor=st.sampled_from([1.0, 2.0, 0.5]), now=FLAG, retain=FLAG)
+    @precondition(lambda self: self.losses)
+    def compute_head(self, pick, factor, now, retain):
+        """Use a mean of a multiple of a loss, scaled or not, as a head."""
+        loss = self.losses[pick % len(self.losses)]
+        with autograd.record():
+            array = (loss.array * nd.array([factor])).mean().reshape((1,))
+        gradient = {weight: value * factor for weight, value in loss.gradient.items()}
+        head = self.keep(Loss(array, gradient, loss.graphs, loss.scalings))
+        if now:
+            self.run([head], retain)
 
     # ----------------------------------------------------------------------- backward passes
 
@@ -501,7 +586,7 @@ class Programs(RuleBasedStateMachine):
             assert skipped == overflows or any(weight.overflowed for weight in fresh)
         for weight in fresh:
             if not skipped:
-                weight.update(self.momentum, batch_size)
+                weight.update(self.momentum, batch_size, owner.rescales)
             weight.fresh = weight.overflowed = False
         if owner.stage != "unscaled" and owner.kind != "decorate":
             for weight in owner.weights:
@@ -558,6 +643,11 @@ class Programs(RuleBasedStateMachine):
         )
         self.step(pick=pick, batch_size=1, ignore=False, in_two=False, reuse=False)
         self.update_grad_scaler(pick=pick, reuse=False)
+
+    @rule(gradients=GRADIENTS, way=PICK, pick=PICK)
+    def train_beside_a_thread(self, gradients, way, pick):
+        with self.neighbor.beside():
+            self.train(gradients=gradients, overflows=0, way=way, pick=pick)
 
     @rule(pick=PICK)
     def save_or_load_states(self, pick):
