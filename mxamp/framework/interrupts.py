@@ -5,7 +5,7 @@ Python may raise KeyboardInterrupt before a `finally` or an `__exit__` of ours d
 
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ContextDecorator, ExitStack
 from types import FrameType
 from typing import Any, Callable, Optional
 
@@ -16,6 +16,13 @@ def ending(function: Callable[..., Any], *args: Any) -> ExitStack:
     for _ in range(2):
         stack.callback(function, *args)
     return stack
+
+
+def holding(lock: Any) -> ContextDecorator:
+    """Return a decorator of functions that hold a lock, and release it whatever interrupts them."""
+    held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
+    decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()
+    return decorator
 
 
 def is_running(frame: FrameType, thread: Optional[int] = None) -> bool:

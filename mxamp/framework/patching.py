@@ -14,7 +14,9 @@ import os
 import sys
 import threading
 from types import ModuleType
-from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from .interrupts import holding
 
 logger = logging.getLogger("mxamp")
 
@@ -36,6 +38,7 @@ _stacks: Dict[Tuple[int, str], List["Patch"]] = {}
 _open_sets: List["PatchSet"] = []
 _lock = threading.RLock()
 hold_during_forks(_lock)
+locked = holding(_lock)
 
 
 class Patch:
@@ -139,8 +142,6 @@ class PatchSet:
     A subclass keeps its state in attributes and drops it in `close`.
     """
 
-    _lock: ClassVar[Any] = _lock
-
     def __init__(self, patches: Sequence[Patch] = ()) -> None:
         self._patches = tuple(patches)
         self._applied: List[Patch] = []
@@ -155,29 +156,29 @@ class PatchSet:
         """Whether the patches are installed."""
         return self in _open_sets and self._is_whole
 
+    @locked
     def open(self) -> None:
         """Install all patches, or none after an error; do nothing if they are installed.
 
         Builds a set anew that Ctrl-C has left half installed.
         """
-        with _lock:
-            if self.is_open:
-                return
-            try:
-                self._undo()
-                _open_sets.append(self)
-                for patch in self.patches():
-                    self._applied.append(patch)
-                    patch.apply()
-                self._is_whole = True
-            except BaseException:
-                self._undo()
-                raise
+        if self.is_open:
+            return
+        try:
+            self._undo()
+            _open_sets.append(self)
+            for patch in self.patches():
+                self._applied.append(patch)
+                patch.apply()
+            self._is_whole = True
+        except BaseException:
+            self._undo()
+            raise
 
+    @locked
     def close(self) -> None:
         """Undo the patches; do nothing if they are not installed."""
-        with _lock:
-            self._undo()
+        self._undo()
 
     def _undo(self) -> None:
         """Undo the applied patches, last applied first; an interrupted call can be made again."""
@@ -194,8 +195,10 @@ class FrontEnd(PatchSet):
 
     @staticmethod
     def close_all() -> None:
-        """Close every open front end, last opened first."""
-        with _lock:
-            for one in reversed([*_open_sets]):
-                if isinstance(one, FrontEnd):
-                    one.close()
+        """Close every open front end, last opened first.
+
+        Without the lock: some wait for MXNet, whose operators in Python may wait for the lock.
+        """
+        for one in reversed([*_open_sets]):
+            if isinstance(one, FrontEnd):
+                one.close()

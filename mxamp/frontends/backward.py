@@ -5,17 +5,11 @@ the shared scale, and unscale the gradients that come back: a script that knows 
 sees the gradients that float32 would give, and may clip or log them. Taking the scale out finds the
 gradients that are not finite, in the same read. Trainers skip steps that overflowed; a gradient
 that no trainer owns stays Inf.
-
-An `autograd.Function` may clip the gradient it is given, or ignore it. So its `backward` gets
-gradients without the scale, and its results are scaled again. A backward pass that it runs itself
-scales and unscales on its own. `scaling.loss_outputs` does the same for custom operators.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
 from functools import partial
 from typing import Any, Callable, Iterable, Sequence
 
@@ -23,20 +17,17 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.operator import CustomOpProp
 
 from ..errors import AmpError
-from ..framework.arrays import cast, map_arrays
+from ..framework.arrays import map_arrays
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.machine import dtype_name
-from ..framework.patching import FrontEnd, Original, Patch, wrapping
+from ..framework.patching import FrontEnd, Original, Patch, locked, wrapping
 from ..policy.active import suspended
-from ..policy.decision import CASTABLE
 from ..scaling.finite import multiply, unscale
 from ..scaling.ledger import entries_of, ledger
-from ..scaling.loss_outputs import build_custom_op_init
 from ..scaling.passes import passes
-from ..scaling.running import Pass, call_inside, enclosing, is_nested, pass_of, run
+from ..scaling.running import Pass, enclosing, run
 from ..scaling.scaler import SharedScale, scale_of
 from ..scaling.trainer import State, active_hook, attach_hook
 from .variables import Variable, Variables, by_gradient
@@ -72,21 +63,19 @@ class _BackwardPatches(FrontEnd):
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *self.variables.patches(),
-            Patch(autograd.Function, "__call__", wrapping(_patched_call)),
-            Patch(CustomOpProp, "__init__", build_custom_op_init),
             # The scale may be in use without the casting patches, which refuse contrib too.
             *refusals(),
         ]
 
+    @locked
     def open(self) -> None:
         """Patch `backward` and `attach_grad`, and find the arrays that have gradients already."""
         check_contrib_is_off()
-        with self._lock:
-            if not self.is_open:
-                passes.open()
-                super().open()
-                self.variables.add_existing()
-                passes.automatic = self
+        if not self.is_open:
+            passes.open()
+            super().open()
+            self.variables.add_existing()
+            passes.automatic = self
 
     def close(self) -> None:
         """Undo the patches, and forget variables."""
@@ -139,7 +128,7 @@ class _BackwardPatches(FrontEnd):
         """Run a backward pass with a scale, and unscale the gradients behind its heads."""
         written = self.variables.behind(one.names)
         adding = [group[0].array.grad for group in by_gradient(v for v in written if v.adds)]
-        one.scale, one.unscales = one.scale * scale, True
+        one.scale *= scale
         gradients = _scaled_gradients(one.heads, head_grads, scale)
 
         def compute_all() -> None:
@@ -154,61 +143,35 @@ class _BackwardPatches(FrontEnd):
             multiply(adding, 1 / scale)
             raise
         one.overflown |= _unscaled(written, scale)
-        self.variables.prune(one.names)
+        self.variables.prune(one.names if one.frees else set())
 
-    def run_nested(self, compute: Compute, one: Pass, head_grads: Any) -> None:
+    def run_nested(self, compute: Compute, one: Pass, head_grads: Any, outer: Pass) -> None:
         """Run a backward pass inside another one, in a function or operator in Python.
 
         Gradients are unscaled at once, but for those behind the heads of the pass around too.
         """
-        outer = enclosing()
-        if outer is None or outer.scale == 1:
-            # A custom operator in float16 is given scaled gradients, and passes them on.
-            compute(head_grads)
-            return
         written = self.variables.behind(one.names - outer.names)
+        one.scale = outer.scale
         multiply([v.array.grad for v in written if v.adds], outer.scale)
         compute(_scaled_gradients(one.heads, head_grads, outer.scale))
         outer.overflown |= _unscaled(written, outer.scale)
 
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
-        if is_nested():
-            outer = enclosing()
-            one = Pass(heads, outer.scale if outer else 1.0)
-        else:
-            one = Pass(heads, _lowest_scale(_shared_hooks(), heads), unscales=True)
-        if one.scale == 1:
+        outer = enclosing()
+        scale = outer.one.scale if outer else _lowest_scale(_shared_hooks(), heads)
+        if scale == 1 or (outer and not outer.is_unscaled):
             return compute(head_grads)
-        gradients = _scaled_gradients(heads, head_grads, one.scale)
+        gradients, one = _scaled_gradients(heads, head_grads, scale), Pass(heads, scale)
 
         def compute_all() -> Any:
             found = compute(gradients)
             mx.nd.waitall()
             return found
 
-        found = compute(gradients) if is_nested() else run(one, compute_all)
+        found = compute(gradients) if outer else run(one, compute_all)
         with suspended():
-            return map_arrays(found, lambda one_: _divided(one_, one.scale), lambda other: other)
-
-
-def _patched_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
-    """Call an `autograd.Function` whose backward computes on unscaled gradients."""
-    backward, thread = function.backward, threading.get_ident()
-
-    @functools.wraps(backward)
-    def unscaled_backward(*gradients: Any) -> Any:
-        one = pass_of(thread)
-        if one.scale == 1 or not one.unscales:
-            return backward(*gradients)
-        unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
-        results = call_inside(one, backward, *unscaled)
-        if isinstance(results, NDArray):
-            return _times_in_float32(results, one.scale)
-        return [_times_in_float32(result, one.scale) for result in results]
-
-    function.backward = unscaled_backward
-    return original(function, *inputs)
+            return map_arrays(found, lambda one: _divided(one, scale), lambda other: other)
 
 
 #: One a process, like the functions that it patches.
@@ -258,12 +221,3 @@ def _unscaled(variables: Iterable[Variable], scale: float) -> set[int]:
     groups = by_gradient(variables)
     positions = unscale([group[0].array.grad for group in groups], scale)
     return {id(v.array) for i in positions for v in groups[i]}
-
-
-def _times_in_float32(gradient: Any, factor: float) -> Any:
-    """Return a gradient times a factor, in float32: half precision would lose small ones."""
-    if gradient is None:
-        return None
-    with autograd.pause(), suspended():
-        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
-        return wide * factor

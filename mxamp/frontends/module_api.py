@@ -185,7 +185,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     multiply(_gradients(self, adding=True), scale)
     with suspended():
         scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
-    run(Pass((), scale, unscales=True), partial(original, self, scaled))
+    run(Pass((), scale), partial(original, self, scaled))
     state.overflown = bool(unscale(_gradients(self), scale))
     if has_dropped and state.overflown and not is_distributed(self._kvstore):
         scaler.update(False)

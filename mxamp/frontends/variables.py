@@ -1,8 +1,8 @@
 """The arrays that autograd writes gradients of: its variables.
 
 MXNet does not list them. The garbage collector finds the variables marked before the patches;
-patches of `attach_grad` and `mark_variables` see later ones. A variable is forgotten after the
-first pass that does not write its gradient while Python does not hold the array any more.
+patches of `attach_grad` and `mark_variables` see later ones. A variable that Python does not hold
+is forgotten when a pass frees its tape, or many others came after it.
 """
 
 import gc
@@ -18,6 +18,8 @@ from ..framework.arrays import address, shallow_copy
 from ..framework.patching import Original, Patch, patches_of_function, wrapping
 from ..scaling.tape import name_of
 
+# The number of variables that are kept for a tape alone, the last ones.
+_UNHELD = 64
 # References to an array that only `Variables` holds: by its entry, and the argument of getrefcount.
 _OURS = 2
 
@@ -61,11 +63,11 @@ class Variables(Dict[str, Variable]):
         """Return the variables with these names."""
         return [self[name] for name in names if name in self]
 
-    def prune(self, written: AbstractSet[str]) -> None:
-        """Forget the variables, not among the `written` ones, that Python does not hold."""
-        for name, variable in list(self.items()):
-            held = sys.getrefcount(variable.array) > _OURS
-            if not held and name not in written:
+    def prune(self, freed: AbstractSet[str]) -> None:
+        """Forget variables that Python does not hold, if their tape is freed or they are old."""
+        unheld = [name for name, one in list(self.items()) if sys.getrefcount(one.array) <= _OURS]
+        for i, name in enumerate(reversed(unheld)):
+            if name in freed or i >= _UNHELD:
                 self.pop(name, None)
 
     def _patched_mark(

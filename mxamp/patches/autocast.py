@@ -14,7 +14,7 @@ from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.distributed import end_worker_on_errors
 from ..framework.interrupts import ending
 from ..framework.keywords import checked_call
-from ..framework.patching import FrontEnd
+from ..framework.patching import FrontEnd, locked
 from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
@@ -107,26 +107,26 @@ def init(
         announce(wanted)
 
 
+@locked
 def switch_on(wanted: Choice) -> bool:
     """Turn mixed precision on without a log line; return False if it is on with this policy.
 
     `FLOAT32` is recorded, but patches nothing.
     """
     check_contrib_is_off()
-    with casting._lock:
-        before = active.process.policy
-        if before is not None:
-            if before != wanted:
-                raise StateError(DIFFERENT.format(before=before, wanted=wanted))
-            return False
-        try:
-            if wanted is not FLOAT32:
-                casting.acquire(active.process)
-            active.process.policy = wanted
-        except BaseException:
-            casting.release(active.process)
-            raise
-        return True
+    before = active.process.policy
+    if before is not None:
+        if before != wanted:
+            raise StateError(DIFFERENT.format(before=before, wanted=wanted))
+        return False
+    try:
+        if wanted is not FLOAT32:
+            casting.acquire(active.process)
+        active.process.policy = wanted
+    except BaseException:
+        casting.release(active.process)
+        raise
+    return True
 
 
 def shutdown() -> None:
@@ -151,14 +151,19 @@ def shutdown() -> None:
 def switch_off() -> bool:
     """Do what `shutdown` does without a log line; return False if mixed precision was off."""
     FrontEnd.close_all()
-    with casting._lock:
-        casting.release(GRAPHS)
-        before, active.process.policy = active.process.policy, None
-        casting.release(active.process)
-        if not before:
-            return False
-        warn_of_unknown_layers(before)
-        return True
+    return _end_policy()
+
+
+@locked
+def _end_policy() -> bool:
+    """End the policy of `init`; return False without one."""
+    casting.release(GRAPHS)
+    before, active.process.policy = active.process.policy, None
+    casting.release(active.process)
+    if not before:
+        return False
+    warn_of_unknown_layers(before)
+    return True
 
 
 class autocast(active.Regional):

@@ -21,7 +21,7 @@ from ..framework.arrays import cast, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
 from ..framework.interrupts import ending
-from ..framework.patching import Original, Patch, PatchSet, wrapping
+from ..framework.patching import Original, Patch, PatchSet, locked, wrapping
 from ..graph.casts.builder import HALVES
 from ..policy.active import current_policy, in_force, suspended
 from ..scaling import finite, loss_outputs, trainer
@@ -146,19 +146,19 @@ class _CastingPatches(PatchSet):
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in ALL), *refusals()]
 
+    @locked
     def acquire(self, user: Any) -> None:
         """Add a user of the patches, and install them for the first."""
         check_contrib_is_off()
-        with self._lock:
-            self._users.add(user)
-            self.open()
+        self._users.add(user)
+        self.open()
 
+    @locked
     def release(self, user: Any) -> None:
         """Remove a user of the patches, if it is one, and undo them after the last."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users:
-                self.close()
+        self._users.discard(user)
+        if not self._users:
+            self.close()
 
 
 #: Global, as MXNet's functions are: `init` and every region share the patches.

@@ -62,6 +62,10 @@ class GradScaler:
         self._scaler.scales = enabled and not chose_float32()
         self._scaler.results = {}
         self.pending = False  #: a loss was scaled since the last update
+        if self._scaler.scales:
+            check_contrib_is_off()
+            # Now, not for the first loss: functions in Python are recorded before it.
+            passes.open()
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -92,8 +96,6 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        if self._scaler.scales:
-            passes.open()  # `step` meets trainers late: their gradients may be summed by then
         scaled = scale_losses(loss, self.get_scale(), self)
         self.pending = True
         return scaled
@@ -157,7 +159,7 @@ class GradScaler:
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())
         for hook in results:
-            hook.end_update()
+            hook.pending = None
         self.pending = False
         results.clear()
         passes.end()

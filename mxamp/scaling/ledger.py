@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Iterable, Iterator, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.interrupts import holding
 from ..framework.patching import hold_during_forks
 from .finite import multiply, square_sum, unscale
 from .running import Pass
@@ -27,11 +29,17 @@ logger = logging.getLogger("mxamp")
 MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make the trainer first"
 
 
+#: Held while the record is read or written, never while MXNet computes or a user's Python runs.
+_lock = threading.RLock()
+hold_during_forks(_lock)
+_locked = holding(_lock)
+_listed = _locked(list)
+
+
 class Entry(NamedTuple):
     """The gradient of one parameter on one device."""
 
     param: Parameter
-    device: int  #: its position
     data: NDArray
     gradient: NDArray
 
@@ -44,10 +52,10 @@ class Entry(NamedTuple):
 def entries_of(trainer: Trainer) -> list[Entry]:
     """Return the gradients of all parameters of a trainer on all devices."""
     return [
-        Entry(param, device, data, gradient)
+        Entry(param, data, gradient)
         for param in trainer._params
         if param.grad_req != "null" and param._grad is not None
-        for device, (data, gradient) in enumerate(zip(param._data, param._grad))
+        for data, gradient in zip(param._data, param._grad)
     ]
 
 
@@ -56,12 +64,12 @@ def fresh(trainer: Trainer) -> list[Entry]:
     return [entry for entry in entries_of(trainer) if entry.data._fresh_grad]
 
 
-class Carried(NamedTuple):
-    """What one gradient carries."""
+@dataclass(frozen=True)
+class Carried:
+    """What one gradient carries. The gradient's handle holds it."""
 
     scale: float
-    #: The gradient, if it was found not finite and not replaced since: a script may have hidden it.
-    overflown: NDArray | None = None
+    overflown: bool = False  #: it was found not finite, and not replaced since: it may be hidden
 
 
 class Ledger:
@@ -74,17 +82,17 @@ class Ledger:
         #: Trainers whose gradients are summed over devices, with no pass or step since.
         self.summed: WeakSet[Trainer] = WeakSet()
         self._scale = 1.0  #: of all gradients without a note
-        self._notes: WeakKeyDictionary[Parameter, dict[int, Carried]] = WeakKeyDictionary()
+        #: By the gradient's handle; another `grad_req`, dtype or device makes another gradient.
+        self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
         """Add a trainer; its gradients from earlier scaled passes become zero and stale."""
         if trainer in self.trainers:
             return
         known = {param for other in self.known() for param in other._params}
-        with _lock:
-            self.trainers[trainer] = RunningStatistics()
-        scales = {one.scale for held in list(self._notes.values()) for one in held.values()}
-        for entry in fresh(trainer) if {self._scale, *scales} != {1.0} else ():
+        _locked(self.trainers.setdefault)(trainer, RunningStatistics())
+        scales = {self._scale, *(carried.scale for carried in list(self._notes.values()))}
+        for entry in fresh(trainer) if scales != {1.0} else ():
             if entry.param not in known:
                 logger.warning(MADE_LATE, entry.param.name)
                 entry.param.zero_grad()
@@ -92,32 +100,28 @@ class Ledger:
 
     def own(self, owners: Iterable[Any]) -> None:
         """Add objects that have scaled a loss."""
-        with _lock:
-            self.owners.update(owners)
+        _locked(self.owners.update)(owners)
 
     def known(self) -> list[Trainer]:
         """Return the known trainers; threads make others meanwhile."""
-        with _lock:
-            return list(self.trainers)
+        return _listed(self.trainers)
 
+    @_locked
     def of(self, entry: Entry) -> Carried:
         """Return what a gradient carries."""
-        with _lock:
-            return self._notes.get(entry.param, {}).get(entry.device, Carried(self._scale))
+        return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
-    def note(self, entry: Entry, scale: float, overflown: NDArray | None = None) -> None:
+    @_locked
+    def note(self, entry: Entry, scale: float, overflown: bool = False) -> None:
         """Record what a gradient carries."""
-        with _lock:
-            held = self._notes.setdefault(entry.param, {})
-            held[entry.device] = Carried(scale, overflown)
-            if scale == self._scale and overflown is None:
-                del held[entry.device]
-            if not held:
-                del self._notes[entry.param]
+        carried, handle = Carried(scale, overflown), entry.gradient.handle
+        handle._amp_carried = self._notes[handle.value] = carried
+        if carried == Carried(self._scale):
+            del self._notes[handle.value]
 
     def is_overflown(self, entry: Entry) -> bool:
-        """Return whether a gradient was found not finite; another `grad_req` makes a new one."""
-        return bool(self._notes) and self.of(entry).overflown is entry.gradient
+        """Return whether a gradient was found not finite."""
+        return self.of(entry).overflown
 
     def has_overflown(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer was found not finite."""
@@ -150,7 +154,7 @@ class Ledger:
         except Exception:
             for entry, carried in before:
                 if not entry.adds:
-                    self.note(entry, *carried)
+                    self.note(entry, carried.scale, carried.overflown)
             raise
         if before and scale != 1:
             self._settle(scale)
@@ -164,20 +168,24 @@ class Ledger:
             is_summed = trainer in self.summed
             for entry in entries_of(trainer):
                 before = self.of(entry)
-                unlike = before.scale != scale or before.overflown is not None
-                if (unlike or is_summed) and name_of(entry.data) in one.names:
+                if (before != Carried(scale) or is_summed) and name_of(entry.data) in one.names:
                     found[id(entry.data)] = entry
                     self.summed.discard(trainer)
         return list(found.values())
 
+    def behind(self, names: set[str]) -> list[Entry]:
+        """Return the known gradients of the parameters with these names."""
+        entries = (e for trainer in self.known() for e in entries_of(trainer)) if names else ()
+        return [entry for entry in entries if name_of(entry.data) in names]
+
+    @_locked
     def _settle(self, scale: float) -> None:
         """Drop the notes of a scale that all gradients carry, each by a note."""
-        with _lock:
-            entries = [entry for trainer in self.known() for entry in entries_of(trainer)]
-            if all(entry.device in self._notes.get(entry.param, {}) for entry in entries):
-                self._scale = scale
-                for entry in entries:
-                    self.note(entry, *self.of(entry))
+        entries = [entry for trainer in self.known() for entry in entries_of(trainer)]
+        if all(entry.gradient.handle.value in self._notes for entry in entries):
+            self._scale = scale
+            for entry in entries:
+                self.note(entry, self.of(entry).scale, self.of(entry).overflown)
 
     def bring(self, entries: Iterable[Entry], scale: float) -> None:
         """Multiply gradients so that they carry `scale`."""
@@ -185,7 +193,7 @@ class Ledger:
             before = self.of(entry)
             if before.scale != scale:
                 # Until both are done, by Ctrl-C in between, the step must not use the gradient.
-                self.note(entry, before.scale, entry.gradient)
+                self.note(entry, before.scale, True)
                 multiply([entry.gradient], scale / before.scale)
                 self.note(entry, scale, before.overflown)
 
@@ -217,13 +225,13 @@ class Ledger:
             if entry.data._fresh_grad or before.scale != 1
         ]
         for entry, before in found:
-            self.note(entry, before.scale, entry.gradient)  # as in `bring`
+            self.note(entry, before.scale, True)  # as in `bring`
         for scale in {before.scale for _, before in found}:
             group = [(entry, before) for entry, before in found if before.scale == scale]
             bad = unscale([entry.gradient for entry, _ in group], scale)
             for i, (entry, before) in enumerate(group):
                 is_bad = i in bad and entry.data._fresh_grad
-                self.note(entry, 1.0, entry.gradient if is_bad else before.overflown)
+                self.note(entry, 1.0, is_bad or before.overflown)
 
     def end_step(self, trainer: Trainer) -> None:
         """Record that a trainer's gradients have been used."""
@@ -233,9 +241,7 @@ class Ledger:
 
     def is_active(self) -> bool:
         """Return whether a scaled loss or gradient waits for its step."""
-        with _lock:
-            owners = list(self.owners)
-        return any(one.pending for one in owners) or any(
+        return any(one.pending for one in _listed(self.owners)) or any(
             self.carry_scale(trainer) for trainer in self.known()
         )
 
@@ -246,8 +252,5 @@ class Ledger:
         self.__init__()  # type: ignore[misc]
 
 
-#: Held while the record is read or written, never while MXNet computes or a user's Python runs.
-_lock = threading.RLock()
-hold_during_forks(_lock)
 #: One per process, as MXNet's gradients are.
 ledger = Ledger()

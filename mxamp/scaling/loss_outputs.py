@@ -7,14 +7,14 @@ the scale:
     BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x))
 
 with a sign whose gradient is 1 (`_contrib_sign_ste`). The difference is exactly 0 for every x,
-including Inf, NaN and -0, so no value changes. The scale is an array. Each thread records its own,
-and a backward pass sets those behind its heads.
+including Inf, NaN and -0, so no value changes. The scale is an array of each recorded operator, and
+a backward pass sets those behind its heads.
 
 A user's `mx.operator.CustomOp` may ignore its incoming gradient too. Made with
-`need_top_grad=False` it gets the identity above. Any other is watched while it runs: if it has not
-read the incoming gradient, its results are multiplied by the scale. Where the scale never leaves
-the backward pass, the operator is given unscaled gradients, whatever it computes from them. float16
-gradients stay scaled, because they would lose the small values that the scale preserves.
+`need_top_grad=False` it gets the identity above. Any other, and any `autograd.Function`, is given
+gradients without the scale, and its results are multiplied by the scale. A custom operator's
+float16 gradients stay scaled, because they would lose the small values that the scale preserves. It
+is watched while it runs: if it has not read them, its results are multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections import UserList
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Iterable, Mapping, Sequence
 
 import mxnet as mx
@@ -47,13 +47,11 @@ LOSS_OUTPUT_HANDLES = {
 }
 
 
-#: `scales`: the arrays that the gradients of output operators are multiplied by in what the thread
-#: records, by context.
-_thread = threading.local()
-#: The recorded ones by name, until a pass frees their tape.
+#: The most arrays that are kept for backward passes that may never come.
+_LIMIT = 4096
+#: The scales of recorded output operators, by name, until a pass frees their tape.
 _recorded: dict[str, NDArray] = {}
-for _held in (_recorded, vars(_thread)):
-    atexit.register(_held.clear)  # before MXNet's library is unloaded
+atexit.register(_recorded.clear)  # before MXNet's library is unloaded
 
 
 def scalable_inputs(
@@ -88,24 +86,23 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
 
 
 def scale_array(ctx: Any) -> NDArray:
-    """Return the array of one element that holds the loss scale for output operators on `ctx`."""
-    scales: dict[Any, NDArray] = vars(_thread).setdefault("scales", {})
-    if ctx not in scales:
-        with autograd.pause(), suspended():
-            scales[ctx] = mx.nd.ones((1,), ctx=ctx)
-    if not autograd.is_recording():
-        return scales[ctx]
-    array = marked(scales[ctx])
-    _recorded[name_of(array) or ""] = scales[ctx]
+    """Return an array of one element that holds the loss scale of an output operator on `ctx`."""
+    with autograd.pause(), suspended():
+        array = mx.nd.ones((1,), ctx=ctx)
+    if autograd.is_recording():
+        array = marked(array)
+        _recorded[name_of(array) or ""] = array
+        for name in list(_recorded)[:-_LIMIT]:
+            _recorded.pop(name, None)
     return array
 
 
-def set_scales(one: Pass, scale: float) -> None:
-    """Set the scale of the output operators behind a pass's heads: to 1 after the pass."""
+def set_scales(one: Pass) -> None:
+    """Give the output operators behind a pass's heads its scale."""
     behind = [_recorded[name] for name in one.names if name in _recorded] if _recorded else []
     with autograd.pause(), suspended():
-        for array in {id(array): array for array in behind}.values():
-            array[:] = scale
+        for array in behind:
+            array[:] = one.scale
 
 
 def forget(names: Iterable[str]) -> None:
@@ -147,21 +144,51 @@ def _scaled_backward(
     """
     one = pass_of(thread)
     if one.scale == 1:
-        backward(req=req, out_grad=out_grad, in_grad=in_grad, **others)
+        call_inside(one, True, backward, req=req, out_grad=out_grad, in_grad=in_grad, **others)
         return
-    unscales = one.unscales and all(dtype_name(g.dtype) != "float16" for g in out_grad)
+    unscales = all(dtype_name(g.dtype) != "float16" for g in out_grad)
     gradients = _OutGradients(out_grad, 1 / one.scale if unscales else 1.0)
     # A gradient that the operator adds to carries the scale already.
     results = [g.zeros_like() if kind == "add" else g for g, kind in zip(in_grad, req)]
     reqs = ["write" if kind == "add" else kind for kind in req]
-    call = partial(call_inside, one, backward) if unscales else backward
-    call(req=reqs, out_grad=gradients, in_grad=results, **others)
+    call_inside(one, unscales, backward, req=reqs, out_grad=gradients, in_grad=results, **others)
     if unscales or not gradients.was_read:
         multiply([result for result, kind in zip(results, req) if kind != "null"], one.scale)
     with autograd.pause(), suspended():
         for gradient, result, kind in zip(in_grad, results, req):
             if kind == "add":
                 gradient[:] += result
+
+
+def _function_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
+    """Call an `autograd.Function` whose backward computes on gradients without the scale."""
+    backward, thread = function.backward, threading.get_ident()
+
+    @wraps(backward)
+    def unscaled_backward(*gradients: Any) -> Any:
+        one = pass_of(thread)
+        if one.scale == 1:
+            return call_inside(one, True, backward, *gradients)
+        unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
+        results = call_inside(one, True, backward, *unscaled)
+        if isinstance(results, NDArray):
+            return _times_in_float32(results, one.scale)
+        return [_times_in_float32(result, one.scale) for result in results]
+
+    function.backward = unscaled_backward
+    return original(function, *inputs)
+
+
+build_function_call = wrapping(_function_call)
+
+
+def _times_in_float32(gradient: Any, factor: float) -> Any:
+    """Return a gradient times a factor, in float32: half precision would lose small ones."""
+    if gradient is None:
+        return None
+    with autograd.pause(), suspended():
+        wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
+        return wide * factor
 
 
 class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no UserList[NDArray]

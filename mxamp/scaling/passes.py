@@ -10,17 +10,22 @@ from mxnet import autograd
 from mxnet.base import _LIB, check_call
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.operator import CustomOpProp
 
 from ..errors import ArgumentError, StateError
 from ..framework.arrays import as_list, dtype_of, map_arrays
-from ..framework.patching import FrontEnd, Original, Patch, patches_of_function, wrapping
+from ..framework.patching import FrontEnd, Original, Patch, locked, patches_of_function, wrapping
 from ..framework.wording import shown
 from . import float16_optimizers, loss_outputs, running, tape
 from .ledger import ledger
-from .running import Pass
+from .running import Enclosing, Pass
 
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
 FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
+NESTED_SUM = (
+    "a backward pass inside an operator in Python adds to a gradient that the pass around it adds "
+    'to too: use grad_req="write", or compute the shared parameter outside the operator'
+)
 SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
 
 
@@ -81,16 +86,19 @@ class _Passes(FrontEnd):
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
             *(Patch(Trainer, name, wrapping(self._patched_step)) for name in ("step", "update")),
+            Patch(autograd.Function, "__call__", loss_outputs.build_function_call),
+            Patch(CustomOpProp, "__init__", loss_outputs.build_custom_op_init),
         ]
 
+    @locked
     def open(self) -> None:
         """Patch backward passes and trainers, and find the existing trainers in memory."""
         self._is_ending = False
         if not self.is_open:
+            super().open()
             for one in gc.get_objects():
                 if issubclass(type(one), Trainer):
                     ledger.add(one)
-            super().open()
 
     def close(self) -> None:
         """Undo the patches, now or after the step that uses the last scaled loss and gradient."""
@@ -115,7 +123,7 @@ class _Passes(FrontEnd):
         arrays, given = tape.arrays_of(heads), tape.arrays_of(head_grads) if head_grads else None
         is_grad = isinstance(others[0], int) and others[0] > 0  # the number of its variables
         automatic = None if is_grad else self.automatic
-        one = Pass(arrays)
+        one = Pass(arrays, frees=not others[2 if others[2:] else 0].value)
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
@@ -124,20 +132,18 @@ class _Passes(FrontEnd):
                 starts = tape.handles_of(losses)
             if gradients is not given:
                 handles = tape.handles_of(gradients)
-            loss_outputs.set_scales(one, one.scale)
-            try:
-                check_call(original(count, starts, handles, *others))
-            finally:
-                loss_outputs.set_scales(one, 1.0)
+            loss_outputs.set_scales(one)
+            check_call(original(count, starts, handles, *others))
 
-        if running.is_nested():
-            one.scale = running.scale_inside()
-            if automatic is None:
-                compute()
-            else:
-                automatic.run_nested(compute, one, given)
+        outer, own = running.enclosing(), running.own_pass()
+        if outer is not None and not is_grad:
+            _run_nested(compute, one, given, outer, automatic)
             return 0
-        marks = [tape.marks_behind(head) for head in one.heads]
+        if own is not None or outer is not None:
+            one.scale = own.scale if own else 1.0
+            compute()
+            return 0
+        marks = [tape.marks_behind(head) for head in arrays]
         scales = {scale for found in marks for scale in found.values()} or {1.0}
         if len(scales) > 1 or (any(marks) and not all(marks)):
             raise StateError(SEVERAL_SCALES)
@@ -149,7 +155,8 @@ class _Passes(FrontEnd):
         else:
             with ledger.written(one, one.scale):
                 running.run(one, compute)
-        if not others[2 if others[2:] else 0].value:  # unless it retains the graph
+            ledger.bring(ledger.behind(one.inner), one.scale)
+        if one.frees:
             tape.forget(name for found in marks for name in found)
             loss_outputs.forget(vars(one).get("names", ()))
         return 0
@@ -184,6 +191,23 @@ class _Passes(FrontEnd):
             float16_optimizers.divide_updates(trainer._optimizer, 1.0)
         ledger.summed.discard(trainer)
         self.end()
+
+
+def _run_nested(compute: Any, one: Pass, given: Any, outer: Enclosing, automatic: Any) -> None:
+    """Run a backward pass inside an operator in Python, on the gradients that this was given.
+
+    Raises `StateError` if both passes add to one gradient, with different scales.
+    """
+    one.scale = 1.0 if outer.is_unscaled else outer.one.scale
+    if automatic is not None and outer.is_unscaled and outer.one.scale != 1:
+        automatic.run_nested(compute, one, given, outer.one)
+        return
+    both = ledger.behind(one.names & outer.one.names)
+    if one.scale != outer.one.scale and any(entry.adds for entry in both):
+        raise StateError(NESTED_SUM)
+    with ledger.written(one, one.scale):
+        compute()
+    outer.one.inner |= one.names
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:

@@ -10,9 +10,10 @@ import sys
 import threading
 from functools import cached_property
 from types import FrameType
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp
 
@@ -27,14 +28,12 @@ SEVERAL_PASSES = (
 
 
 class Pass:
-    """A backward pass from `heads`, whose gradients are multiplied by `scale`.
+    """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
 
-    If it `unscales`, its caller divides the gradients by the scale afterwards.
-    """
-
-    def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, unscales: bool = False):
-        self.heads, self.scale, self.unscales = heads, scale, unscales
+    def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, frees: bool = False) -> None:
+        self.heads, self.scale, self.frees = heads, scale, frees  #: frees the tape
         self.overflown: set[int] = set()  #: arrays, by `id`, whose gradients are not finite
+        self.inner: set[str] = set()  #: the names behind the heads of passes inside it
 
     @cached_property
     def names(self) -> set[str]:
@@ -42,22 +41,45 @@ class Pass:
         return names_behind(self.heads)
 
 
+class Enclosing(NamedTuple):
+    """The pass around an operator in Python that runs."""
+
+    one: Pass
+    is_unscaled: bool  #: the operator was given gradients without the scale
+    frame: FrameType
+
+
 _passes: dict[int, tuple[Pass, FrameType]] = {}  #: by the thread that runs it in a function
-_thread = threading.local()  #: `inside`: the same of the pass whose operator in Python runs
+_thread = threading.local()  #: `enclosing`, in an operator in Python
 
 
 def run(one: Pass, compute: Callable[[], Any]) -> Any:
     """Return `compute()`, which is the pass `one` of the calling thread."""
     thread = threading.get_ident()
+    waits = _has_python_operators() and not _is_foreign()
+    if waits:
+        one.names  # noqa: B018  # of a pass inside it too
     try:
         _passes[thread] = one, sys._getframe()
         result = compute()
-        if _has_custom_operators():
+        if waits:
             # MXNet calls Python later, in another thread: the operator has to find its pass.
             mx.nd.waitall()
         return result
     finally:
         _passes.pop(thread, None)
+
+
+def _has_python_operators() -> bool:
+    """Return whether custom operators or functions wait for a backward pass."""
+    held = getattr(mx.operator._registry, "ref_holder", {})
+    custom = any(isinstance(one, CustomOp) for one in list(held.values()))
+    return custom or bool(autograd.Function._registry.ref_holder)
+
+
+def _is_foreign() -> bool:
+    """Return whether the calling thread may be MXNet's, which must not wait for MXNet."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _running() -> dict[int, Pass]:
@@ -68,21 +90,14 @@ def _running() -> dict[int, Pass]:
     return {thread: one for thread, (one, _) in list(_passes.items())}
 
 
-def _has_custom_operators() -> bool:
-    """Return whether custom operators (`mx.operator.CustomOp`) exist."""
-    held = getattr(mx.operator._registry, "ref_holder", {})
-    return any(isinstance(one, CustomOp) for one in list(held.values()))
+def own_pass() -> Pass | None:
+    """Return the pass that the calling thread runs, if any."""
+    return _running().get(threading.get_ident()) if _passes else None
 
 
 def is_any_running() -> bool:
     """Return whether a thread of the process runs a backward pass."""
     return bool(_running())
-
-
-def is_nested() -> bool:
-    """Return whether the caller is a function or operator in Python inside a backward pass."""
-    foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    return foreign or (bool(_passes) and threading.get_ident() in _running())
 
 
 def pass_of(thread: int) -> Pass:
@@ -96,23 +111,19 @@ def pass_of(thread: int) -> Pass:
     return passes.get(thread) or next(iter(passes.values()), None) or Pass(())
 
 
-def call_inside(one: Pass, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call an operator in Python that is given the gradients of a pass without its scale."""
-    outer = getattr(_thread, "inside", None)
+def call_inside(
+    one: Pass, is_unscaled: bool, function: Callable[..., Any], *args: Any, **named: Any
+) -> Any:
+    """Call the `backward` of an operator in Python, which is a part of a pass."""
+    outer = getattr(_thread, "enclosing", None)
     try:
-        _thread.inside = one, sys._getframe()
+        _thread.enclosing = Enclosing(one, is_unscaled, sys._getframe())
         return function(*args, **named)
     finally:
-        _thread.inside = outer
+        _thread.enclosing = outer
 
 
-def enclosing() -> Pass | None:
-    """Return the pass around a nested one, whose operator was given unscaled gradients, if any."""
-    one, frame = getattr(_thread, "inside", None) or (None, None)
-    return one if frame is not None and is_running(frame) else None
-
-
-def scale_inside() -> float:
-    """Return the scale of the pass around a nested one; 1 where that is not known."""
-    outer = enclosing() or _running().get(threading.get_ident())
-    return outer.scale if outer else 1.0
+def enclosing() -> Enclosing | None:
+    """Return the pass around the calling operator in Python, if the caller is one."""
+    found: Enclosing | None = getattr(_thread, "enclosing", None)
+    return found if found is not None and is_running(found.frame) else None

@@ -192,10 +192,6 @@ class State:
             self.last_stage = Stage.SCALED
             self.pending = scale  # after the stage: other threads read both
 
-    def end_update(self) -> None:
-        """Record that the scale was updated without a step of this trainer, or after it."""
-        self.pending = None
-
     @property
     def overflown(self) -> bool | None:
         """Whether unscaled gradients overflow; None while other workers may find otherwise."""
@@ -208,7 +204,7 @@ class State:
         if self.stage is Stage.UNSCALED:
             if self.overflown:
                 self.scaler.update(False)
-            self.end_update()
+            self.pending = None
 
     def mark_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
         """Record a backward pass that has scaled its losses and unscaled the gradients.
@@ -221,7 +217,7 @@ class State:
         if has_dropped and self.workers is None and not all(map(ledger.is_overflown, bad)):
             self.scaler.update(False)
         for entry in bad:
-            ledger.note(entry, ledger.of(entry).scale, entry.gradient)
+            ledger.note(entry, ledger.of(entry).scale, True)
         self.last_stage, self.pending = Stage.UNSCALED, scale
 
     def unscale(self) -> None:

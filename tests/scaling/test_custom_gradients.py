@@ -252,3 +252,93 @@ mx.nd.waitall()
 def test_a_program_ends_with_a_hybridized_net_alive(op_type):
     tests = str(Path(__file__).parents[1])
     check_python(PROGRAM.format(tests=tests, op_type=op_type))
+
+
+class Checkpoint(autograd.Function):
+    """Computes a block again in the backward pass, which then runs inside another."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        self.x = x.copy()
+        with autograd.pause():
+            return self.block(x)
+
+    def backward(self, dy):
+        self.x.attach_grad()
+        with autograd.record():
+            y = self.block(self.x)
+        y.backward(dy)
+        return self.x.grad
+
+
+@mx.operator.register("test_checkpoint")
+class CheckpointProp(Prop):
+    def create_operator(self, ctx, shapes, dtypes):
+        return CheckpointOp()
+
+
+class CheckpointOp(mx.operator.CustomOp):
+    block = None
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        with autograd.pause():
+            self.assign(out_data[0], req[0], self.block(in_data[0]))
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        x = in_data[0].copy()
+        x.attach_grad()
+        with autograd.record():
+            y = self.block(x)
+        y.backward(out_grad[0])
+        self.assign(in_grad[0], req[0], x.grad)
+
+
+@pytest.mark.parametrize("kind", ["function", "operator"])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("req", ["write", "add"])
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "automatic"])
+def test_passes_inside_others_that_write_parameters(way, req, warm, kind, monkeypatch, caplog):
+    """Activation checkpointing; before it, a step without, at another scale."""
+
+    def trained(way):
+        blocks = [nn.Dense(1, in_units=1, use_bias=False) for _ in range(2)]
+        for block in blocks:
+            block.initialize(mx.init.Constant(0.5))
+            block.weight.grad_req = req
+        monkeypatch.setattr(CheckpointOp, "block", blocks[0])
+        params = [block.weight for block in blocks]
+        trainer = gluon.Trainer(params, mx.optimizer.SGD(learning_rate=0.1))
+        scaler = amp.GradScaler(1024, growth_interval=1)
+        if way == "scale_loss":
+            amp.init_trainer(trainer, amp.LossScaler(1024, growth_interval=1))
+        for step in range(3):
+            x = nd.ones((1, 1))
+            x.attach_grad()
+            with autograd.record():
+                if warm and step == 0:
+                    hidden = blocks[0](x)
+                elif kind == "function":
+                    hidden = Checkpoint(blocks[0])(x)
+                else:
+                    hidden = nd.Custom(x, op_type="test_checkpoint")
+                loss = blocks[1](hidden) ** 2
+                if way == "scale_loss":
+                    with amp.scale_loss(loss, trainer) as loss:
+                        pass
+            loss = scaler.scale(loss) if way == "GradScaler" else loss
+            loss.backward()
+            nd.waitall()
+            end_step(trainer, scaler if way == "GradScaler" else None)
+            for param in params:
+                param.zero_grad()
+        return [block.weight.data().asscalar() for block in blocks]
+
+    plain = trained(None)
+    if way == "automatic":
+        automatic.start(policy=amp.Policy.default("float16", "cpu"))
+    tolerance = 2e-3 if way == "automatic" else 1e-6
+    np.testing.assert_allclose(trained(way), plain, rtol=tolerance)
+    assert "carry no loss scale" not in caplog.text

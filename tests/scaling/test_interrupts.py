@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -144,8 +145,12 @@ def interrupted(way, adds, seed, count):
 
 
 def shut_down_after(program):
-    """Nothing stays patched, whatever was interrupted."""
+    """Nothing stays patched or locked, whatever was interrupted."""
     program.assert_right()
+    other = threading.Thread(target=Program("scale_loss", adds=True).assert_right, daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive(), "a lock is held"
     amp.shutdown()
     assert not patching._open_sets
 

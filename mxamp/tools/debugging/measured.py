@@ -201,8 +201,7 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
         one = Pass(heads, scale)
         with mx.autograd.pause():
-            set_scales(one, scale)
+            set_scales(one)
             run(one, partial(mx.autograd.backward, heads))
-            set_scales(one, 1.0)
         found = [param.list_grad()[0] for param in params.values() if param.grad_req != "null"]
         return [in_float32(array) / np.float32(scale) for array in found]
