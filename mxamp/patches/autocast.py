@@ -141,8 +141,8 @@ def shutdown() -> None:
     `shutdown` does nothing if mixed precision is off. Blocks stay usable and compute in float32,
     except in `autocast` regions inside their own code. Open `autocast` regions stay in force until
     they end. While a scaled loss waits for its backward pass, or scaled gradients for their
-    step, backward passes and trainers stay patched: both keep the loss scale. After the step, call
-    `shutdown` again to restore them.
+    step, backward passes and trainers stay patched, and keep the loss scale: the step restores
+    them.
     """
     if switch_off():
         logger.info("mixed precision is off")
