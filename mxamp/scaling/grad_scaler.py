@@ -160,6 +160,8 @@ class GradScaler:
             logger.info("loss scale %g -> %g", before, self.get_scale())
         for hook in results:
             hook.pending = None
+            if hook.report is not None:
+                hook.report = hook.report._replace(next_loss_scale=self.get_scale())
         self.pending = False
         results.clear()
         passes.end()

@@ -106,9 +106,9 @@ class Ledger:
         """Return the known trainers; threads make others meanwhile."""
         return _listed(self.trainers)
 
-    @_locked
     def of(self, entry: Entry) -> Carried:
         """Return what a gradient carries."""
+        # Without the lock: `_settle` sets the scale before it drops the notes of it.
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
