@@ -130,15 +130,10 @@ class _BackwardPatches(FrontEnd):
         adding = [group[0].array.grad for group in by_gradient(v for v in written if v.adds)]
         one.scale *= scale
         gradients = _scaled_gradients(one.heads, head_grads, scale)
-
-        def compute_all() -> None:
-            compute(gradients)
-            mx.nd.waitall()
-
         # The sum has to carry the same scale as what is added to it.
         multiply(adding, scale)
         try:
-            run(one, compute_all)
+            _run_to_end(one, partial(compute, gradients))
         except BaseException:
             multiply(adding, 1 / scale)
             raise
@@ -162,20 +157,25 @@ class _BackwardPatches(FrontEnd):
         scale = outer.one.scale if outer else _lowest_scale(_shared_hooks(), heads)
         if scale == 1 or (outer and not outer.is_unscaled):
             return compute(head_grads)
-        gradients, one = _scaled_gradients(heads, head_grads, scale), Pass(heads, scale)
-
-        def compute_all() -> Any:
-            found = compute(gradients)
-            mx.nd.waitall()
-            return found
-
-        found = compute(gradients) if outer else run(one, compute_all)
+        scaled = partial(compute, _scaled_gradients(heads, head_grads, scale))
+        found = scaled() if outer else _run_to_end(Pass(heads, scale), scaled)
         with suspended():
             return map_arrays(found, lambda one: _divided(one, scale), lambda other: other)
 
 
 #: One a process, like the functions that it patches.
 backward_patches = _BackwardPatches()
+
+
+def _run_to_end(one: Pass, compute: Callable[[], Any]) -> Any:
+    """Run a pass, and wait until it has computed its gradients."""
+
+    def compute_all() -> Any:
+        found = compute()
+        mx.nd.waitall()
+        return found
+
+    return run(one, compute_all)
 
 
 def _shared_hooks() -> list[State]:
