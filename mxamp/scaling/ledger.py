@@ -100,7 +100,9 @@ class Ledger:
 
     def own(self, owners: Iterable[Any]) -> None:
         """Add objects that have scaled a loss."""
-        _locked(self.owners.update)(owners)
+        for one in owners:
+            if one not in self.owners:
+                _locked(self.owners.add)(one)
 
     def known(self) -> list[Trainer]:
         """Return the known trainers; threads make others meanwhile."""
@@ -121,7 +123,7 @@ class Ledger:
 
     def is_overflown(self, entry: Entry) -> bool:
         """Return whether a gradient was found not finite."""
-        return self.of(entry).overflown
+        return bool(self._notes) and self.of(entry).overflown
 
     def has_overflown(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer was found not finite."""
@@ -199,7 +201,9 @@ class Ledger:
 
     def carry_scale(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer carries a scale other than 1."""
-        return not self.all_carry(1) and any(self.of(e).scale != 1 for e in fresh(trainer))
+        return not self.all_carry(1) and any(
+            entry.data._fresh_grad and self.of(entry).scale != 1 for entry in entries_of(trainer)
+        )
 
     def carried(self, trainer: Trainer) -> float:
         """Return the scale of a trainer's fresh gradients: the smallest, if they have several."""

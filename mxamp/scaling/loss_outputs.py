@@ -99,10 +99,10 @@ def scale_array(ctx: Any) -> NDArray:
 
 def set_scales(one: Pass) -> None:
     """Give the output operators behind a pass's heads its scale."""
-    behind = [_recorded[name] for name in one.names if name in _recorded] if _recorded else []
-    with autograd.pause(), suspended():
-        for array in behind:
-            array[:] = one.scale
+    for name in one.names if _recorded else ():
+        if name in _recorded:
+            with autograd.pause(), suspended():
+                _recorded[name][:] = one.scale
 
 
 def forget(names: Iterable[str]) -> None:

@@ -32,6 +32,12 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):  # type: ignore[misc]
     """`autograd.record()` for a function, whose end Ctrl-C can't skip: it is Python's own."""
 
+    def _recreate_cm(self) -> Any:
+        return _Recorded(True, autograd.is_training())
+
+
+_map_recorded = _Recorded(True, None)(map_arrays)
+
 
 def scale_losses(loss: Any, scale: float, *owners: Any) -> Any:
     """Return losses times a scale, in the same containers; a scale of 1 leaves them as they are.
@@ -57,8 +63,7 @@ def scale_losses(loss: Any, scale: float, *owners: Any) -> Any:
             array = array.astype("float32")  # 65504 is float16's largest number
         return tape.scaled(array, scale)
 
-    recorded = _Recorded(True, autograd.is_training())(map_arrays)
-    mapped = recorded(loss, scaled_in_float32, _raise_no_loss)
+    mapped = _map_recorded(loss, scaled_in_float32, _raise_no_loss)
     if not arrays:
         _raise_no_loss(loss)
     return mapped

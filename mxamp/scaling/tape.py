@@ -25,7 +25,6 @@ from mxnet.ndarray.sparse import _ndarray_cls
 
 from ..errors import StateError
 from ..framework.arrays import dtype_of, shallow_copy
-from ..framework.patching import original
 from ..policy.active import suspended
 
 TOO_LARGE = "a loss scale of {:g} is not between 2**-126 and 2**127, the range of float32"
@@ -39,6 +38,8 @@ class Mark(NamedTuple):
     product: Any  #: weak reference to the handle of the scaled loss, which has the loss itself
 
 
+#: `grad_req="null"` of one array.
+_NO_GRADIENT = (ctypes.c_uint * 1)(0)
 #: By name. A tape can outlive the loss, so a mark stays until a pass frees its tape.
 _marks: dict[str, Mark] = {}
 
@@ -55,7 +56,8 @@ def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> ND
 def marked(array: NDArray) -> NDArray:
     """Return a second handle of an array, a variable of its own without a gradient."""
     copied = shallow_copy(array)
-    original(autograd, "mark_variables")([copied], [copied], "null")
+    handles = c_array(NDArrayHandle, [copied.handle])
+    check_call(_LIB.MXAutogradMarkVariables(1, handles, _NO_GRADIENT, handles))
     return copied
 
 

@@ -201,7 +201,7 @@ class State:
 
     def drop(self) -> None:
         """Record that the program, which scales another loss, has dropped unscaled gradients."""
-        if self.stage is Stage.UNSCALED:
+        if self.pending is not None and self.last_stage is Stage.UNSCALED:
             if self.overflown:
                 self.scaler.update(False)
             self.pending = None
