@@ -57,7 +57,7 @@ class Variables(Dict[str, Variable]):
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
         """Add marked arrays as variables, unless they get no gradient."""
         for array in arrays if grad_req != "null" else ():
-            self[name_of(array) or ""] = Variable(array, grad_req == "add")
+            self[name_of(array)] = Variable(array, grad_req == "add")
 
     def behind(self, names: Iterable[str]) -> List[Variable]:
         """Return the variables with these names."""
@@ -92,10 +92,11 @@ class Variables(Dict[str, Variable]):
 
     def _keep_gradient(self, array: NDArray) -> None:
         """Keep the gradient that an array is about to lose: a tape may still write it."""
-        before = self.get(name_of(array) or "")
+        name = name_of(array)
+        before = self.get(name)
         if before is not None:
             # To autograd the copy is the array as it was before.
-            self[name_of(array) or ""] = Variable(shallow_copy(array), before.adds)
+            self[name] = Variable(shallow_copy(array), before.adds)
 
 
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:

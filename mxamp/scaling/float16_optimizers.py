@@ -1,4 +1,4 @@
-"""Optimizers that cannot update float16 weights without float32 master weights.
+"""Updates of float16 weights: optimizers that need master weights, or divided gradients for them.
 
 With master weights every optimizer of MXNet works. `tests/scaling/test_float16_optimizers.py` holds
 the tables to MXNet's registry.

@@ -59,6 +59,11 @@ def entries_of(trainer: Trainer) -> list[Entry]:
     ]
 
 
+def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
+    """Return the gradients of the parameters with these names on autograd's tape."""
+    return [entry for entry in entries if name_of(entry.data) in names]
+
+
 def fresh(trainer: Trainer) -> list[Entry]:
     """Return the gradients that backward passes have written since a trainer's last update."""
     return [entry for entry in entries_of(trainer) if entry.data._fresh_grad]
@@ -66,7 +71,7 @@ def fresh(trainer: Trainer) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Carried:
-    """What one gradient carries. The gradient's handle holds it."""
+    """Scale and overflow of one gradient, whose handle keeps this record alive."""
 
     scale: float
     overflown: bool = False  #: it was found not finite, and not replaced since: it may be hidden
@@ -142,48 +147,48 @@ class Ledger:
         """
         for trainer in self.known():
             self.trainers[trainer].before_pass(partial(running_statistics, trainer))
-        before = [(entry, self.of(entry)) for entry in self._behind(one, scale)]
-        for entry, carried in before:
+        for trainer in _listed(self.summed):
+            if named(entries_of(trainer), one.names):
+                self.summed.discard(trainer)
+        changed = self._changed(one, scale)
+        adding = [entry for entry in changed if entry.adds]
+        replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
+        for entry in adding:
             # A program that handles an overflow itself begins a new sum.
-            if entry.adds and self.is_overflown(entry) and not square_sum([entry.gradient]):
-                self.note(entry, carried.scale)
-        self.bring([entry for entry, _ in before if entry.adds], scale)
-        for entry, _ in before:
-            if not entry.adds:  # before the pass: after it Ctrl-C could come first
-                self.note(entry, scale)
+            if self.is_overflown(entry) and not square_sum([entry.gradient]):
+                self.note(entry, self.of(entry).scale)
+        self.bring(adding, scale)
+        for entry, _ in replaced:  # before the pass: after it Ctrl-C could come first
+            self.note(entry, scale)
         try:
             yield
         except Exception:
-            for entry, carried in before:
-                if not entry.adds:
-                    self.note(entry, carried.scale, carried.overflown)
+            for entry, before in replaced:
+                self.note(entry, before.scale, before.overflown)
             raise
-        if before and scale != 1:
+        if changed and scale != 1:
             self._settle(scale)
 
-    def _behind(self, one: Pass, scale: float) -> list[Entry]:
+    def _changed(self, one: Pass, scale: float) -> list[Entry]:
         """Return the gradients behind a pass's heads whose record the pass changes."""
-        if self.all_carry(scale) and not self.summed:
+        if self.all_carry(scale):
             return []
-        found: dict[int, Entry] = {}
-        for trainer in self.known():
-            is_summed = trainer in self.summed
-            for entry in entries_of(trainer):
-                before = self.of(entry)
-                if (before != Carried(scale) or is_summed) and name_of(entry.data) in one.names:
-                    found[id(entry.data)] = entry
-                    self.summed.discard(trainer)
-        return list(found.values())
+        unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
+        found = named(unlike, one.names) if unlike else []
+        return [*{id(entry.data): entry for entry in found}.values()]  # trainers may share one
 
     def behind(self, names: set[str]) -> list[Entry]:
         """Return the known gradients of the parameters with these names."""
-        entries = (e for trainer in self.known() for e in entries_of(trainer)) if names else ()
-        return [entry for entry in entries if name_of(entry.data) in names]
+        return named(self._entries(), names) if names else []
+
+    def _entries(self) -> list[Entry]:
+        """Return the gradients of all known trainers."""
+        return [entry for trainer in self.known() for entry in entries_of(trainer)]
 
     @_locked
     def _settle(self, scale: float) -> None:
         """Drop the notes of a scale that all gradients carry, each by a note."""
-        entries = [entry for trainer in self.known() for entry in entries_of(trainer)]
+        entries = self._entries()
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
             for entry in entries:

@@ -45,8 +45,6 @@ LOSS_OUTPUT_HANDLES = {
     operators.handle_of(name): name
     for name in (*operators.BACKWARD_STARTERS, *operators.WRITTEN_BY_USERS)
 }
-
-
 #: The most arrays that are kept for backward passes that may never come.
 _LIMIT = 4096
 #: The scales of recorded output operators, by name, until a pass frees their tape.
@@ -73,7 +71,7 @@ def scalable_inputs(
 
 
 def _with_scalable_gradient(data: NDArray) -> NDArray:
-    """Return an array with the values of `data`, whose gradient `scaled_outputs` multiplies."""
+    """Return an array with the values of `data`, whose gradient is multiplied by the loss scale."""
     classic = plain_array(data)
     with suspended():
         scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
@@ -91,9 +89,9 @@ def scale_array(ctx: Any) -> NDArray:
         array = mx.nd.ones((1,), ctx=ctx)
     if autograd.is_recording():
         array = marked(array)
-        _recorded[name_of(array) or ""] = array
-        for name in list(_recorded)[:-_LIMIT]:
-            _recorded.pop(name, None)
+        _recorded[name_of(array)] = array
+        if len(_recorded) > _LIMIT:
+            _recorded.pop(next(iter(list(_recorded))), None)
     return array
 
 

@@ -74,7 +74,7 @@ def scaled(loss: NDArray, scale: float) -> NDArray:
     with suspended():
         product = loss * mark if is_numpy else mx.nd.broadcast_mul(loss, mark)
     product.handle._amp_loss = loss
-    _marks[name_of(mark) or ""] = Mark(scale, factor, weakref.ref(product.handle))
+    _marks[name_of(mark)] = Mark(scale, factor, weakref.ref(product.handle))
     return product
 
 
@@ -145,14 +145,14 @@ def _symbol_of(array: NDArray) -> Any:
         return None
 
 
-def name_of(array: NDArray) -> str | None:
-    """Return the name of a marked array, in some 2 us; None for other arrays.
+def name_of(array: NDArray) -> str:
+    """Return the name of a marked array, in some 2 us; "" for other arrays.
 
     An array gets another name when it is marked again: by `attach_grad`, and where a parameter's
     `grad_req`, dtype or device changes.
     """
     symbol = _symbol_of(array)
-    return None if symbol is None else symbol.name
+    return "" if symbol is None else str(symbol.name)
 
 
 def names_behind(heads: Iterable[NDArray]) -> set[str]:
