@@ -84,11 +84,6 @@ class Patch:
         if not stack:
             _stacks.pop(self._key, None)
 
-    def _put_over(self, original: Any) -> None:
-        """Set the attribute to a replacement of `original`."""
-        self.original, self.ours = original, self.build(original)
-        setattr(self.owner, self.name, self.ours)
-
     @property
     def _key(self) -> Tuple[int, str]:
         """Key of the patches of this attribute in the stacks of installed patches."""
@@ -101,7 +96,8 @@ class Patch:
 def _restack(patches: Sequence[Patch], original: Any) -> None:
     """Rebuild patches, bottom first, over `original`."""
     for patch in patches:
-        patch._put_over(original)
+        patch.original, patch.ours = original, patch.build(original)
+        setattr(patch.owner, patch.name, patch.ours)
         original = patch.ours
 
 

@@ -40,6 +40,8 @@ class Region:
 
     __slots__ = ("close", "frame", "mark", "outer", "policy")
 
+    close: Callable[[], Any]  #: of an `autocast` region
+
     def __init__(
         self,
         policy: Choice | None,
@@ -48,7 +50,6 @@ class Region:
         frame: FrameType | None = None,
     ) -> None:
         self.policy, self.mark, self.outer, self.frame = policy, mark, outer, frame
-        self.close: Callable[[], Any] = lambda: None  #: of an `autocast` region
 
 
 #: The innermost region; a global, as any context variable.
@@ -211,9 +212,6 @@ class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[
     """A context that calls its region's `close` at the end: `closing.__exit__` is Python's own."""
 
     thing = property(_autocast.get)
-
-    def __init__(self) -> None:
-        pass
 
 
 def record_lowered(operator: str, dtype: str) -> None:
