@@ -27,7 +27,7 @@ from ..policy.active import suspended
 from ..scaling.finite import multiply, unscale
 from ..scaling.ledger import entries_of, ledger
 from ..scaling.passes import passes
-from ..scaling.running import Pass, enclosing, run
+from ..scaling.running import Pass, current, run
 from ..scaling.scaler import SharedScale, scale_of
 from ..scaling.trainer import State, active_hook, attach_hook
 from .variables import Variable, Variables, by_gradient
@@ -133,7 +133,7 @@ class _BackwardPatches(FrontEnd):
         # The sum has to carry the same scale as what is added to it.
         multiply(adding, scale)
         try:
-            _run_to_end(one, partial(compute, gradients))
+            run(one, partial(compute, gradients), to_end=True)
         except BaseException:
             multiply(adding, 1 / scale)
             raise
@@ -153,29 +153,18 @@ class _BackwardPatches(FrontEnd):
 
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
-        outer = enclosing()
-        scale = outer.one.scale if outer else _lowest_scale(_shared_hooks(), heads)
-        if scale == 1 or (outer and not outer.is_unscaled):
+        outer = current()
+        scale = outer.one.scale / outer.scale if outer else _lowest_scale(_shared_hooks(), heads)
+        if scale == 1:
             return compute(head_grads)
         scaled = partial(compute, _scaled_gradients(heads, head_grads, scale))
-        found = scaled() if outer else _run_to_end(Pass(heads, scale), scaled)
+        found = scaled() if outer else run(Pass(heads, scale), scaled, to_end=True)
         with suspended():
             return map_arrays(found, lambda one: _divided(one, scale), lambda other: other)
 
 
 #: One a process, like the functions that it patches.
 backward_patches = _BackwardPatches()
-
-
-def _run_to_end(one: Pass, compute: Callable[[], Any]) -> Any:
-    """Run a pass, and wait until it has computed its gradients."""
-
-    def compute_all() -> Any:
-        found = compute()
-        mx.nd.waitall()
-        return found
-
-    return run(one, compute_all)
 
 
 def _shared_hooks() -> list[State]:

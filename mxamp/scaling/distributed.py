@@ -23,7 +23,7 @@ from ..errors import StateError
 from ..framework import distributed as transports
 from ..policy.active import current_policy, suspended
 from ..policy.policy import custom_classes
-from .ledger import Entry, entries_of, ledger
+from .ledger import Carried, Entry, entries_of, ledger
 from .scaler import LossScaler
 
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
@@ -132,7 +132,7 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
             fill([entry.gradient], np.inf)
         elif not entry.data._fresh_grad:
             fill([entry.gradient], 0)
-            ledger.note(entry, scale)
+            ledger.note(entry, Carried(scale))
             stale.append(entry)
     type(trainer)._allreduce_grads(trainer)
     for entry in stale:

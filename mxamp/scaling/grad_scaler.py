@@ -25,7 +25,6 @@ from .trainer import Stage, State, active_hook, attach_hook
 logger = logging.getLogger("mxamp")
 
 _SETTINGS = inspect.signature(LossScaler).parameters
-OTHER_SCALER = "another GradScaler scales this trainer's losses: call its step, or this one's scale"
 
 
 class GradScaler:
@@ -61,7 +60,6 @@ class GradScaler:
         self._enabled = check_bool("enabled", enabled)
         self._scaler.scales = enabled and not chose_float32()
         self._scaler.results = {}
-        self.pending = False  #: a loss was scaled since the last update
         if self._scaler.scales:
             check_contrib_is_off()
             # Now, not for the first loss: functions in Python are recorded before it.
@@ -96,9 +94,7 @@ class GradScaler:
         if not self._enabled:
             return loss
         check_contrib_is_off()
-        scaled = scale_losses(loss, self.get_scale(), self)
-        self.pending = True
-        return scaled
+        return scale_losses(loss, self.get_scale())
 
     def unscale_(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by the scale, to clip or read them before `step`.
@@ -162,7 +158,6 @@ class GradScaler:
             hook.pending = None
             if hook.report is not None:
                 hook.report = hook.report._replace(next_loss_scale=self.get_scale())
-        self.pending = False
         results.clear()
         passes.end()
 
@@ -189,8 +184,6 @@ class GradScaler:
         """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
         hook = active_hook(trainer) or attach_hook(trainer, self._scaler, scaled_by="GradScaler")
         hook.check_scaled_by("GradScaler")
-        if hook.scaler is not self._scaler and not self.pending:
-            raise StateError(OTHER_SCALER)
         if hook.stage is not Stage.STEPPED:
             hook.scaler = self._scaler
             hook.mark_scaled(hook.loss_scale)

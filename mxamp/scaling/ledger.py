@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Iterable, Iterator, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from typing import Iterable, Iterator, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -22,7 +22,7 @@ from ..framework.patching import hold_during_forks
 from .finite import multiply, square_sum, unscale
 from .running import Pass
 from .statistics import RunningStatistics, running_statistics
-from .tape import name_of
+from .tape import is_waiting, name_of
 
 logger = logging.getLogger("mxamp")
 
@@ -33,7 +33,6 @@ MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make
 _lock = threading.RLock()
 hold_during_forks(_lock)
 _locked = holding(_lock)
-_listed = _locked(list)
 
 
 class Entry(NamedTuple):
@@ -71,10 +70,11 @@ def fresh(trainer: Trainer) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Carried:
-    """Scale and overflow of one gradient, whose handle keeps this record alive."""
+    """The record of one gradient, whose handle keeps it alive."""
 
     scale: float
     overflown: bool = False  #: it was found not finite, and not replaced since: it may be hidden
+    summed: bool = False  #: over devices and workers, and not used or written since
 
 
 class Ledger:
@@ -82,10 +82,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
-        #: The objects that scale losses; each has an attribute `pending` between loss and step.
-        self.owners: WeakSet[Any] = WeakSet()
-        #: Trainers whose gradients are summed over devices, with no pass or step since.
-        self.summed: WeakSet[Trainer] = WeakSet()
         self._scale = 1.0  #: of all gradients without a note
         #: By the gradient's handle; another `grad_req`, dtype or device makes another gradient.
         self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
@@ -103,15 +99,9 @@ class Ledger:
                 entry.param.zero_grad()
                 entry.data._fresh_grad = False
 
-    def own(self, owners: Iterable[Any]) -> None:
-        """Add objects that have scaled a loss."""
-        for one in owners:
-            if one not in self.owners:
-                _locked(self.owners.add)(one)
-
     def known(self) -> list[Trainer]:
         """Return the known trainers; threads make others meanwhile."""
-        return _listed(self.trainers)
+        return _locked(list)(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
         """Return what a gradient carries."""
@@ -119,9 +109,9 @@ class Ledger:
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
-    def note(self, entry: Entry, scale: float, overflown: bool = False) -> None:
+    def note(self, entry: Entry, carried: Carried) -> None:
         """Record what a gradient carries."""
-        carried, handle = Carried(scale, overflown), entry.gradient.handle
+        handle = entry.gradient.handle
         handle._amp_carried = self._notes[handle.value] = carried
         if carried == Carried(self._scale):
             del self._notes[handle.value]
@@ -133,6 +123,15 @@ class Ledger:
     def has_overflown(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer was found not finite."""
         return bool(self._notes) and any(map(self.is_overflown, fresh(trainer)))
+
+    def is_summed(self, trainer: Trainer) -> bool:
+        """Return whether a trainer's gradients are summed, with no pass or step since."""
+        return bool(self._notes) and all(self.of(entry).summed for entry in entries_of(trainer))
+
+    def note_sum(self, trainer: Trainer, summed: bool = True) -> None:
+        """Record that a trainer's gradients are summed over devices and workers, or not now."""
+        for entry in entries_of(trainer) if summed or self._notes else ():
+            self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
         """Return whether no backward pass with `scale` changes this record."""
@@ -147,24 +146,21 @@ class Ledger:
         """
         for trainer in self.known():
             self.trainers[trainer].before_pass(partial(running_statistics, trainer))
-        for trainer in _listed(self.summed):
-            if named(entries_of(trainer), one.names):
-                self.summed.discard(trainer)
         changed = self._changed(one, scale)
         adding = [entry for entry in changed if entry.adds]
         replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
         for entry in adding:
             # A program that handles an overflow itself begins a new sum.
-            if self.is_overflown(entry) and not square_sum([entry.gradient]):
-                self.note(entry, self.of(entry).scale)
+            is_hidden = self.is_overflown(entry) and square_sum([entry.gradient]) != 0
+            self.note(entry, Carried(self.of(entry).scale, is_hidden))
         self.bring(adding, scale)
         for entry, _ in replaced:  # before the pass: after it Ctrl-C could come first
-            self.note(entry, scale)
+            self.note(entry, Carried(scale))
         try:
             yield
         except Exception:
             for entry, before in replaced:
-                self.note(entry, before.scale, before.overflown)
+                self.note(entry, before)
             raise
         if changed and scale != 1:
             self._settle(scale)
@@ -192,7 +188,7 @@ class Ledger:
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
             for entry in entries:
-                self.note(entry, self.of(entry).scale, self.of(entry).overflown)
+                self.note(entry, self.of(entry))
 
     def bring(self, entries: Iterable[Entry], scale: float) -> None:
         """Multiply gradients so that they carry `scale`."""
@@ -200,9 +196,9 @@ class Ledger:
             before = self.of(entry)
             if before.scale != scale:
                 # Until both are done, by Ctrl-C in between, the step must not use the gradient.
-                self.note(entry, before.scale, True)
+                self.note(entry, replace(before, overflown=True))
                 multiply([entry.gradient], scale / before.scale)
-                self.note(entry, scale, before.overflown)
+                self.note(entry, replace(before, scale=scale))
 
     def carry_scale(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer carries a scale other than 1."""
@@ -227,32 +223,26 @@ class Ledger:
 
     def unscale(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
-        found = [(entry, self.of(entry)) for entry in entries_of(trainer)]
-        found = [
-            (entry, before)
-            for entry, before in found
-            if entry.data._fresh_grad or before.scale != 1
-        ]
-        for entry, before in found:
-            self.note(entry, before.scale, True)  # as in `bring`
-        for scale in {before.scale for _, before in found}:
-            group = [(entry, before) for entry, before in found if before.scale == scale]
+        groups: dict[float, list[tuple[Entry, Carried]]] = {}
+        for entry in entries_of(trainer):
+            before = self.of(entry)
+            if entry.data._fresh_grad or before.scale != 1:
+                groups.setdefault(before.scale, []).append((entry, before))
+                self.note(entry, replace(before, overflown=True))  # as in `bring`
+        for scale, group in groups.items():
             bad = unscale([entry.gradient for entry, _ in group], scale)
             for i, (entry, before) in enumerate(group):
-                is_bad = i in bad and entry.data._fresh_grad
-                self.note(entry, 1.0, is_bad or before.overflown)
+                overflown = before.overflown or (i in bad and entry.data._fresh_grad)
+                self.note(entry, replace(before, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
         """Record that a trainer's gradients have been used."""
-        self.summed.discard(trainer)
         for entry in entries_of(trainer) if self._notes else ():
-            self.note(entry, self.of(entry).scale)
+            self.note(entry, Carried(self.of(entry).scale))
 
     def is_active(self) -> bool:
         """Return whether a scaled loss or gradient waits for its step."""
-        return any(one.pending for one in _listed(self.owners)) or any(
-            self.carry_scale(trainer) for trainer in self.known()
-        )
+        return is_waiting() or any(map(self.carry_scale, self.known()))
 
     def clear(self) -> None:
         """Divide stale gradients by their scales too, and forget all: no pass will be seen."""

@@ -141,16 +141,17 @@ def _scaled_backward(
     `thread` has recorded the operator.
     """
     one = pass_of(thread)
+    backward = partial(backward, **others)
     if one.scale == 1:
-        call_inside(one, True, backward, req=req, out_grad=out_grad, in_grad=in_grad, **others)
+        call_inside(one, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
         return
-    unscales = all(dtype_name(g.dtype) != "float16" for g in out_grad)
-    gradients = _OutGradients(out_grad, 1 / one.scale if unscales else 1.0)
+    given = one.scale if any(dtype_name(g.dtype) == "float16" for g in out_grad) else 1.0
+    gradients = _OutGradients(out_grad, given / one.scale)
     # A gradient that the operator adds to carries the scale already.
     results = [g.zeros_like() if kind == "add" else g for g, kind in zip(in_grad, req)]
     reqs = ["write" if kind == "add" else kind for kind in req]
-    call_inside(one, unscales, backward, req=reqs, out_grad=gradients, in_grad=results, **others)
-    if unscales or not gradients.was_read:
+    call_inside(one, given, partial(backward, req=reqs, out_grad=gradients, in_grad=results))
+    if given == 1 or not gradients.was_read:
         multiply([result for result, kind in zip(results, req) if kind != "null"], one.scale)
     with autograd.pause(), suspended():
         for gradient, result, kind in zip(in_grad, results, req):
@@ -165,10 +166,8 @@ def _function_call(original: Original, function: autograd.Function, *inputs: Any
     @wraps(backward)
     def unscaled_backward(*gradients: Any) -> Any:
         one = pass_of(thread)
-        if one.scale == 1:
-            return call_inside(one, True, backward, *gradients)
         unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
-        results = call_inside(one, True, backward, *unscaled)
+        results = call_inside(one, 1.0, backward, *unscaled)
         if isinstance(results, NDArray):
             return _times_in_float32(results, one.scale)
         return [_times_in_float32(result, one.scale) for result in results]
@@ -182,8 +181,8 @@ build_function_call = wrapping(_function_call)
 
 def _times_in_float32(gradient: Any, factor: float) -> Any:
     """Return a gradient times a factor, in float32: half precision would lose small ones."""
-    if gradient is None:
-        return None
+    if gradient is None or factor == 1:
+        return gradient
     with autograd.pause(), suspended():
         wide = cast(gradient, "float32") if dtype_name(gradient.dtype) in CASTABLE else gradient
         return wide * factor
@@ -205,8 +204,7 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
     @property  # type: ignore[override]
     def data(self) -> Any:
         """The gradients, times the factor."""
-        if self._factor != 1 and not self.was_read:
-            with autograd.pause(), suspended():
-                self._gradients = [gradient * self._factor for gradient in self._gradients]
+        if not self.was_read:
+            self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]
         self.was_read = True
         return self._gradients

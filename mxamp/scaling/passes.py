@@ -18,7 +18,7 @@ from ..framework.patching import FrontEnd, Original, Patch, locked, patches_of_f
 from ..framework.wording import shown
 from . import float16_optimizers, loss_outputs, running, tape
 from .ledger import ledger
-from .running import Enclosing, Pass
+from .running import Pass, Running
 
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
 FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
@@ -39,16 +39,13 @@ class _Recorded(ContextDecorator, autograd._RecordingStateScope):  # type: ignor
 _map_recorded = _Recorded(True, None)(map_arrays)
 
 
-def scale_losses(loss: Any, scale: float, *owners: Any) -> Any:
+def scale_losses(loss: Any, scale: float) -> Any:
     """Return losses times a scale, in the same containers; a scale of 1 leaves them as they are.
-
-    `owners` are the objects that take the scale out again.
 
     Raises `StateError` if a loss is scaled already.
     """
     if scale != 1:
         passes.open()
-        ledger.own(owners)
     elif not passes.is_open and isinstance(loss, NDArray):
         return loss
     arrays: list[NDArray] = []
@@ -140,13 +137,13 @@ class _Passes(FrontEnd):
             loss_outputs.set_scales(one)
             check_call(original(count, starts, handles, *others))
 
-        outer, own = running.enclosing(), running.own_pass()
-        if outer is not None and not is_grad:
-            _run_nested(compute, one, given, outer, automatic)
-            return 0
-        if own is not None or outer is not None:
-            one.scale = own.scale if own else 1.0
-            compute()
+        outer = running.current()
+        if outer is not None:
+            one.scale = outer.scale
+            if is_grad or outer.given is None:
+                compute()
+            else:
+                _run_nested(compute, one, given, outer, automatic)
             return 0
         marks = [tape.marks_behind(head) for head in arrays]
         scales = {scale for found in marks for scale in found.values()} or {1.0}
@@ -161,8 +158,8 @@ class _Passes(FrontEnd):
             with ledger.written(one, one.scale):
                 running.run(one, compute)
             ledger.bring(ledger.behind(one.inner), one.scale)
+        tape.mark_used((name for found in marks for name in found), one.frees)
         if one.frees:
-            tape.forget(name for found in marks for name in found)
             loss_outputs.forget(vars(one).get("names", ()))
         return 0
 
@@ -194,17 +191,16 @@ class _Passes(FrontEnd):
             original(trainer, *args, **named)
         finally:
             float16_optimizers.divide_updates(trainer._optimizer, 1.0)
-        ledger.summed.discard(trainer)
+        ledger.end_step(trainer)
         self.end()
 
 
-def _run_nested(compute: Any, one: Pass, given: Any, outer: Enclosing, automatic: Any) -> None:
+def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: Any) -> None:
     """Run a backward pass inside an operator in Python, on the gradients that this was given.
 
     Raises `StateError` if both passes add to one gradient, with different scales.
     """
-    one.scale = 1.0 if outer.is_unscaled else outer.one.scale
-    if automatic is not None and outer.is_unscaled and outer.one.scale != 1:
+    if automatic is not None and one.scale != outer.one.scale:
         automatic.run_nested(compute, one, given, outer.one)
         return
     both = ledger.behind(one.names & outer.one.names)
@@ -218,7 +214,7 @@ def _run_nested(compute: Any, one: Pass, given: Any, outer: Enclosing, automatic
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
     """Sum gradients over devices; a GradScaler that meets the trainer later does not sum again."""
     original(trainer)
-    ledger.summed.add(trainer)
+    ledger.note_sum(trainer)
 
 
 #: One per process, like the functions that it patches.

@@ -41,33 +41,59 @@ class Pass:
         return names_behind(self.heads)
 
 
-class Enclosing(NamedTuple):
-    """The pass around an operator in Python that runs."""
+class Running(NamedTuple):
+    """What a thread runs: a pass, or an operator in Python that is a part of one."""
 
     one: Pass
-    is_unscaled: bool  #: the operator was given gradients without the scale
+    given: float | None  #: the scale of the gradients that the operator was given; None in a pass
     frame: FrameType
 
+    @property
+    def scale(self) -> float:
+        """The scale of gradients here."""
+        return self.one.scale if self.given is None else self.given
 
-_passes: dict[int, tuple[Pass, FrameType]] = {}  #: by the thread that runs it in a function
-_thread = threading.local()  #: `enclosing`, in an operator in Python
+
+_running: dict[int, Running] = {}  #: by thread
 
 
-def run(one: Pass, compute: Callable[[], Any]) -> Any:
-    """Return `compute()`, which is the pass `one` of the calling thread."""
-    thread = threading.get_ident()
-    waits = _has_python_operators() and not _is_foreign()
+def run(one: Pass, compute: Callable[[], Any], to_end: bool = False) -> Any:
+    """Return `compute()`, which is the pass `one` of the calling thread.
+
+    Waits for the pass if that is asked for, or if MXNet may call Python later, in another thread:
+    the operator has to find its pass.
+    """
+    # MXNet's own thread must not wait for MXNet.
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    waits = to_end or (_has_python_operators() and not is_foreign)
     if waits:
         one.names  # noqa: B018  # of a pass inside it too
-    try:
-        _passes[thread] = one, sys._getframe()
+
+    def compute_all() -> Any:
         result = compute()
         if waits:
-            # MXNet calls Python later, in another thread: the operator has to find its pass.
             mx.nd.waitall()
         return result
+
+    return _call(one, None, compute_all)
+
+
+def call_inside(one: Pass, given: float, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the `backward` of an operator in Python, with gradients of the scale `given`."""
+    return _call(one, given, function, *args)
+
+
+def _call(one: Pass, given: float | None, function: Callable[..., Any], *args: Any) -> Any:
+    thread = threading.get_ident()
+    outer = _running.get(thread)
+    try:
+        _running[thread] = Running(one, given, sys._getframe())
+        return function(*args)
     finally:
-        _passes.pop(thread, None)
+        if outer is None:
+            _running.pop(thread, None)
+        else:
+            _running[thread] = outer
 
 
 def _has_python_operators() -> bool:
@@ -77,27 +103,19 @@ def _has_python_operators() -> bool:
     return custom or bool(autograd.Function._registry.ref_holder)
 
 
-def _is_foreign() -> bool:
-    """Return whether the calling thread may be MXNet's, which must not wait for MXNet."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
+def _all_running() -> dict[int, Running]:
+    """Return what each thread runs, without what an interrupt has ended."""
+    return {t: one for t, one in list(_running.items()) if is_running(one.frame, t)}
 
 
-def _running() -> dict[int, Pass]:
-    """Return the pass that each thread runs, without those that an interrupt has ended."""
-    for thread, (_, frame) in list(_passes.items()):
-        if not is_running(frame, thread):
-            _passes.pop(thread, None)
-    return {thread: one for thread, (one, _) in list(_passes.items())}
-
-
-def own_pass() -> Pass | None:
-    """Return the pass that the calling thread runs, if any."""
-    return _running().get(threading.get_ident()) if _passes else None
+def current() -> Running | None:
+    """Return what the calling thread runs, if anything."""
+    return _all_running().get(threading.get_ident()) if _running else None
 
 
 def is_any_running() -> bool:
     """Return whether a thread of the process runs a backward pass."""
-    return bool(_running())
+    return bool(_all_running())
 
 
 def pass_of(thread: int) -> Pass:
@@ -105,25 +123,7 @@ def pass_of(thread: int) -> Pass:
 
     Raises `StateError` if it may be that of several threads, with different scales.
     """
-    passes = _running()
+    passes = {t: running.one for t, running in _all_running().items()}
     if thread not in passes and len({one.scale for one in passes.values()}) > 1:
         raise StateError(SEVERAL_PASSES)
     return passes.get(thread) or next(iter(passes.values()), None) or Pass(())
-
-
-def call_inside(
-    one: Pass, is_unscaled: bool, function: Callable[..., Any], *args: Any, **named: Any
-) -> Any:
-    """Call the `backward` of an operator in Python, which is a part of a pass."""
-    outer = getattr(_thread, "enclosing", None)
-    try:
-        _thread.enclosing = Enclosing(one, is_unscaled, sys._getframe())
-        return function(*args, **named)
-    finally:
-        _thread.enclosing = outer
-
-
-def enclosing() -> Enclosing | None:
-    """Return the pass around the calling operator in Python, if the caller is one."""
-    found: Enclosing | None = getattr(_thread, "enclosing", None)
-    return found if found is not None and is_running(found.frame) else None

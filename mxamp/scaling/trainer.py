@@ -48,7 +48,7 @@ from .distributed import (
 )
 from .finite import all_finite, multiply, square_sum
 from .float16_optimizers import check_float16_update, divide_updates
-from .ledger import Entry, entries_of, fresh, ledger
+from .ledger import Carried, Entry, entries_of, fresh, ledger
 from .passes import passes, scale_losses
 from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
@@ -111,6 +111,13 @@ class StepReport(NamedTuple):
     nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
 
 
+class Pending(NamedTuple):
+    """The losses of a step, and what became of their scale."""
+
+    scale: float  #: of the first one
+    stage: Stage = Stage.SCALED
+
+
 def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
     """Return a property of states for an attribute of their scalers."""
     return property(
@@ -129,9 +136,7 @@ class State:
 
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
-        self.pending: float | None = None  #: the scale of the losses since the last step
-        #: Of the gradients since the last step or, without a loss since then, in it.
-        self.last_stage = Stage.UNSCALED if self.is_shared else Stage.SCALED
+        self.pending: Pending | None = None  #: since the last step
         self.report: StepReport | None = None  #: of the last step
         self.steps = self.skips = 0  #: updates done and skipped
         #: Weights and master weights to set to them: parameters may be loaded after the states.
@@ -150,7 +155,7 @@ class State:
     def stage(self) -> Stage:
         """Whether the gradients carry a scale now."""
         if self.pending is not None:
-            return self.last_stage
+            return self.pending.stage
         if self in (self.scaler.results or ()):
             return Stage.STEPPED
         # Their loss was scaled before the last step, or for another trainer.
@@ -161,8 +166,9 @@ class State:
         """The scale of the current gradients and of the next loss."""
         if self.stage is not Stage.SCALED:
             return self.scaler.loss_scale
-        carried = ledger.carried(self.trainer) if fresh(self.trainer) else self.pending
-        return carried or 1.0
+        if self.pending is not None and not fresh(self.trainer):
+            return self.pending.scale
+        return ledger.carried(self.trainer)
 
     # The attributes of contrib's scaler, which scripts save and restore by themselves.
     _loss_scale = _next_loss_scale = property(
@@ -187,21 +193,19 @@ class State:
         """Record that a loss was scaled; the first one since a step sets the scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
         if not passes.is_open:  # which sees no pass
-            ledger.summed.discard(self.trainer)
-        if self.pending is None:
-            self.last_stage = Stage.SCALED
-            self.pending = scale  # after the stage: other threads read both
+            ledger.note_sum(self.trainer, False)
+        self.pending = self.pending or Pending(scale)
 
     @property
     def overflown(self) -> bool | None:
         """Whether unscaled gradients overflow; None while other workers may find otherwise."""
-        if workers_of(self.trainer) is not None and self.trainer not in ledger.summed:
+        if workers_of(self.trainer) is not None and not ledger.is_summed(self.trainer):
             return None
         return ledger.has_overflown(self.trainer)
 
     def drop(self) -> None:
         """Record that the program, which scales another loss, has dropped unscaled gradients."""
-        if self.pending is not None and self.last_stage is Stage.UNSCALED:
+        if self.pending is not None and self.pending.stage is Stage.UNSCALED:
             if self.overflown:
                 self.scaler.update(False)
             self.pending = None
@@ -217,15 +221,15 @@ class State:
         if has_dropped and self.workers is None and not all(map(ledger.is_overflown, bad)):
             self.scaler.update(False)
         for entry in bad:
-            ledger.note(entry, ledger.of(entry).scale, True)
-        self.last_stage, self.pending = Stage.UNSCALED, scale
+            ledger.note(entry, Carried(ledger.of(entry).scale, True))
+        self.pending = Pending(scale, Stage.UNSCALED)
 
     def unscale(self) -> None:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
         self.check("unscale")
-        self._equalize()
+        scale = self._equalize()
         ledger.unscale(self.trainer)
-        self.last_stage = Stage.UNSCALED
+        self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
         if self.scaler.results is not None and self.overflown is not None:
             self.scaler.results[self] = not self.overflown  # the program may leave out the step
 
@@ -233,7 +237,7 @@ class State:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
         trainer = self.trainer
-        if trainer in ledger.summed and self.stage is not Stage.NONE:
+        if ledger.is_summed(trainer) and self.stage is not Stage.NONE:
             return  # to clip them, before `step`
         carried = self._equalize()
         self._uninitialized = wait_for_weights(trainer, self._uninitialized)
@@ -241,18 +245,19 @@ class State:
             self.workers = compare_workers(trainer, self.scaler)
         if self.workers is not None and self.stage is Stage.NONE and not fresh(trainer):
             # Only other workers have computed gradients: scaled as in the last step.
-            if self.last_stage is not Stage.NONE:
-                self.pending = self.scaler.loss_scale
-            carried = self.loss_scale if self.last_stage is Stage.SCALED else 1.0
+            scale, last, carried = self.scaler.loss_scale, self.report, 1.0
+            if last is None or last.loss_scale != 1 or scale == 1:
+                self.pending = Pending(scale, Stage.UNSCALED if self.is_shared else Stage.SCALED)
+                carried = 1.0 if self.is_shared else scale
         sum_gradients(trainer, carried, self.workers is not None)
         if self.stage is not Stage.NONE:
-            ledger.summed.add(trainer)
+            ledger.note_sum(trainer)
 
     def _equalize(self) -> float:
         """Bring all gradients to one scale, and return it."""
         carried = ledger.equalize(self.trainer)
-        if self.pending is None and self.stage is Stage.SCALED:
-            self.last_stage, self.pending = Stage.SCALED, carried
+        if self.stage is Stage.SCALED:
+            self.pending = self.pending or Pending(carried)
         return carried
 
     def has_overflow(self, _params: Any = None) -> bool:
@@ -303,9 +308,8 @@ class State:
         """Update the loss scale and the ledger after a step; return the step's report."""
         stage, scaler, finite = self.stage, self.scaler, not bad
         if stage is Stage.NONE:
-            self.last_stage = stage
             return StepReport(True, 1.0, self.loss_scale)
-        scale = carried if stage is Stage.SCALED else self.pending or 1.0
+        scale = self.pending.scale if self.pending and stage is Stage.UNSCALED else carried
         names = tuple(dict.fromkeys(entry.param.name for entry in bad))
         if bad:
             # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
@@ -630,7 +634,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         hook.drop()
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
     scale = min([hook.scaler.loss_scale for hook in hooks if hook.scaler.scales], default=1.0)
-    scaled = scale_losses(loss, scale, *hooks)
+    scaled = scale_losses(loss, scale)
     for hook in hooks:
         hook.mark_scaled(scale)
     return nullcontext(scaled)

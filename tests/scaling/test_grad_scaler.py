@@ -84,9 +84,9 @@ def test_a_copy_takes_over_the_trainers_between_updates(pickled):
     with autograd.record():
         loss = mine[0](nd.array(first)).sum()
     scaler.scale(loss).backward()
-    with pytest.raises(amp.StateError, match="another GradScaler"):
-        other.unscale_(mine[1])
-    scaler.step(mine[1], 4)
+    other.step(mine[1], 4)  # the wrong one
+    with pytest.raises(amp.StateError, match="no trainer has stepped"):
+        scaler.update()
     other.scale(loss)
     with pytest.raises(amp.StateError, match="stepped already"):
         other.step(mine[1], 4)
