@@ -24,7 +24,7 @@ from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
 from ..scaling.scaler import LossScaler, SharedScale
-from .backward import backward_patches
+from .backward import backward_patches, shared_hooks
 from .contrib import contrib_patches
 from .module_api import module_patches
 
@@ -57,7 +57,8 @@ class _AutomaticRun(FrontEnd):
     def close(self) -> None:
         """Undo the patch, and leave the trainers to other APIs."""
         super().close()
-        backward_patches.retire_hooks()
+        for hook in shared_hooks():  # gradients that wait for their step are checked
+            hook.scaled_by = ""
 
     def summarize(self) -> None:
         """Log the run's dtype and, in float16, its steps, unless it has ended before."""
@@ -82,11 +83,10 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     chosen = policy or chosen_policy(dtype or machine.default_dtype())
     switch_on(chosen)
     process.lowered.clear()
-    scales = chosen.target_dtype == "float16"
-    scaling = [backward_patches, module_patches] if scales else []
+    scaling = [backward_patches, module_patches] if chosen.target_dtype == "float16" else []
     for front_end in (contrib_patches, *scaling, _run):
         front_end.open()
-    if scales:
+    if scaling:
         backward_patches.default_scale = SharedScale(LossScaler(), AUTOMATIC)
     if isinstance(chosen, Policy):
         announce(chosen)

@@ -101,14 +101,9 @@ class _BackwardPatches(FrontEnd):
                 raise
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
-    def retire_hooks(self) -> None:
-        """Leave the trainers to other APIs; gradients that wait for their step are checked."""
-        for hook in _shared_hooks():
-            hook.scaled_by = ""
-
     def run(self, compute: Compute, one: Pass, head_grads: Any) -> None:
         """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
-        hooks = _shared_hooks()
+        hooks = shared_hooks()
         dropped = {hook for hook in hooks if hook.overflown}
         scale = _lowest_scale(hooks, one.heads)
         with ledger.written(one, one.scale):
@@ -116,7 +111,7 @@ class _BackwardPatches(FrontEnd):
                 # No scale to take out; trainers check the gradients they are about to use.
                 run(one, partial(compute, head_grads))
             else:
-                self._run_scaled(compute, one, head_grads, scale)
+                self.run_scaled(compute, one, head_grads, scale)
         for hook in hooks:
             hook.mark_unscaled(scale, one.overflown, hook in dropped)
         owned = {id(entry.data) for hook in hooks for entry in entries_of(hook.trainer)}
@@ -124,37 +119,32 @@ class _BackwardPatches(FrontEnd):
             self._has_warned = True
             logger.warning(OVERFLOW, scale)
 
-    def _run_scaled(self, compute: Compute, one: Pass, head_grads: Any, scale: float) -> None:
-        """Run a backward pass with a scale, and unscale the gradients behind its heads."""
-        written = self.variables.behind(one.names)
+    def run_scaled(
+        self, compute: Compute, one: Pass, head_grads: Any, scale: float, outer: Pass | None = None
+    ) -> None:
+        """Run a backward pass with a scale, and unscale the gradients behind its heads.
+
+        `outer` is the pass around a function or operator in Python that runs this one. It unscales
+        the gradients behind the heads of both.
+        """
+        written = self.variables.behind(one.names - (outer.names if outer else set()))
         adding = [group[0].array.grad for group in by_gradient(v for v in written if v.adds)]
         one.scale *= scale
-        gradients = _scaled_gradients(one.heads, head_grads, scale)
+        scaled = partial(compute, _scaled_gradients(one.heads, head_grads, scale))
         # The sum has to carry the same scale as what is added to it.
         multiply(adding, scale)
         try:
-            run(one, partial(compute, gradients), to_end=True)
+            scaled() if outer else run(one, scaled, to_end=True)
         except BaseException:
             multiply(adding, 1 / scale)
             raise
-        one.overflown |= _unscaled(written, scale)
+        (outer or one).overflown |= _unscaled(written, scale)
         self.variables.prune(one.names if one.frees else set())
-
-    def run_nested(self, compute: Compute, one: Pass, head_grads: Any, outer: Pass) -> None:
-        """Run a backward pass inside another one, in a function or operator in Python.
-
-        Gradients are unscaled at once, but for those behind the heads of the pass around too.
-        """
-        written = self.variables.behind(one.names - outer.names)
-        one.scale = outer.scale
-        multiply([v.array.grad for v in written if v.adds], outer.scale)
-        compute(_scaled_gradients(one.heads, head_grads, outer.scale))
-        outer.overflown |= _unscaled(written, outer.scale)
 
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
         outer = current()
-        scale = outer.one.scale / outer.scale if outer else _lowest_scale(_shared_hooks(), heads)
+        scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_hooks(), heads)
         if scale == 1:
             return compute(head_grads)
         scaled = partial(compute, _scaled_gradients(heads, head_grads, scale))
@@ -167,21 +157,15 @@ class _BackwardPatches(FrontEnd):
 backward_patches = _BackwardPatches()
 
 
-def _shared_hooks() -> list[State]:
+def shared_hooks() -> list[State]:
     """Return the states of the trainers that have a shared scale."""
     found = [active_hook(trainer) for trainer in ledger.known()]
     return [hook for hook in found if hook is not None and hook.is_shared]
 
 
 def _lowest_scale(hooks: Sequence[State], heads: Sequence[NDArray]) -> float:
-    """Return the lowest scale of the trainers, or 1.
-
-    A trainer does not count if all its parameters have another one since.
-    """
-    owning = [
-        hook for hook in hooks if any(p._trainer is hook.trainer for p in hook.trainer._params)
-    ]
-    scale = min([hook.scaler.loss_scale for hook in owning or hooks], default=1.0)
+    """Return the lowest scale of the trainers, or 1."""
+    scale = min([hook.scaler.loss_scale for hook in hooks], default=1.0)
     is_half = any(dtype_name(head.dtype) == "float16" for head in heads)
     return min(scale, _HALF_LIMIT) if is_half else scale
 

@@ -66,10 +66,7 @@ class _State:
 
 def _state_of(module: Module) -> _State:
     """Return a module's state, which its attribute `_amp_state` holds."""
-    if not hasattr(module, "_amp_state"):
-        module._amp_state = _State()
-    state: _State = module._amp_state
-    return state
+    return vars(module).setdefault("_amp_state", _State())  # type: ignore[no-any-return]
 
 
 def _patched_bind(

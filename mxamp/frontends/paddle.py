@@ -21,7 +21,7 @@ WRAPPED = (
 )
 
 #: Attributes that change in place: a copy needs its own.
-_COPIED = ("_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name")
+_COPIED = {"_index_update_count", "_all_index_update_counts", "lr_mult", "wd_mult", "idx2name"}
 
 
 @checked_call
@@ -106,7 +106,6 @@ def _copied(optimizer: Any) -> Any:
         given = f"decorate takes an Optimizer or its name, not {shown(optimizer)}"
         raise ArgumentError(f"{given}; for a trainer there is init_trainer")
     result = copy.copy(optimizer)
-    for name in _COPIED:
-        if hasattr(result, name):
-            setattr(result, name, copy.deepcopy(getattr(result, name)))
+    held = vars(result)
+    held.update(copy.deepcopy({name: held[name] for name in _COPIED & held.keys()}))
     return result

@@ -24,12 +24,15 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
+from mxnet.optimizer import LARS, NAG, SGD
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast, dtype_of, map_arrays, plain_array
 from ..framework.files import write_file
 from ..policy.active import suspended
 
+#: They pair a state with its master weight, in this order. All others have the weight first.
+_MASTER_IS_LAST = (SGD, NAG, LARS)
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
 NO_STATES = "{path!r} holds no states of a trainer ({error!r}), or was cut off; nothing has changed"
@@ -173,9 +176,9 @@ def _converted(
     Raises `ArgumentError` if an optimizer of MXNet's holds states of other shapes than the weights.
     """
     optimizer, converted, found = trainer._optimizer, dict(states), {}
+    is_last = isinstance(optimizer, _MASTER_IS_LAST)
     try:
         probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
-        place = _place_of_master(copy.copy(probe))
         for index, param in enumerate(trainer._params):
             if index not in states:
                 continue
@@ -185,13 +188,13 @@ def _converted(
             with suspended():
                 new = probe.create_state(index, weight)
             form, state, master = _form(new), states[index], (saved or {}).get(index)
-            if _form(state) == ((form, NDArray) if place else (NDArray, form)):
-                state, master = state if place else state[::-1]
+            if _form(state) == ((form, NDArray) if is_last else (NDArray, form)):
+                state, master = state if is_last else state[::-1]
             state = _filled(new, state, param)
             master = None if master is None else _filled(weight, master, param)
             if wide and saved is not None:
                 master = weight if master is None else master
-                state = (state, master) if place else (master, state)
+                state = (state, master) if is_last else (master, state)
             converted[index] = state
             if master is not None and dtype_of(weight) == "float32":
                 found[index] = master
@@ -200,13 +203,6 @@ def _converted(
             raise
         return states, {}
     return converted, found
-
-
-def _place_of_master(optimizer: Any) -> int:
-    """Return the place of the master weight beside the state of a float16 weight: 0 or -1."""
-    optimizer.multi_precision, optimizer.create_state = True, lambda index, weight: optimizer
-    pair = optimizer.create_state_multi_precision(0, mx.nd.zeros((1,), dtype="float16"))
-    return [part is optimizer for part in pair].index(True) - 1
 
 
 def _form(state: Any) -> Any:

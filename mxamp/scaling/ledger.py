@@ -22,7 +22,7 @@ from ..framework.patching import hold_during_forks
 from .finite import multiply, square_sum, unscale
 from .running import Pass
 from .statistics import RunningStatistics, running_statistics
-from .tape import is_waiting, name_of
+from .tape import name_of
 
 logger = logging.getLogger("mxamp")
 
@@ -241,8 +241,8 @@ class Ledger:
             self.note(entry, Carried(self.of(entry).scale))
 
     def is_active(self) -> bool:
-        """Return whether a scaled loss or gradient waits for its step."""
-        return is_waiting() or any(map(self.carry_scale, self.known()))
+        """Return whether a scaled gradient waits for its step."""
+        return any(map(self.carry_scale, self.known()))
 
     def clear(self) -> None:
         """Divide stale gradients by their scales too, and forget all: no pass will be seen."""

@@ -103,12 +103,12 @@ class _Passes(FrontEnd):
                     ledger.add(one)
 
     def close(self) -> None:
-        """Undo the patches, now or after the step that uses the last scaled loss and gradient."""
+        """Undo the patches, now or after the step that uses the last scaled gradient."""
         self._is_ending = True
         self.end()
 
     def end(self) -> None:
-        """Undo the patches if that was asked for, and no scaled loss or gradient needs them."""
+        """Undo the patches if that was asked for, and no scaled gradient needs them."""
         if self._is_ending and not running.is_any_running() and not ledger.is_active():
             super().close()
             ledger.clear()
@@ -158,8 +158,8 @@ class _Passes(FrontEnd):
             with ledger.written(one, one.scale):
                 running.run(one, compute)
             ledger.bring(ledger.behind(one.inner), one.scale)
-        tape.mark_used((name for found in marks for name in found), one.frees)
         if one.frees:
+            tape.forget(name for found in marks for name in found)
             loss_outputs.forget(vars(one).get("names", ()))
         return 0
 
@@ -201,7 +201,7 @@ def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: 
     Raises `StateError` if both passes add to one gradient, with different scales.
     """
     if automatic is not None and one.scale != outer.one.scale:
-        automatic.run_nested(compute, one, given, outer.one)
+        automatic.run_scaled(compute, one, given, outer.one.scale / one.scale, outer.one)
         return
     both = ledger.behind(one.names & outer.one.names)
     if one.scale != outer.one.scale and any(entry.adds for entry in both):

@@ -36,7 +36,6 @@ class Mark(NamedTuple):
     scale: float
     factor: NDArray  #: the array that holds the scale
     product: Any  #: weak reference to the handle of the scaled loss, which has the loss itself
-    is_used: bool = False  #: a backward pass has begun at the loss
 
 
 #: `grad_req="null"` of one array.
@@ -98,19 +97,10 @@ def unscaled_heads(
     return losses, gradients
 
 
-def is_waiting() -> bool:
-    """Return whether a scaled loss waits for its backward pass."""
-    marks = list(_marks.values())
-    return any(not mark.is_used and mark.product() is not None for mark in marks)
-
-
-def mark_used(names: Iterable[str], frees: bool) -> None:
-    """Record a pass from the losses with these marks, which it forgets if it frees their tape."""
+def forget(names: Iterable[str]) -> None:
+    """Forget marks: a pass has freed their tape."""
     for name in names:
-        if frees:
-            _marks.pop(name, None)
-        elif name in _marks:
-            _marks[name] = _marks[name]._replace(is_used=True)
+        _marks.pop(name, None)
 
 
 def end_scaling() -> None:

@@ -37,7 +37,7 @@ OTHER = {
     "Pass": {"frees", "heads", "inner", "overflown", "scale"},
     "_OutGradients": {"_factor", "_gradients", "was_read"},
     "distributed": {"_on_servers"},
-    "Mark": {"factor", "is_used", "product", "scale"}, "Entry": {"data", "gradient", "param"},
+    "Mark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
     "Carried": {"overflown", "scale", "summed"}, "Running": {"frame", "given", "one"},
     "Variable": {"adds", "array"},
     "Pending": {"scale", "stage"},
