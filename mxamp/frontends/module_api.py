@@ -188,14 +188,10 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
         scaler.update(False)
 
 
-def _running_statistics(module: Module) -> dict[str, NDArray]:
+def _running_statistics(module: Module) -> list[tuple[str, NDArray]]:
     """Return a module's auxiliary states on all devices."""
     group = module._exec_group
-    return {
-        f"{name} on {array.context}": array
-        for name, arrays in zip(group.aux_names, group.aux_arrays)
-        for array in arrays
-    }
+    return [(n, one) for n, arrays in zip(group.aux_names, group.aux_arrays) for one in arrays]
 
 
 def _gradients(module: Module, adding: bool = False) -> list[NDArray]:

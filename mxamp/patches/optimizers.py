@@ -39,6 +39,10 @@ def patched_update_impl(
     original: Original, self: SGD, indices: Any, *arrays: Any, multi_precision: bool = False
 ) -> None:
     """Update in NumPy where that is faster; `arrays` are weights, gradients and states."""
+    policy = current_policy()
+    if policy is None or "sgd" not in policy.substitutions:
+        original(self, indices, *arrays, multi_precision)
+        return
     is_list = isinstance(indices, (tuple, list))
     rows = list(zip(indices, *arrays)) if is_list else [(indices, *arrays)]
     fast = [_is_large(row[1]) and _is_faster(self, *row[1:]) for row in rows]
@@ -61,12 +65,10 @@ def _is_large(weight: NDArray) -> bool:
 
 
 def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
-    """Return whether the policy in force allows NumPy steps, and NumPy is faster on the arrays."""
-    policy, used = current_policy(), [array for array in arrays if array is not None]
+    """Return whether NumPy is faster on the arrays."""
+    used = [array for array in arrays if array is not None]
     return (
-        policy is not None
-        and "sgd" in policy.substitutions
-        and type(optimizer) is SGD  # a subclass may compute something else
+        type(optimizer) is SGD  # a subclass may compute something else
         and not optimizer.clip_gradient
         and machine.threads() <= _MOST_CORES
         and all(isinstance(array, NDArray) for array in used)

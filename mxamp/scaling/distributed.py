@@ -128,7 +128,7 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
     for entry in entries_of(trainer) if has_workers else ():
         if transports.is_horovod_trainer(trainer):
             transports.check_horovod_gradients(entry.param.name, entry.param.list_grad())
-        if ledger.is_overflown(entry):
+        if ledger.of(entry).overflown:
             fill([entry.gradient], np.inf)
         elif not entry.data._fresh_grad:
             fill([entry.gradient], 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -18,17 +18,37 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import RowSparseNDArray
 
-from ..framework.arrays import cast, dtype_of, flat_view, plain_array, shape_of
+from ..framework.arrays import cast, dtype_of, flat_view, invoke, plain_array, shape_of
 from ..framework.machine import device_kind
+from ..framework.operators import handle_of
 from ..framework.patching import Original, wrapping
 from ..policy.active import suspended
 
+
+class Batch(NamedTuple):
+    """Arrays of one dtype on one GPU, as many as one call takes, and their positions."""
+
+    arrays: tuple[NDArray, ...]
+    positions: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """What an array is from its making on."""
+
+    ctx: Any
+    dtype: str
+    is_empty: bool
+    is_scalar: bool
+
+
+_layouts: dict[Layout, Layout] = {}
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
 # The smallest normal float16.
 _LEAST_NORMAL = 2.0**-14
 # The most arrays that one call of multi_all_finite or multi_sum_sq takes.
 _CHUNK = 200
+_ALL_FINITE = handle_of("multi_all_finite")
 
 
 def all_finite(arrays: Sequence[NDArray]) -> bool:
@@ -37,25 +57,57 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
     batches, on_cpu = _split_by_device(arrays)
-    if not batches:
-        with np.errstate(all="ignore"):
-            return all(map(_is_finite, on_cpu))
+    flags: dict[Any, NDArray] = {}  # one a GPU, which the host reads without another kernel
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        # Runs while the CPU checks its own arrays.
-        pending = [mx.nd.multi_all_finite(*batch, num_arrays=len(batch)) for batch in batches]
-        return all(map(_is_finite, on_cpu)) and bool(_to_numpy(pending).all())
+        for batch, _ in batches:
+            ctx = layout_of(batch[0]).ctx
+            flags[ctx] = _all_finite_on_gpu(batch, flags.get(ctx))
+        # The CPU checks its own arrays while GPUs compute.
+        is_finite = all(_is_finite(array) for array, _ in on_cpu)
+        return is_finite and bool(_to_numpy([*flags.values()]).all())
+
+
+def _all_finite_on_gpu(batch: Sequence[NDArray], earlier: NDArray | None = None) -> NDArray:
+    """Return an array of one element, 1 if all arrays are finite, and all `earlier` ones."""
+    keys, values = ["num_arrays", "init_output"], [len(batch), earlier is None]
+    made: NDArray = invoke(_ALL_FINITE, batch, keys, values, earlier, False, False)
+    return made
+
+
+def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
+    """Return the positions of the arrays that hold Inf or NaN; two waits for GPUs at most."""
+    batches, on_cpu = _split_by_device(arrays)
+    with autograd.pause(), suspended(), np.errstate(all="ignore"):
+        found = [i for array, i in on_cpu if not _is_finite(array)]
+        unsure = {
+            i: array
+            for batch, sums in zip(batches, _square_sums(batches))
+            for array, i, total in zip(*batch, sums)
+            if not np.isfinite(total)
+        }
+        # The squares of finite numbers may overflow float32.
+        flags = _to_numpy([_all_finite_on_gpu([array]) for array in unsure.values()])
+    return sorted(found + [i for i, is_finite in zip(unsure, flags) if not is_finite])
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
     """Return the sum of squares of all elements; Inf or NaN if one is. Waits for the arrays."""
     batches, on_cpu = _split_by_device(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        pending = [mx.nd.multi_sum_sq(*batch, num_arrays=len(batch)) for batch in batches]
-        total = _to_numpy(pending).sum()
+        total = sum(float(sums.sum()) for sums in _square_sums(batches))
         if not np.isfinite(total):  # squares of finite numbers may overflow float32
-            wide = [array.astype("float64").square().sum() for batch in batches for array in batch]
-            total = _to_numpy(wide).sum()
-        return float(total) + sum(map(_square_sum_on_cpu, on_cpu))
+            wide = [
+                array.astype("float64").square().sum() for batch, _ in batches for array in batch
+            ]
+            total = float(_to_numpy(wide).sum())
+        return total + sum(_square_sum_on_cpu(array) for array, _ in on_cpu)
+
+
+def _square_sums(batches: Sequence[Batch]) -> list[Any]:
+    """Return the sum of squares of each array, one NumPy array a batch, in float64."""
+    pending = [mx.nd.multi_sum_sq(*arrays, num_arrays=len(arrays)) for arrays, _ in batches]
+    ends = np.cumsum([len(arrays) for arrays, _ in batches])[:-1]
+    return np.split(_to_numpy(pending).astype("float64"), ends)
 
 
 def multiply(arrays: Sequence[NDArray], factor: float) -> None:
@@ -78,7 +130,7 @@ def unscale(arrays: Sequence[NDArray], scale: float) -> list[int]:
     Waits for the arrays.
     """
     multiply(arrays, 1 / scale)
-    return [] if all_finite(arrays) else [i for i, a in enumerate(arrays) if not all_finite([a])]
+    return [] if all_finite(arrays) else nonfinite(arrays)
 
 
 def _square_sum_on_cpu(array: NDArray) -> float:
@@ -90,23 +142,39 @@ def _square_sum_on_cpu(array: NDArray) -> float:
     return float(total if np.isfinite(total) else np.square(values, dtype=np.float64).sum())
 
 
-def _split_by_device(arrays: Sequence[NDArray]) -> tuple[list[list[NDArray]], list[NDArray]]:
-    """Return nonempty arrays as dense `mx.nd` arrays: batches of those on GPUs, and those on CPUs.
-
-    A batch has one device and one dtype, and is as long as one operator call takes.
-    """
-    groups: dict[Any, list[NDArray]] = {}
-    on_cpu: list[NDArray] = []
-    every = (plain_array(a.data if isinstance(a, RowSparseNDArray) else a) for a in arrays)
-    for dense in [array for array in every if 0 not in shape_of(array)]:
-        if device_kind(dense.context) == "cpu":
-            on_cpu.append(dense)
-        else:
-            # multi_all_finite and multi_sum_sq infer no shape of a 0-d array.
-            one = dense if dense.ndim else dense.reshape((1,))
-            groups.setdefault((dense.context, dtype_of(dense)), []).append(one)
-    batches = [g[i : i + _CHUNK] for g in groups.values() for i in range(0, len(g), _CHUNK)]
+def _split_by_device(
+    arrays: Sequence[NDArray],
+) -> tuple[list[Batch], list[tuple[NDArray, int]]]:
+    """Return nonempty arrays as dense `mx.nd` arrays, with their positions: on GPUs and on CPUs."""
+    groups: dict[int, list[tuple[NDArray, int]]] = {}
+    for i, array in enumerate(arrays):
+        dense = plain_array(array.data if isinstance(array, RowSparseNDArray) else array)
+        groups.setdefault(id(layout_of(dense)), []).append((dense, i))
+    batches: list[Batch] = []
+    on_cpu: list[tuple[NDArray, int]] = []
+    for group in groups.values():
+        layout = layout_of(group[0][0])
+        if layout.is_empty:
+            continue
+        if device_kind(layout.ctx) == "cpu":
+            on_cpu += group
+            continue
+        dense, positions = zip(*group)
+        if layout.is_scalar:  # multi_all_finite and multi_sum_sq infer no shape of a 0-d array
+            dense = tuple(array.reshape((1,)) for array in dense)
+        starts = range(0, len(group), _CHUNK)
+        batches += [Batch(dense[k : k + _CHUNK], positions[k : k + _CHUNK]) for k in starts]
     return batches, on_cpu
+
+
+def layout_of(array: NDArray) -> Layout:
+    """Return the layout of an array, the same object for equal layouts; its handle keeps it."""
+    layout: Layout | None = getattr(array.handle, "_amp_layout", None)
+    if layout is None:
+        shape = shape_of(array)
+        layout = Layout(array.context, dtype_of(array), 0 in shape, not shape)
+        array.handle._amp_layout = layout = _layouts.setdefault(layout, layout)
+    return layout
 
 
 def _is_finite(array: NDArray) -> bool:
@@ -120,10 +188,10 @@ def _is_finite(array: NDArray) -> bool:
 
 
 def _to_numpy(arrays: Sequence[NDArray]) -> Any:
-    """Return the elements of all arrays in one float64 NumPy array, with one wait."""
-    if not arrays:
-        return np.empty(0)
-    copies = [array.astype("float64").as_in_context(mx.cpu()) for array in arrays]
+    """Return the elements of all arrays in one NumPy array, with one wait."""
+    if len(arrays) < 2:  # noqa: PLR2004
+        return arrays[0].asnumpy() if arrays else np.empty(0)
+    copies = [array.as_in_context(mx.cpu()) for array in arrays]
     return mx.nd.concat(*copies, dim=0).asnumpy()
 
 

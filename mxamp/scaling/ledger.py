@@ -11,7 +11,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from mxnet.gluon import Parameter, Trainer
@@ -56,6 +56,11 @@ def entries_of(trainer: Trainer) -> list[Entry]:
         if param.grad_req != "null" and param._grad is not None
         for data, gradient in zip(param._data, param._grad)
     ]
+
+
+def gradients_of(trainer: Trainer) -> list[NDArray]:
+    """Return the gradients of a trainer's parameters on all devices."""
+    return [one for param in trainer._params if param._grad is not None for one in param._grad]
 
 
 def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
@@ -116,13 +121,9 @@ class Ledger:
         if carried == Carried(self._scale):
             del self._notes[handle.value]
 
-    def is_overflown(self, entry: Entry) -> bool:
-        """Return whether a gradient was found not finite."""
-        return bool(self._notes) and self.of(entry).overflown
-
-    def has_overflown(self, trainer: Trainer) -> bool:
-        """Return whether a fresh gradient of a trainer was found not finite."""
-        return bool(self._notes) and any(map(self.is_overflown, fresh(trainer)))
+    def overflown(self, find: Callable[[], list[Entry]]) -> list[Entry]:
+        """Return those of some gradients that were found not finite."""
+        return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
     def is_summed(self, trainer: Trainer) -> bool:
         """Return whether a trainer's gradients are summed, with no pass or step since."""
@@ -151,7 +152,7 @@ class Ledger:
         replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
         for entry in adding:
             # A program that handles an overflow itself begins a new sum.
-            is_hidden = self.is_overflown(entry) and square_sum([entry.gradient]) != 0
+            is_hidden = self.of(entry).overflown and square_sum([entry.gradient]) != 0
             self.note(entry, Carried(self.of(entry).scale, is_hidden))
         self.bring(adding, scale)
         for entry, _ in replaced:  # before the pass: after it Ctrl-C could come first

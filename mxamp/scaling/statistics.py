@@ -1,76 +1,111 @@
 """BatchNorm's running statistics after a step that overflowed.
 
 In float16 an activation that overflows makes them Inf or NaN, and no later batch makes them finite
-again. A skipped step puts back the values of the last finite step.
+again. A skipped step puts back those of a recent finite step.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Callable, Mapping
+import operator
+from functools import partial
+from typing import Any, Callable, Sequence, Tuple
 
 from mxnet import autograd
-from mxnet.gluon import Constant, Trainer
+from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
+from ..framework.arrays import dtype_of, invoke, plain_array
+from ..framework.operators import handle_of
 from ..framework.wording import shortened
 from ..policy.active import suspended
-from .finite import all_finite
+from .finite import nonfinite
 
 logger = logging.getLogger("mxamp")
 
-RESTORED = "the skipped step left Inf or NaN in running statistics; the last finite are back: %s"
+RESTORED = "the skipped step left Inf or NaN in running statistics; earlier ones are back: %s"
+#: They are saved again after so many finite steps: to save those of ResNet-50 takes as
+#: long as a tenth of `Trainer.step`, while a GPU has nothing to do. They are averages over batches.
+_STEPS = 10
+#: The most arrays that one call of multi_sgd_update takes.
+_CHUNK = 60
+#: The ends of their names in nets that were read from files, which do not tell them otherwise.
+_NAMES = ("_mean", "_var")
 
-Arrays = Callable[[], Mapping[str, NDArray]]
+#: Returns running statistics, each with the name of its parameter.
+Find = Callable[[], Sequence[Tuple[str, NDArray]]]
 
 
 class RunningStatistics:
-    """The running statistics of one trainer or module, as they were after its last finite step.
-
-    Its methods take a function that returns them by name.
-    """
+    """The running statistics of one trainer or module, as they were after a recent finite step."""
 
     def __init__(self) -> None:
-        self._saved: dict[str, NDArray] | None = None
+        self._held: list[NDArray] = []
+        self._saved: list[NDArray] | None = None  #: copies of `_held`
+        self._copies: list[Callable[[], Any]] = []  #: calls that copy `_held` to `_saved`
         self._has_logged = False
         self._passes = 0  #: backward passes since the last step
+        self._age = 0  #: of `_saved`, in finite steps
 
-    def before_pass(self, arrays: Arrays) -> None:
+    def before_pass(self, find: Find) -> None:
         """Save the statistics before the first backward pass, which updates them."""
         self._passes += 1
         if self._saved is None:
-            self._save(arrays())
+            self._save([array for _, array in find()])
 
-    def _save(self, arrays: Mapping[str, NDArray]) -> None:
+    def _save(self, held: list[NDArray]) -> None:
+        self._age = 0
         with autograd.pause(), suspended():
-            self._saved = {name: array.copy() for name, array in arrays.items()}
+            if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+                for copy in self._copies:
+                    copy()
+            else:
+                self._held, self._saved = held, [array.copy() for array in held]
+                self._copies = _copies(held, self._saved)
 
-    def after_step(self, finite: bool, arrays: Arrays) -> None:
-        """Save the statistics after a finite step; after another, put back the last finite ones."""
-        if self._saved == {}:
-            return  # there are none
-        held, saved = arrays(), self._saved or {}
-        # The program may have skipped the steps of earlier passes.
-        is_good, self._passes = finite and self._passes <= 1, 0
-        bad = [] if is_good else [n for n in held if n in saved and not all_finite([held[n]])]
-        for name in bad:
-            saved[name].copyto(held[name])
+    def after_step(self, finite: bool, find: Find) -> None:
+        """Save the statistics after a tenth finite step; after an overflow, restore them."""
+        self._age += finite
+        is_good = finite and self._passes <= 1  # the program may have skipped earlier passes' steps
+        self._passes = 0
+        if self._saved == [] or (is_good and self._age < _STEPS):
+            return
+        found = find()
+        held, saved = [array for _, array in found], self._saved or ()
+        bad = [] if is_good or len(held) != len(saved) else nonfinite(held)
+        for i in bad:
+            saved[i].copyto(held[i])
         if bad and not self._has_logged:
-            logger.warning(RESTORED, shortened(sorted(bad)))
+            names = (f"{found[i][0]} on {held[i].context}" for i in bad)
+            logger.warning(RESTORED, shortened(sorted(names)))
             self._has_logged = True
-        if finite:
+        if finite and self._age >= _STEPS:
             self._save(held)
 
 
-def running_statistics(trainer: Trainer) -> dict[str, NDArray]:
-    """Return the running statistics of BatchNorm among a trainer's parameters, on all devices.
+def _copies(sources: Sequence[NDArray], targets: Sequence[NDArray]) -> list[Callable[[], Any]]:
+    """Return few calls that copy many arrays: updates with a learning rate of 0."""
+    groups: dict[Any, list[tuple[NDArray, NDArray]]] = {}
+    for source, target in zip(map(plain_array, sources), map(plain_array, targets)):
+        groups.setdefault((source.context, dtype_of(source)), []).append((source, target))
+    calls: list[Callable[[], Any]] = []
+    for group in groups.values():
+        for k in range(0, len(group), _CHUNK):
+            weights, out = zip(*group[k : k + _CHUNK])
+            both, rates = [one for one in weights for _ in range(2)], str((0,) * len(weights))
+            call = partial(
+                invoke, handle_of("multi_sgd_update"), both, ["lrs", "wds", "num_weights"]
+            )
+            calls.append(partial(call, [rates, rates, str(len(weights))], [*out], False, False))
+    return calls
 
-    MXNet does not tell them from other parameters without a gradient; vectors are small.
-    """
-    return {
-        f"{param.name} on {data.context}": data
+
+def running_statistics(trainer: Trainer) -> list[tuple[str, NDArray]]:
+    """Return the running statistics of BatchNorm among a trainer's parameters, on all devices."""
+    return [
+        (param.name, data)
         for param in trainer._params
-        if param.grad_req == "null" and param._data is not None
-        if not isinstance(param, Constant) and len(param.shape) == 1
-        for data in param.list_data()
-    }
+        if param._data is not None and (not param._differentiable or param.name.endswith(_NAMES))
+        if param.grad_req == "null"
+        for data in param._data
+    ]

@@ -31,7 +31,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import LBSGD, AdaDelta
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import as_float, as_list, dtype_of
+from ..framework.arrays import as_float, as_list
 from ..framework.contrib_amp import RefusedScale, check_contrib_is_off
 from ..framework.distributed import is_horovod_optimizer
 from ..framework.keywords import checked_call
@@ -46,9 +46,9 @@ from .distributed import (
     wait_for_weights,
     workers_of,
 )
-from .finite import all_finite, multiply, square_sum
+from .finite import all_finite, layout_of, multiply, nonfinite, square_sum
 from .float16_optimizers import check_float16_update, divide_updates
-from .ledger import Carried, Entry, entries_of, fresh, ledger
+from .ledger import Carried, Entry, entries_of, fresh, gradients_of, ledger
 from .passes import passes, scale_losses
 from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
@@ -201,7 +201,7 @@ class State:
         """Whether unscaled gradients overflow; None while other workers may find otherwise."""
         if workers_of(self.trainer) is not None and not ledger.is_summed(self.trainer):
             return None
-        return ledger.has_overflown(self.trainer)
+        return bool(ledger.overflown(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
         """Record that the program, which scales another loss, has dropped unscaled gradients."""
@@ -218,7 +218,7 @@ class State:
         """
         bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
         # Not in a sum that held the overflow before.
-        if has_dropped and self.workers is None and not all(map(ledger.is_overflown, bad)):
+        if has_dropped and self.workers is None and len(ledger.overflown(lambda: bad)) < len(bad):
             self.scaler.update(False)
         for entry in bad:
             ledger.note(entry, Carried(ledger.of(entry).scale, True))
@@ -250,8 +250,6 @@ class State:
                 self.pending = Pending(scale, Stage.UNSCALED if self.is_shared else Stage.SCALED)
                 carried = 1.0 if self.is_shared else scale
         sum_gradients(trainer, carried, self.workers is not None)
-        if self.stage is not Stage.NONE:
-            ledger.note_sum(trainer)
 
     def _equalize(self) -> float:
         """Bring all gradients to one scale, and return it."""
@@ -266,14 +264,14 @@ class State:
 
     def step(self) -> StepReport:
         """Check and unscale the gradients, and update the scale; return the outcome."""
-        scale, used = self._collect()
-        bad = self._find_overflow(used)
-        if not bad:
-            unscale_update(self.trainer._optimizer, used, scale)
-        return self._publish(self._record(scale, used, bad))
+        scale = self._prepare()
+        bad = self._find_overflow(scale)
+        if not bad and scale != 1:
+            self._unscale_update(scale)
+        return self._publish(self._record(scale, bad))
 
-    def _collect(self) -> tuple[float, list[Entry]]:
-        """Return the scale of the gradients that this step uses, and those to check."""
+    def _prepare(self) -> float:
+        """Bring the gradients to one scale, and return it."""
         optimizer = self.trainer._optimizer
         # An array if `step` was given one: MXNet's operators parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
@@ -284,10 +282,11 @@ class State:
         scale = self._equalize()
         if scale == 1:
             self._warn_of_no_scale()
-        if self.stage is Stage.NONE or (scale == 1 and not self.scaler.scales):
-            return scale, []
-        # All workers use the gradients that one of them has computed.
-        return scale, (fresh if self.workers is None else entries_of)(self.trainer)
+        return scale
+
+    def _used(self) -> list[Entry]:
+        """Return the gradients that this step uses: with workers, all that one has computed."""
+        return (fresh if self.workers is None else entries_of)(self.trainer)
 
     def _warn_of_no_scale(self) -> None:
         """Warn of gradients that carry no scale, unless those of the last step had none either."""
@@ -298,13 +297,38 @@ class State:
         if may_warn and self.stage in named and fresh(self.trainer):
             logger.warning(NOT_SCALED)
 
-    def _find_overflow(self, used: Sequence[Entry]) -> list[Entry]:
+    def _find_overflow(self, scale: float) -> list[Entry]:
         """Return the gradients that are not finite, or were not when they were unscaled."""
-        if not any(map(ledger.is_overflown, used)) and all_finite([e.gradient for e in used]):
+        if self.stage is Stage.NONE or (scale == 1 and not self.scaler.scales):
             return []
-        return [e for e in used if ledger.is_overflown(e) or not all_finite([e.gradient])]
+        hidden = {id(entry.data) for entry in ledger.overflown(self._used)}
+        # Stale ones too: to leave them out costs more than to check them.
+        if not hidden and all_finite(gradients_of(self.trainer)):
+            return []
+        used = self._used()
+        found = {*nonfinite([entry.gradient for entry in used])}
+        return [e for i, e in enumerate(used) if i in found or id(e.data) in hidden]
 
-    def _record(self, carried: float, used: Sequence[Entry], bad: Sequence[Entry]) -> StepReport:
+    def _unscale_update(self, scale: float) -> None:
+        """Make the update use its gradients divided by the loss scale.
+
+        MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Others
+        may not do so, or read gradients before, and get gradients that are divided here: in float32
+        where there are master weights.
+        """
+        optimizer = self.trainer._optimizer
+        is_known = type(optimizer).__module__.startswith("mxnet.optimizer")
+        # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
+        dtypes = (layout_of(gradient).dtype for gradient in gradients_of(self.trainer))
+        underflows = not optimizer.multi_precision and "float16" in dtypes
+        if is_known and not underflows and not isinstance(optimizer, _NEED_DIVIDED):
+            optimizer.rescale_grad /= scale
+        elif optimizer.multi_precision:
+            divide_updates(optimizer, scale)
+        else:
+            ledger.bring(self._used(), 1.0)
+
+    def _record(self, carried: float, bad: Sequence[Entry]) -> StepReport:
         """Update the loss scale and the ledger after a step; return the step's report."""
         stage, scaler, finite = self.stage, self.scaler, not bad
         if stage is Stage.NONE:
@@ -313,7 +337,7 @@ class State:
         names = tuple(dict.fromkeys(entry.param.name for entry in bad))
         if bad:
             # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
-            for entry in used:
+            for entry in self._used():
                 entry.data._fresh_grad = False
             if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
                 scaler.back_off_from(scale)
@@ -376,27 +400,6 @@ def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: A
         trainer._amp_loss_scaler = None
         logger.warning(UNSCALED)
     original(trainer, *args, **kwargs)
-
-
-def unscale_update(optimizer: Any, used: Sequence[Entry], scale: float) -> None:
-    """Make an update use its gradients divided by the loss scale.
-
-    MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Others may
-    not do so, or read gradients before, and get gradients that are divided here: in float32 where
-    there are master weights.
-    """
-    if scale == 1:
-        return
-    gradients = [entry.gradient for entry in used]
-    is_known = type(optimizer).__module__.startswith("mxnet.optimizer")
-    # In float16 MXNet multiplies the learning rate by `rescale_grad` first, which may give 0.
-    underflows = not optimizer.multi_precision and "float16" in map(dtype_of, gradients)
-    if is_known and not underflows and not isinstance(optimizer, _NEED_DIVIDED):
-        optimizer.rescale_grad /= scale
-    elif optimizer.multi_precision:
-        divide_updates(optimizer, scale)
-    else:
-        ledger.bring(used, 1.0)
 
 
 @checked_call
@@ -514,6 +517,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     limit = max_norm if max_norm == math.inf else positive_number("max_norm", max_norm)
     hook.check("unscale")
     trainer.allreduce_grads()
+    ledger.note_sum(trainer)  # for `step`
     hook.unscale()
     used = fresh(trainer)
     # Each device that has computed a gradient holds the sum.
