@@ -164,8 +164,7 @@ class PolicyCachedOp:
         places = block._cached_op_args
         self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self._parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
-        unset = any(map(reads_unset_flag, self._graph.nodes))
-        self._flags = [flag for flag in block._flags if flag[0] != "static_shape" or not unset]
+        self._flags = [*block._flags]
         # Without unsafe loops and without changes for training, training runs the inference graph.
         self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
         #: The graph with the loss scale among its inputs, in MXNet's order; None if unneeded.
@@ -330,14 +329,16 @@ class PolicyCachedOp:
             symbol = graph.to_symbol(kind)
         else:
             return self._unchanged
-        return _Op(self._cached_op(symbol, order), symbol, order)
+        return _Op(self._cached_op(symbol, order, call.policy.device), symbol, order)
 
-    def _cached_op(self, symbol: Symbol, order: Sequence[int]) -> CachedOp:
+    def _cached_op(self, symbol: Symbol, order: Sequence[int], device: str = "cpu") -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
         data = [place for place, i in enumerate(order) if i not in self._parameters]
         params = [place for place, i in enumerate(order) if i in self._parameters]
         places = ("data_indices", data), ("param_indices", params)
-        op = CachedOp(symbol, [*places, *self._flags])
+        unset = any(reads_unset_flag(node, device) for node in self._graph.nodes)
+        flags = [flag for flag in self._flags if flag[0] != "static_shape" or not unset]
+        op = CachedOp(symbol, [*places, *flags])
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op

@@ -58,13 +58,12 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
     """
     batches, on_cpu = _split_by_device(arrays)
     flags: dict[Any, NDArray] = {}  # one a GPU, which the host reads without another kernel
-    with autograd.pause(), suspended(), np.errstate(all="ignore"):
+    with autograd.pause(), suspended():
         for batch, _ in batches:
             ctx = layout_of(batch[0]).ctx
             flags[ctx] = _all_finite_on_gpu(batch, flags.get(ctx))
         # The CPU checks its own arrays while GPUs compute.
-        is_finite = all(_is_finite(array) for array, _ in on_cpu)
-        return is_finite and bool(_to_numpy([*flags.values()]).all())
+        return _find_on_cpu(on_cpu) == [] and 0 not in _to_numpy([*flags.values()])
 
 
 def _all_finite_on_gpu(batch: Sequence[NDArray], earlier: NDArray | None = None) -> NDArray:
@@ -77,8 +76,8 @@ def _all_finite_on_gpu(batch: Sequence[NDArray], earlier: NDArray | None = None)
 def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
     """Return the positions of the arrays that hold Inf or NaN; two waits for GPUs at most."""
     batches, on_cpu = _split_by_device(arrays)
-    with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        found = [i for array, i in on_cpu if not _is_finite(array)]
+    with autograd.pause(), suspended():
+        found = _find_on_cpu(on_cpu)
         unsure = {
             i: array
             for batch, sums in zip(batches, _square_sums(batches))
@@ -175,6 +174,14 @@ def layout_of(array: NDArray) -> Layout:
         layout = Layout(array.context, dtype_of(array), 0 in shape, not shape)
         array.handle._amp_layout = layout = _layouts.setdefault(layout, layout)
     return layout
+
+
+def _find_on_cpu(arrays: Sequence[tuple[NDArray, int]]) -> list[int]:
+    """Return the positions of the arrays that are not finite."""
+    if not arrays:
+        return []
+    with np.errstate(all="ignore"):
+        return [i for array, i in arrays if not _is_finite(array)]
 
 
 def _is_finite(array: NDArray) -> bool:

@@ -33,6 +33,7 @@ MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make
 _lock = threading.RLock()
 hold_during_forks(_lock)
 _locked = holding(_lock)
+_listed = _locked(list)
 
 
 class Entry(NamedTuple):
@@ -106,7 +107,7 @@ class Ledger:
 
     def known(self) -> list[Trainer]:
         """Return the known trainers; threads make others meanwhile."""
-        return _locked(list)(self.trainers)
+        return _listed(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
         """Return what a gradient carries."""

@@ -56,7 +56,8 @@ class RunningStatistics:
     def _save(self, held: list[NDArray]) -> None:
         self._age = 0
         with autograd.pause(), suspended():
-            if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+            if same and self._saved is not None:
                 for copy in self._copies:
                     copy()
             else:

@@ -277,8 +277,9 @@ class State:
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         if self.report is None:
             check_float16_update(self.trainer)
-        follow_weights(self.new_masters)
-        self.new_masters = []
+        if self.new_masters:
+            follow_weights(self.new_masters)
+            self.new_masters = []
         scale = self._equalize()
         if scale == 1:
             self._warn_of_no_scale()

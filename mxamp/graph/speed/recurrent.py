@@ -428,18 +428,18 @@ class _Layer:
         return self._parts.add("elemwise_add", f"{self._name}_gates", from_input, from_state)
 
 
-def reads_unset_flag(node: Node) -> bool:
+def reads_unset_flag(node: Node, device: str = "cpu") -> bool:
     """Return whether an RNN runs wrong under static_shape, which leaves its training flag unset.
 
     Where the uninitialized flag says training, an LSTM with a projection fails in inference with
     "No training support", and an LSTM with dropout drops elements. Where it changes between a
     forward and a backward pass, one of several `RNN` nodes, such as `rnn_layers` makes, fails with
-    "_M_range_check".
+    "_M_range_check": on CPUs, since `rnn_layers` leaves the nodes of GPUs whole.
     """
     if node.op != "RNN":
         return False
     attrs = node.attrs
-    divided = int(attrs["num_layers"]) * _directions(attrs) > 1
+    divided = device == "cpu" and int(attrs["num_layers"]) * _directions(attrs) > 1
     return (
         divided or attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
     )
