@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-struct state simulated;
+struct state simulated = {.finite = 1};
 __thread int current_device;
 __thread int last_error;
 __thread const char *refused;
@@ -97,6 +97,9 @@ void simulated_gpu_compute_besides(int yes) { computed_besides = yes; }
 void simulated_gpu_counts(long *out) { memcpy(out, &simulated.counts, sizeof simulated.counts); }
 
 void simulated_gpu_reset_counts(void) { memset(&simulated.counts, 0, sizeof simulated.counts); }
+
+/* Let overflow checks find, where kernels do nothing, that all numbers are finite (1), or not (0). */
+void simulated_gpu_set_finite(int yes) { simulated.finite = yes; }
 
 /* Let every later call fail with this error, as after an illegal memory access (700); 0 ends it. */
 void simulated_gpu_fail(int error) { simulated.sticky = error; }

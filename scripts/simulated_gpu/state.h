@@ -34,6 +34,7 @@ struct state {
   int major, minor;   /* the compute capability of each GPU */
   int driver;         /* the CUDA version of the driver, such as 11080 */
   int computes;       /* operators compute values: a kernel that is launched is an error */
+  int finite;         /* what overflow checks find where kernels do nothing */
   int sticky;         /* the error that every call returns, as after an illegal memory access */
   struct device device[MOST_DEVICES];
   struct counts counts;

@@ -1,0 +1,115 @@
+"""A contender of `scripts/bench/gpu_host`: train a model on a simulated GPU, a round for each line.
+
+gpu_host_worker.py CONTENDER MODEL
+
+A line of input is the number of steps of a round. Kernels do nothing, so gradients are zeros.
+"""
+
+import ctypes
+import sys
+import time
+from typing import Any, Callable, Dict, List, Tuple
+
+import numpy as np
+
+from models_worker import batch_of, enable_amp, mxnet_model, print_json, sgd_trainer
+
+SSD = "ssd_512_resnet50_v1_custom"
+GPUS = ctypes.CDLL("libsimulated_gpu.so")
+
+
+def counts() -> List[int]:
+    """Return launches, waits, copies and bytes copied since the last reset."""
+    found = (ctypes.c_long * 4)()
+    GPUS.simulated_gpu_counts(found)
+    return list(found)
+
+
+def model_and_batch(model: str) -> Tuple[Any, List[Any], Any]:
+    """Return a net that is not initialized, its inputs and its labels."""
+    if model.startswith("ssd"):
+        from gluoncv import model_zoo
+
+        rows = int(model.rpartition("-")[2])
+        net = model_zoo.get_model(SSD, classes=["cat", "dog"], pretrained_base=False)
+        return net, [np.zeros((rows, 3, 512, 512), "float32")], np.zeros(rows, "float32")
+    return (mxnet_model(model), *batch_of(model))
+
+
+def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Callable[[], Any], Any]:
+    """Return a function of the forward and backward pass, one of the step, and the trainer."""
+    import mxnet as mx
+
+    ctx = mx.gpu(0)
+    with ctx:
+        amp = enable_amp(contender, "float16")
+    from mxnet import autograd, gluon
+
+    net, inputs, labels = model_and_batch(model)
+    net.initialize(ctx=ctx)
+    net.hybridize(static_alloc=True, static_shape=True)
+    data, label = [mx.nd.array(one, ctx=ctx) for one in inputs], mx.nd.array(labels, ctx=ctx)
+    trainer = sgd_trainer(net)
+    if contender != "float32":
+        amp.init_trainer(trainer)
+    cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def passes() -> None:
+        with autograd.record():
+            out = net(*data)
+            if isinstance(out, (list, tuple)):  # a detector's scores and boxes
+                losses = [one.square().mean() for one in out[:2]]
+            else:
+                losses = [cross_entropy(out, label)]
+            if contender == "float32":
+                autograd.backward(losses)
+            else:
+                with amp.scale_loss(losses, trainer) as scaled:
+                    autograd.backward(scaled)
+
+    return passes, lambda: trainer.step(len(labels)), trainer
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    """Return the processor's seconds in a call and in what MXNet does for it behind the call."""
+    from mxnet import nd
+
+    began = time.process_time()
+    function()
+    nd.waitall()
+    return time.process_time() - began
+
+
+def skip_steps() -> None:
+    """Let overflow checks find Inf in every gradient, after the calls that they make for it."""
+    from mxamp.scaling import trainer
+
+    GPUS.simulated_gpu_set_finite(0)
+    real = vars(trainer)["nonfinite"]
+    vars(trainer)["nonfinite"] = lambda arrays: [*real(arrays), *range(len(arrays))]
+
+
+def main() -> None:
+    """Print the figures of each round that standard input asks for."""
+    contender, model = sys.argv[1:]
+    skipping = contender == "skipped"
+    passes, step, trainer = passes_and_step("mxamp" if skipping else contender, model)
+    for _ in range(3):
+        seconds_of(passes), seconds_of(step)
+    if contender == "mxamp" and not trainer.amp_last_step.stepped:
+        sys.exit("error: the simulated GPU finds overflows where there are none")
+    if skipping:
+        skip_steps()
+    print_json()
+    for line in sys.stdin:
+        total: Dict[str, float] = {"passes": 0.0, "step": 0.0}
+        GPUS.simulated_gpu_reset_counts()
+        for _ in range(int(line)):
+            total["passes"] += seconds_of(passes)
+            total["step"] += seconds_of(step)
+        each = {name: value / int(line) for name, value in total.items()}
+        print_json(**each, counts=[count / int(line) for count in counts()])
+
+
+if __name__ == "__main__":
+    main()
