@@ -16,7 +16,7 @@ from mxamp.framework.compat import BROKEN
 from mxamp.tools import doctor as module
 from mxamp.tools.doctor import AUTOMATIC, NOTE, PROBLEM, examine, failure_reason
 
-T4, UNKNOWN = (("Tesla T4", "470.57.02", capability) for capability in ("7.5", "[N/A]"))
+T4, UNKNOWN = (("Tesla T4", "525.60.13", capability) for capability in ("7.5", "[N/A]"))
 H100 = ("NVIDIA H100 PCIe", "535.104.05", "9.0")
 CPU_BUILD, CUDA_BUILD = {"mxnet": "1.9.1"}, {"mxnet-cu112": "1.9.1"}
 BF16 = {"avx512", "avx512_bf16"}
@@ -45,6 +45,7 @@ def install(
 
 
 ON_T4 = {"wheels": CUDA_BUILD, "gpus": [T4], "device": "gpu"}
+OLD = ("Tesla T4", "470.57.02", "7.5")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
         ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed"}, PROBLEM, "failed", "driver"),
         ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed", "device": "gpu"}, NOTE, "failed", "newer"),
         ({"gpu_error": "nvidia-smi failed"}, NOTE, "failed", "driver"),
-        ({**ON_T4, "device": "cpu"}, PROBLEM, "Tesla T4, driver 470.57.02, and MXNet no GPU", "450.80.02"),
+        ({**ON_T4, "gpus": [OLD]}, NOTE, "driver 470.57.02 can't load fused kernels", "520.61.05"),
+        ({**ON_T4, "device": "cpu"}, PROBLEM, "Tesla T4, driver 525.60.13, and MXNet no GPU", "450.80.02"),
         ({"wheels": CUDA_BUILD}, NOTE, "mxnet-cu112 is installed, and MXNet sees no GPU", "450.80.02"),
         ({AUTOMATIC: "auto"}, PROBLEM, "start-up hook", "mxamp run"),
         ({"threads": 16}, PROBLEM, "16 threads", "OMP_NUM_THREADS=4"),
@@ -99,7 +101,7 @@ def test_each_finding(monkeypatch, changes, level, what, advice):
 @pytest.mark.parametrize(
     "script, gpus, error",
     [
-        ("printf 'Tesla T4, 470.57.02, 7.5\\nNVIDIA H100 PCIe, 535.104.05, 9.0\\n'", [T4, H100], ""),
+        ("printf 'Tesla T4, 525.60.13, 7.5\\nNVIDIA H100 PCIe, 535.104.05, 9.0\\n'", [T4, H100], ""),
         ("echo 'Field \"compute_cap\" is not a valid field'; exit 2", [], "not a valid field"),
         ("echo No devices were found; exit 6", [], ""),
         (None, [], ""),
@@ -206,7 +208,7 @@ def test_the_report_of_this_machine_has_its_versions():
         ({"cpu": ("avx512",)}, 0, f"fastest dtype float32: this CPU ({machine.cpu_name()}) computes no bfloat16"),
         ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, 0, f"is fast in bfloat16 if {machine.FOR_AMX}"),
         ({"wheels": {}, "error": "no"}, 1, "no wheel is installed"),
-        (ON_T4, 0, "Tesla T4, 470.57.02, 7.5 fastest dtype float16"),
+        (ON_T4, 0, "Tesla T4, 525.60.13, 7.5 fastest dtype float16"),
         ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE x"),
     ],
 )  # fmt: skip

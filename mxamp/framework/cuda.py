@@ -1,16 +1,28 @@
-"""The requirements of mxnet-cu112, and the CUDA libraries that are preloaded for it."""
+"""The requirements of mxnet-cu112, the CUDA libraries that are preloaded for it, and the GPU."""
 
 import ctypes
 import importlib.util
+import logging
+import os
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import List
+from typing import List, Optional, Tuple
 
 from ..errors import InstallError
+
+logger = logging.getLogger("mxamp")
 
 WHEEL = "mxnet-cu112"
 #: The oldest driver on Linux that runs the wheel, from CUDA's release notes.
 DRIVER = "450.80.02"
+#: The oldest one that loads what CUDA 11.8's compiler NVRTC makes of fused operators. CUDA promises
+#: older drivers for machine code, but not for PTX.
+FUSION_DRIVER = "520.61.05"
+_FUSION = "MXNET_USE_FUSION"
+#: The first compute capability with tensor cores. Before it float16 is slower than float32, or, on
+#: 6.0, as fast in convolutions.
+TENSOR_CORES = (7, 0)
 #: The major compute capabilities that the wheel has machine code for, from MXNet 1.9.1's
 #: config/distribution/linux_cu112.cmake.
 MAJORS = (5, 6, 7, 8)
@@ -29,10 +41,17 @@ NO_DRIVER = (
 )
 
 
+NO_FUSION = (
+    "the driver is for CUDA %d.%d, and can't load what NVRTC %d.%d compiles: MXNet's fusion of "
+    f"operators is off ({_FUSION}=0). Driver {FUSION_DRIVER} or later can"
+)
+
+
 def preload() -> None:
     """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no CUDA on the system.
 
-    Raises `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
+    Turns MXNet's fusion of operators off if the driver can't load fused kernels. Raises
+    `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
     """
     if not _has_wheel():
         return
@@ -43,6 +62,41 @@ def preload() -> None:
             if (folder / name).exists():
                 ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
                 break
+    driver, compiler = driver_version(), compiler_version()
+    if driver < compiler and _FUSION not in os.environ:
+        os.environ[_FUSION] = "0"
+        logger.warning(NO_FUSION, *driver, *compiler)
+
+
+def driver_version() -> Tuple[int, int]:
+    """Return the version of CUDA that the driver is for."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def compiler_version() -> Tuple[int, int]:
+    """Return the version of NVRTC; (0, 0) if MXNet will find none either."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        ctypes.CDLL("libnvrtc.so.11.2").nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    except OSError:
+        return 0, 0
+    return major.value, minor.value
+
+
+@lru_cache(maxsize=None)
+def capability() -> Optional[Tuple[int, int]]:
+    """Return the compute capability of the first GPU; None without one."""
+    if not _is_loaded("libcuda.so.1"):
+        return None
+    driver, found = ctypes.CDLL("libcuda.so.1"), (ctypes.c_int(), ctypes.c_int())
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and MINOR.
+    failed = driver.cuInit(0) or any(
+        driver.cuDeviceGetAttribute(ctypes.byref(one), attribute, 0)
+        for one, attribute in zip(found, (75, 76))
+    )
+    return None if failed else (found[0].value, found[1].value)
 
 
 def _has_wheel() -> bool:

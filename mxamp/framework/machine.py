@@ -10,7 +10,13 @@ from typing import Any, Dict, FrozenSet, Mapping, Optional
 
 import numpy as np
 
+from . import cuda
+
 logger = logging.getLogger("mxamp")
+
+SLOW_GPU = (
+    "this GPU, of compute capability {}.{}, has no tensor cores: float16 is fast from {}.{} on"
+)
 
 #: MXNet's bfloat16: a NumPy structure that holds the raw 16 bits.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
@@ -74,15 +80,24 @@ def default_dtype(device: Optional[str] = None) -> str:
 def fast_dtype(device: Optional[str] = None) -> str:
     """Return the dtype that "auto" means on "cpu" or "gpu", by default on `default_device()`.
 
-    It is float16 for GPUs, bfloat16 for CPUs with bfloat16 arithmetic, and float32 for other CPUs.
+    It is float16 for GPUs with tensor cores, bfloat16 for CPUs with bfloat16 arithmetic, and
+    float32 for others.
     """
     if (device or default_device()) == "gpu":
-        return "float16"
+        return "float32" if _has_slow_gpu() else "float16"
     return "bfloat16" if computes_bfloat16() else "float32"
 
 
-def why_float32() -> str:
-    """Return the reason why "auto" is float32 on this CPU, for a log line."""
+def _has_slow_gpu() -> bool:
+    """Return whether the GPU has no tensor cores."""
+    found = cuda.capability()
+    return found is not None and found < cuda.TENSOR_CORES
+
+
+def why_float32(device: str = "cpu") -> str:
+    """Return the reason why "auto" is float32 on this CPU or GPU, for a log line."""
+    if device == "gpu" and _has_slow_gpu():
+        return SLOW_GPU.format(*cuda.capability() or (), *cuda.TENSOR_CORES)
     cpu = f"this CPU ({cpu_name()})"
     if "amx_bf16" in cpu_features():
         return f"{cpu} is fast in bfloat16 if {FOR_AMX} is set before Python starts"

@@ -52,7 +52,7 @@ def announce(policy: Policy) -> None:
 
 def announce_float32(advice: str = "give 'bfloat16' in place of 'auto'") -> None:
     """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
-    warn_once("auto", STAYS_OFF, machine.why_float32(), advice)
+    warn_once("auto", STAYS_OFF, machine.why_float32(machine.default_device()), advice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:

@@ -27,7 +27,7 @@ from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
 from ..graph.speed.recurrent import reads_unset_flag
 from ..graph.speed.shape_rules import choose
 from ..graph.speed.substitutions import NONE, Choices
-from ..policy.active import current_policy, tracing
+from ..policy.active import current_policy, nearest_policy, tracing
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
@@ -55,7 +55,7 @@ def build_call_cached_op(original: Original) -> Original:
     def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
         op = self._cached_op
         if type(op) is not PolicyCachedOp:
-            if current_policy() is not None:
+            if current_policy() is not None or _records_under_policy() is not None:
                 install_policy_op(self, args)
         elif op.arrays == len(args) and not self._callback and _ARRAYS.issuperset(map(type, args)):
             # What MXNet's function does for arrays alone, in half of its time.
@@ -63,6 +63,12 @@ def build_call_cached_op(original: Original) -> Original:
         return original(self, *args)
 
     return _call_cached_op
+
+
+def _records_under_policy() -> Policy | None:
+    """Return the policy around a region without one, in which autograd records: losses scale."""
+    policy = nearest_policy() if autograd.is_recording() else None
+    return policy if isinstance(policy, Policy) else None
 
 
 def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
@@ -203,6 +209,9 @@ class PolicyCachedOp:
         policy, off = self._policy or current_policy(), False
         if policy is None and self._marks:
             policy, off = policy_for_regions(self._marks), True
+        # Custom operators scale their results themselves there.
+        if policy is None and self._scalable is not None and "Custom" not in self._graph.operators:
+            policy, off = _records_under_policy(), True
         if policy is None:
             return self._unchanged
         training = autograd.is_recording()

@@ -33,7 +33,7 @@ from ..framework.arrays import (
     kind_code,
 )
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.operators import Operator, by_handle, handle_of
+from ..framework.operators import WRITTEN_BY_USERS, Operator, by_handle, handle_of
 from ..framework.patching import Original
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
@@ -185,7 +185,9 @@ class _Actions(Dict[int, Optional[Action]]):
                 action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
             if handle in _NO_VIEWS:
                 action = _reading_no_views(action or _plain)
-        if handle in LOSS_OUTPUT_HANDLES:
+        # Without a policy, custom operators scale their results themselves.
+        by_user = LOSS_OUTPUT_HANDLES.get(handle) in WRITTEN_BY_USERS
+        if handle in LOSS_OUTPUT_HANDLES and (policy is not None or not by_user):
             action = _scaling_losses(action or _plain)
         self[handle] = action
         return action
@@ -309,7 +311,8 @@ class _Casts:
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
         if self._sums:
-            kept = long_sum_reason(self._rule, dict(attributes), arrays[0].shape)
+            shapes = [array.shape for array in arrays]
+            kept = long_sum_reason(self._rule, dict(attributes), shapes, autograd.is_recording())
         elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
             kept = self._trained[0]
         elif codes[1:2] != (_FLOAT32,) and not (kept and kept.exact):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Mapping, NamedTuple, Tuple
+from typing import Mapping, NamedTuple, Sequence, Tuple
 
 from .values import out_of_range, same_value
 
@@ -140,28 +140,39 @@ Shape = Tuple[int, ...]
 
 
 def long_sum_reason(
-    rule: Rule, attributes: Mapping[str, str], first_shape: Shape | None
+    rule: Rule, attributes: Mapping[str, str], shapes: Sequence[Shape | None], training: bool
 ) -> Reason | None:
     """Return why the rule long_sums keeps a matrix product in float32; None if it does not.
 
-    `first_shape` is the shape of the first input. Some kernels sum in half precision, which loses
-    digits in long sums.
+    `shapes` are those of the inputs. Some kernels sum in half precision, which loses digits in long
+    sums.
     """
     for one in rule.by_shape:
         if one.name == "long_sums" and has_long_sums(
-            one.limit, rule.operator, attributes, first_shape
+            one.limit, rule.operator, attributes, shapes, training
         ):
             return one.reason
     return None
 
 
 def has_long_sums(
-    limit: int, operator: str, attributes: Mapping[str, str], first_shape: Shape | None
+    limit: int,
+    operator: str,
+    attributes: Mapping[str, str],
+    shapes: Sequence[Shape | None],
+    training: bool,
 ) -> bool:
     """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
 
-    >>> has_long_sums(64, "batch_dot", {"transpose_a": "True"}, (8, 64, 32))
+    A product of M by K and K by N sums K terms, and its gradients sum N and M.
+
+    >>> has_long_sums(64, "batch_dot", {"transpose_a": "True"}, [(8, 64, 99), (8, 64, 9)], False)
     False
+    >>> has_long_sums(64, "batch_dot", {"transpose_a": "True"}, [(8, 64, 99), (8, 64, 9)], True)
+    True
     """
+    if training:
+        return not all(shapes) or max(n for shape in shapes for n in (shape or ())[-2:]) > limit
     transposed = operator == "batch_dot" and same_value(attributes.get("transpose_a", "0"), "1")
-    return not first_shape or first_shape[-2 if transposed else -1] > limit
+    first = (*shapes, None)[0]
+    return not first or first[-2 if transposed else -1] > limit

@@ -112,6 +112,11 @@ def forget(names: Iterable[str]) -> None:
 def _custom_op_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
     """Replace `CustomOpProp.__init__`: its operators scale their gradients."""
     original(prop, need_top_grad)
+    scale_operators(prop)
+
+
+def scale_operators(prop: CustomOpProp) -> None:
+    """Let the operators that a prop creates from now on scale their gradients."""
     prop.create_operator = partial(_create_operator, prop)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import ContextDecorator
 from typing import Any, Sequence
 
@@ -20,7 +21,13 @@ from . import float16_optimizers, loss_outputs, running, tape
 from .ledger import ledger
 from .running import Pass, Running
 
+logger = logging.getLogger("mxamp")
+
 NO_LOSS = "a loss must be an NDArray, or lists, tuples and dicts of NDArrays, not {}"
+RECORDED_BEFORE = (
+    "after shutdown() a loss is scaled again, and its functions or custom operators were recorded "
+    "before: in this step they are given scaled gradients. Call init_trainer(trainer) before record"
+)
 FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
 NESTED_SUM = (
     "a backward pass inside an operator in Python adds to a gradient that the pass around it adds "
@@ -45,6 +52,8 @@ def scale_losses(loss: Any, scale: float) -> Any:
     Raises `StateError` if a loss is scaled already.
     """
     if scale != 1:
+        if not passes.is_open and running.has_python_operators():
+            logger.warning(RECORDED_BEFORE)
         passes.open()
     elif not passes.is_open and isinstance(loss, NDArray):
         return loss
@@ -94,13 +103,15 @@ class _Passes(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Patch backward passes and trainers, and find the existing trainers in memory."""
+        """Patch backward passes and trainers, and find what exists already in memory."""
         self._is_ending = False
         if not self.is_open:
             super().open()
             for one in gc.get_objects():
                 if issubclass(type(one), Trainer):
                     ledger.add(one)
+                elif issubclass(type(one), CustomOpProp):
+                    loss_outputs.scale_operators(one)
 
     def close(self) -> None:
         """Undo the patches, now or after the step that uses the last scaled gradient."""
@@ -213,6 +224,7 @@ def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
     """Sum gradients over devices; a GradScaler that meets the trainer later does not sum again."""
+    ledger.equalize(trainer)
     original(trainer)
     ledger.note_sum(trainer)
 

@@ -65,7 +65,7 @@ def run(one: Pass, compute: Callable[[], Any], to_end: bool = False) -> Any:
     """
     # MXNet's own thread must not wait for MXNet.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
-    waits = to_end or (_has_python_operators() and not is_foreign)
+    waits = to_end or (has_python_operators() and not is_foreign)
     if waits:
         one.names  # noqa: B018  # of a pass inside it too
 
@@ -96,7 +96,7 @@ def _call(one: Pass, given: float | None, function: Callable[..., Any], *args: A
             _running[thread] = outer
 
 
-def _has_python_operators() -> bool:
+def has_python_operators() -> bool:
     """Return whether custom operators or functions wait for a backward pass."""
     held = getattr(mx.operator._registry, "ref_holder", {})
     custom = any(isinstance(one, CustomOp) for one in list(held.values()))

@@ -444,7 +444,7 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
     scaler = None if chose_float32() else loss_scaler
-    if attach_hook(optimizer_or_trainer, scaler).loss_scale != 1:
+    if attach_hook(optimizer_or_trainer, scaler).scaler.scales:
         passes.open()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from .._version import __version__
 from ..framework import machine
 from ..framework.compat import BROKEN, MXNET, release
-from ..framework.cuda import DRIVER, MAJORS, WHEEL
+from ..framework.cuda import DRIVER, FUSION_DRIVER, MAJORS, WHEEL
 from ..framework.environment import AUTOMATIC, automatic_value
 from ..framework.wording import counted
 
@@ -70,6 +70,7 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
     device, error = import_mxnet()
     wheels = installed_wheels()
     usable, dtype = machine.onednn_features(), machine.fast_dtype(device or "cpu")
+    why = machine.why_float32(device or "cpu")
     variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
     facts = {
         "mxamp": __version__,
@@ -79,7 +80,7 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
         "processors": f"{processors():g}; MXNet computes on {counted(machine.threads(), 'thread')}",
         **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
         **{name: without_folders(os.environ[name]) for name in variables},
-        "fastest dtype": f"float32: {machine.why_float32()}" if dtype == "float32" else dtype,
+        "fastest dtype": f"float32: {why}" if dtype == "float32" else dtype,
     }
     found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu()]
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
@@ -106,7 +107,10 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
 def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> Iterator[Finding]:
     """Yield findings on GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
     cuda = WHEEL in wheels
-    for name, _, capability in dict.fromkeys(gpus):
+    for name, driver, capability in dict.fromkeys(gpus):
+        if cuda and driver[:1].isdigit() and release(driver) < release(FUSION_DRIVER):
+            what = f"driver {driver} can't load fused kernels: MXNet runs without them"
+            yield Finding(NOTE, what, f"install driver {FUSION_DRIVER} or later")
         if capability[:1].isdigit() and release(capability)[0] not in MAJORS:
             what = f"MXNet's wheels have no code for {name}, compute capability {capability}"
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"

@@ -10,6 +10,19 @@ static int load(void **module) {
   return simulated.driver < PTX_DRIVER ? failed(UNSUPPORTED_PTX) : create(module);
 }
 
+SUCCEEDS(cuInit)
+
+int cuDriverGetVersion(int *version) {
+  *version = simulated.driver;
+  return SUCCESS;
+}
+
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  if (attribute != 75 && attribute != 76) return refuse("an attribute that cuDeviceGetAttribute is asked for");
+  *value = attribute == 75 ? simulated.major : simulated.minor;
+  return SUCCESS;
+}
+
 int cuDeviceGet(int *device, int ordinal) {
   *device = ordinal;
   return simulated.sticky;

@@ -1,6 +1,7 @@
 """The CUDA libraries of mxnet-cu112, loaded from wheels and looked for on the system."""
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ def gpu_build(monkeypatch, tmp_path):
         subprocess.run(command, check=True)
 
     monkeypatch.setattr(cuda, "_has_wheel", lambda: True)
+    monkeypatch.setattr(cuda, "driver_version", lambda: (11, 8))
+    monkeypatch.setattr(cuda, "compiler_version", lambda: (11, 8))
     loaded = []
     real = cuda.ctypes.CDLL
 
@@ -61,6 +64,20 @@ def test_cuda_libraries_are_loaded_in_order(gpu_build, monkeypatch):
     cuda.preload()
     assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1", *cuda.CUDA_LIBRARIES]
     assert {mode for _, mode in gpu_build.loaded} == {cuda.ctypes.RTLD_GLOBAL}
+
+
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_fusion_is_off_where_the_driver_is_older_than_the_compiler(
+    gpu_build, monkeypatch, caplog, chosen
+):
+    monkeypatch.setattr(cuda, "_wheel_folders", list)
+    monkeypatch.setattr(cuda, "driver_version", lambda: (11, 4))
+    monkeypatch.setenv("MXNET_USE_FUSION", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("MXNET_USE_FUSION")
+    cuda.preload()
+    assert os.environ["MXNET_USE_FUSION"] == (chosen or "0")
+    assert caplog.text.count("driver is for CUDA 11.4") == (chosen is None)
 
 
 def test_a_missing_wheel_is_left_to_the_system(gpu_build, monkeypatch):

@@ -119,7 +119,22 @@ def test_fused_kernels_need_a_driver_for_their_ptx():
     net.hybridize(static_alloc=True)
     net(nd.ones((4, 4), ctx=gpu)).wait_to_read()"""
     assert failing(code) is None
-    assert "unsupported toolchain" in failing(code, SIMULATED_GPU_DRIVER="11.2")
+    old = {"SIMULATED_GPU_DRIVER": "11.2"}
+    assert "unsupported toolchain" in failing(code, MXNET_USE_FUSION="1", **old)
+    assert failing(code, **old) is None  # mxamp turns fusion off
+
+
+def test_auto_is_float32_without_tensor_cores():
+    code = """
+amp.init("auto")
+print(json.dumps([str(amp.current_policy()), amp.framework.machine.why_float32("gpu")]))
+"""
+    for capability, on in (("5.2", False), ("6.1", False), ("7.0", True), ("8.6", True)):
+        policy, why = run(code, SIMULATED_GPU_CAPABILITY=capability)
+        assert ("float16" in policy) == on
+        assert (f"compute capability {capability}, has no tensor cores" in why) != on
+    code = 'amp.init("float16"); print(json.dumps(amp.current_policy().target_dtype))'
+    assert run(code, SIMULATED_GPU_CAPABILITY="6.1") == "float16"
 
 
 def test_cudas_own_compiler_compiles_fused_kernels():

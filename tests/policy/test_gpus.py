@@ -9,8 +9,8 @@ from mxamp.policy.rules import long_sum_reason
 GPU = amp.Policy.default("float16", "gpu")
 
 
-def precisions(symbol, **shapes):
-    plan = amp.explain(symbol, policy=GPU, mode="inference", input_shapes=shapes)
+def precisions(symbol, mode="inference", **shapes):
+    plan = amp.explain(symbol, policy=GPU, mode=mode, input_shapes=shapes)
     return {node.name: node.precision for node in plan.nodes}
 
 
@@ -19,20 +19,25 @@ def scores(**attributes):
 
 
 @pytest.mark.parametrize(
-    "attributes, a, b, wanted",
+    "attributes, a, b, inference, training",
     [
-        ({}, (2, 7, 128), (2, 128, 9), "float16"), ({}, (2, 7, 129), (2, 129, 9), "float32"),
-        ({"transpose_a": True}, (2, 64, 300), (2, 64, 9), "float16"),
-        ({"transpose_a": True}, (2, 300, 64), (2, 300, 9), "float32"),
-        ({"transpose_b": True}, (2, 300, 64), (2, 300, 64), "float16"),
+        ({}, (2, 7, 128), (2, 128, 9), "float16", "float16"),
+        ({}, (2, 7, 129), (2, 129, 9), "float32", "float32"),
+        ({}, (2, 129, 7), (2, 7, 9), "float16", "float32"),
+        ({}, (2, 9, 7), (2, 7, 129), "float16", "float32"),
+        ({"transpose_a": True}, (2, 64, 300), (2, 64, 9), "float16", "float32"),
+        ({"transpose_a": True}, (2, 300, 64), (2, 300, 9), "float32", "float32"),
+        ({"transpose_b": True}, (2, 300, 64), (2, 300, 64), "float16", "float32"),
+        ({"transpose_b": True}, (2, 128, 64), (2, 128, 64), "float16", "float16"),
     ],
-)  # fmt: skip
-def test_sums_of_batched_products_are_short_in_float16(attributes, a, b, wanted):
+)
+def test_sums_of_products_and_their_gradients_are_short(attributes, a, b, inference, training):
     symbol = scores(**attributes)
-    assert precisions(symbol, a=a, b=b)["scores"] == wanted
     texts = {name: str(value) for name, value in attributes.items()}
-    kept = long_sum_reason(GPU.rule("batch_dot"), texts, a)
-    assert (kept is None) == (wanted == "float16")
+    for mode, wanted in (("inference", inference), ("training", training)):
+        assert precisions(symbol, mode, a=a, b=b)["scores"] == wanted
+        kept = long_sum_reason(GPU.rule("batch_dot"), texts, (a, b), mode == "training")
+        assert (kept is None) == (wanted == "float16")
 
 
 def test_sums_whose_length_is_not_known_are_float32():

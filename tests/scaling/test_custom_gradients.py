@@ -340,3 +340,77 @@ def test_passes_inside_others_that_write_parameters(way, req, warm, kind, monkey
     tolerance = 2e-3 if way == "automatic" else 1e-6
     np.testing.assert_allclose(trained(way), plain, rtol=tolerance)
     assert "carry no loss scale" not in caplog.text
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@pytest.mark.parametrize("inits", [False, True])
+def test_losses_of_their_own_where_mixed_precision_is_off_around_them(inits, hybrid):
+    """Operators that start the backward pass get the scale once, as anywhere."""
+    heads = {
+        "custom": lambda F, h: F.Custom(h, kind="ignores", op_type="test_no_top_gradient"),
+        "softmax": lambda F, h: F.SoftmaxOutput(h, F.zeros_like(F.sum(h, axis=1))),
+    }
+    for name, head in heads.items():
+        dense, block = nn.Dense(2, in_units=3), nn.HybridLambda(head)
+        dense.initialize(mx.init.One())
+        block.hybridize(hybrid)
+        with autograd.record():
+            loss = block(dense(X))
+        loss.backward()
+        expected = dense.bias.grad().asnumpy()
+        if inits:
+            amp.init("float16", ctx=mx.cpu())
+        elif name == "softmax":  # only init and autocast see it
+            continue
+        trainer = gluon.Trainer(dense.collect_params(), "sgd")
+        amp.init_trainer(trainer, amp.StaticLossScaler(SCALE))
+        with autograd.record():
+            data = dense(X).astype("float32")
+            with amp.autocast(enabled=False):
+                loss = block(data)
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        amp.unscale(trainer)
+        np.testing.assert_allclose(dense.bias.grad().asnumpy(), expected, rtol=1e-3)
+        amp.shutdown()
+
+
+class Clipping(autograd.Function):
+    """Clips its gradient, so it has to get one without the scale."""
+
+    def forward(self, x):
+        return x * 1
+
+    def backward(self, dy):
+        return nd.clip(dy, -1, 1)
+
+
+def clipped_gradient(trainer, net):
+    with autograd.record():
+        loss = Clipping()(net(X)).sum() * 3
+        with amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    amp.unscale(trainer)
+    gradient = net.bias.grad().asscalar()
+    trainer.step(1)
+    return gradient
+
+
+def test_functions_get_no_scale_from_the_first_loss_on(tmp_path, caplog):
+    net = nn.Dense(1, in_units=3)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    amp.init_trainer(trainer, amp.LossScaler(1, growth_interval=1))
+    assert [clipped_gradient(trainer, net) for _ in range(3)] == [2, 2, 2]
+    trainer.save_states(str(tmp_path / "states"))
+    amp.shutdown()
+    other = gluon.Trainer(net.collect_params(), "sgd")
+    amp.init_trainer(other, amp.LossScaler(1))
+    other.load_states(str(tmp_path / "states"))
+    assert other.amp_loss_scale == 8
+    assert clipped_gradient(other, net) == 2
+    amp.shutdown()
+    assert "recorded before" not in caplog.text
+    clipped_gradient(other, net)  # nothing saw the function
+    assert "recorded before" in caplog.text
+    assert clipped_gradient(other, net) == 2

@@ -367,3 +367,33 @@ def test_one_pass_from_losses_scaled_apart():
     for heads in ([one, other], [one, losses[2]]):
         with pytest.raises(amp.StateError, match="scale them together"):
             autograd.backward(heads)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("idle", [False, True])
+def test_gradients_summed_before_a_grad_scaler_knows_the_trainer(idle, unscales):
+    found = []
+    for scaler in (None, amp.GradScaler(256)):
+        contexts = [mx.cpu(0), mx.cpu(1)]
+        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+        net.initialize(mx.init.One(), ctx=contexts)
+        settings = {"learning_rate": 2.0**-6}
+        trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+        for i in range(3):
+            with autograd.record():
+                used = contexts[:1] if idle else contexts
+                losses = [net(nd.ones((2, 2), ctx=one)).sum() * 2 for one in used]
+            autograd.backward(scaler.scale(losses) if scaler else losses)
+            if i == 0:
+                trainer.allreduce_grads()
+                if scaler and unscales:
+                    scaler.unscale_(trainer)
+            if scaler:
+                scaler.step(trainer, 1, ignore_stale_grad=True)
+                scaler.update()
+            elif i == 0:
+                trainer.update(1, ignore_stale_grad=True)
+            else:
+                trainer.step(1, ignore_stale_grad=True)
+        found.append([data.asnumpy() for data in net.weight.list_data()])
+    np.testing.assert_allclose(found[1], found[0])

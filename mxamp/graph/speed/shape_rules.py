@@ -285,7 +285,8 @@ def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
 
 def _has_long_sums(site: Site, limit: int) -> bool:
     """Return whether a product adds too many terms for a kernel with half-precision sums."""
-    return has_long_sums(limit, site.node.operator, site.node.attrs, (*site.shapes, None)[0])
+    node = site.node
+    return has_long_sums(limit, node.operator, node.attrs, site.shapes, site.training)
 
 
 #: The shape rules by their names in the operator lists: whether a rule with this limit keeps an
