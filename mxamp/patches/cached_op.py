@@ -185,8 +185,9 @@ class PolicyCachedOp:
         self._gradients: Sequence[Any] = ()
         self._ops: dict[Any, _Op] = {}
         self._chosen: dict[Any, Choices] = {}
-        #: What selected the last call's op, the op, and objects whose ids have to stay valid.
-        self._last: tuple[Any, _Op | None, Any] = (None, None, None)
+        #: What selected a device's last op, the op, and objects whose ids have to stay valid: by the
+        #: id of the first parameter's array there.
+        self._last: dict[int, tuple[Any, _Op, Any]] = {}
         self._hook: tuple[Any, bool] | None = None
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
@@ -217,20 +218,23 @@ class PolicyCachedOp:
         training = autograd.is_recording()
         # Most calls take the last op again. An array keeps its dtype and shape: only those of the
         # data are read in every call. New values of `grad_req` make new lists of gradients.
-        params = map(args.__getitem__, self._parameters)
+        params = [args[i] for i in self._parameters]
         objects = [policy, *params, *map(_gradients_of, self._parameters.values())]
         values = [(kind_code(args[i]), shape_of(args[i])) for i in self._inputs]
         key = [off, training, values, *map(id, objects)]
-        selected, last, _ = self._last
-        if last is not None and key == selected:
-            return last
+        device = id(params[0]) if params else 0
+        last = self._last.get(device)
+        if last is not None and key == last[0]:
+            return last[1]
         if not on_device(args[:1], policy.device):
             return self._unchanged
         op = self._find_op(policy, off, training, args)
         # With `fp32_layers`, each call may have to warn of layers that no block has. Without
         # parameters, a call may be on another device.
-        keeps = bool(self._parameters) and not policy.fp32_layers
-        self._last = (key, op, objects) if keeps else (None, None, None)
+        if params and not policy.fp32_layers:
+            held = [id(array) for array in next(iter(self._parameters.values()))._data or ()]
+            self._last = {i: last for i, last in self._last.items() if i in held}
+            self._last[device] = key, op, objects
         return op
 
     def _find_op(self, policy: Policy, off: bool, training: bool, args: Sequence[NDArray]) -> _Op:
