@@ -185,7 +185,7 @@ class PolicyCachedOp:
         self._gradients: Sequence[Any] = ()
         self._ops: dict[Any, _Op] = {}
         self._chosen: dict[Any, Choices] = {}
-        #: What selected a device's last op, the op, and objects whose ids have to stay valid: by the
+        #: What selected a device's last op, the op, and objects whose ids must stay valid: by the
         #: id of the first parameter's array there.
         self._last: dict[int, tuple[Any, _Op, Any]] = {}
         self._hook: tuple[Any, bool] | None = None
