@@ -61,18 +61,20 @@ def test_it_runs_in_an_environment_of_its_own(clone, said):
     assert not (clone.path / ".venv").exists()
 
 
-# ---------------------------------------------------------------------- the report
+def test_on_simulated_gpus_it_needs_none(clone):
+    done = check(clone, "--simulated")
+    assert done.returncode == 0, done.error
+    assert done.said.startswith(f"ran {clone.path}/scripts/gpu_report.py --simulated with a b")
+    assert "making .venv-gpu-sim with Python 3.11" in done.error
 
-CASES = """<testsuites><testsuite>
-<testcase classname="tests.gpu.test_gpu" name="test_right"/>
-<testcase classname="tests.gpu.test_gpu" name="test_wrong"><failure message="assert 1 == 2">{prefix}/x.py:3</failure></testcase>
-<testcase classname="tests.gpu.test_gpu" name="test_two"><skipped message="needs two GPUs"/></testcase>
-</testsuite></testsuites>"""
-ROWS = [
-    {"model": "bert-16", "mode": "training", "contender": "float32", "ratio": 1.0},
-    {"model": "bert-16", "mode": "training", "contender": "mxamp", "ratio": 2.5},
-    {"model": "bert-16", "mode": "training", "contender": "stock", "failure": "it died"},
-]
+
+def test_it_shows_a_report(clone):
+    done = check(clone, "--show", "a b.json")
+    assert done.said == f"ran {clone.path}/scripts/gpu_report.py --show a b.json\n"
+    assert "needs the name" in check(clone, "--show").error
+
+
+# ---------------------------------------------------------------------- the report
 
 
 @pytest.fixture(scope="module")
@@ -84,41 +86,82 @@ def gpu_report():
     return module
 
 
-def written(command):
-    """Write what the parts write."""
-    options = dict(zip(command, command[1:]))
-    status = 0
-    if "pytest" in command:
-        [path] = [one.split("=", 1)[1] for one in command if one.startswith("--junitxml=")]
-        text, status = CASES.format(prefix=sys.prefix), 1
-    elif "scripts/main_job.py" in command:
-        path, text = options["--json"], json.dumps({"rows": [], "problems": []})
-    else:
-        path, text = options["--json"], json.dumps({"rows": ROWS})
-    with open(path, "w") as file:
-        file.write(text)
-    return subprocess.CompletedProcess(command, status, "", "")
-
-
-def test_the_report_holds_all_parts(gpu_report, tmp_path):
-    todo = gpu_report.parts(True, written, tmp_path)
-    assert list(todo) == ["doctor", "tests", "main_job", "benchmark"]
-    todo["doctor"] = lambda: {"facts": {"GPU": "Tesla T4"}}
-    found = gpu_report.write_report(todo, tmp_path / "report.json")
-    assert json.loads((tmp_path / "report.json").read_text()) == found
-    assert (found["schema"], found["finished"]) == (1, True)
-    tests = found["parts"]["tests"]
-    assert (tests["passed"], tests["status"]) == (1, 1)
-    assert tests["failed"] == {"test_gpu::test_wrong": "assert 1 == 2\n.../x.py:3"}
-    assert tests["skipped"] == {"test_gpu::test_two": "needs two GPUs"}
-    assert all(part["seconds"] >= 0 for part in found["parts"].values())
-    assert gpu_report.summary(found) == [
-        "GPU: Tesla T4",
-        "tests: 1 passed, 1 failed, 1 skipped",
-        "tests: failed, status 1",
-        "bert-16 training, mxamp: 2.50 times float32's speed",
-        "bert-16 training, stock: it died",
+def test_what_a_report_says(gpu_report, tmp_path, monkeypatch):
+    monkeypatch.setenv("MXNET_USE_FUSION", "1")
+    sums = [
+        {"operator": name, "axis": "K", "length": length, "error": error}
+        for name, errors in (("dot", (2e-4, 2e-4)), ("batch_dot", (3e-4, 3e-2)))
+        for length, error in zip((64, 8192), errors)
     ]
+    times = {"RNN float16": 3.0, "RNN float32": 2.0, "batch_dot float32": 1.0, "gemm2 float32": 1.0}
+    speeds = [("float32", 90.0, "fine"), ("mxamp", 45.0, "fine"), ("stock", None, "crash: SIGSEGV")]
+    parts = {
+        "doctor": {"status": "fine", "facts": {"GPU": "Tesla T4"}},
+        "smoke": {"status": "failed: fusion", "rows": []},
+        "operators": {
+            "status": "failed: relu, tanh",
+            "rows": [
+                {"operator": "relu", "error": "crash: SIGABRT", "difference": None},
+                {"operator": "tanh", "error": None, "difference": 0.5},
+                {"operator": "sin", "error": None, "difference": 1e-4},
+            ],
+        },
+        "sums": {"status": "fine", "rows": sums},
+        "several": {"status": "fine", "rows": [{"kvstore": "nccl", "gpus": 4, "difference": 0.1}]},
+        "long": {
+            "status": "fine", "rows": [{"skips": 9, "float16": 0.5, "float32": 0.49, "scale": 8.0}],
+        },
+        "timings": {
+            "status": "fine",
+            "rows": [{"name": name, "milliseconds": time} for name, time in times.items()],
+        },
+        "models": {
+            "status": "failed: bert stock",
+            "rows": [
+                {"model": "bert", "contender": name, "milliseconds": time, "status": status,
+                 "memory": 2**30, "step_on_host": 5.0}
+                for name, time, status in speeds
+            ],
+        },
+    }  # fmt: skip
+    path = tmp_path / "report.json"
+    todo = {name: lambda part=part: part for name, part in parts.items()}
+    found = gpu_report.write_report(todo, path, simulated=False)
+    assert os.environ["MXNET_USE_FUSION"] == "0"  # the others can run without it
+    assert json.loads(path.read_text()) == found
+    assert (found["schema"], found["finished"], found["simulated"]) == (2, True, False)
+    assert gpu_report.conclusions(found) == [
+        "GPU: Tesla T4",
+        "smoke: failed: fusion", "operators: failed: relu, tanh", "models: failed: bert stock",
+        "set MXNET_USE_FUSION=0: fused kernels fail here",
+        "relu: crash: SIGABRT; override(fp32=['relu'])",
+        "tanh: 5.0e-01 from float32; override(fp32=['tanh'])",
+        "batch_dot sums in float16 over K",
+        "4 GPUs, nccl: weights 1.0e-01 apart",
+        "from a scale of 2**24: 9 skips, loss 0.5 for 0.49",
+        "override(fp32=['RNN']) is faster: 2.00 ms for 3.00",
+        "bert, float32: 1.00 times float32's speed, 5.0 ms on the host a step, 1.0 GiB",
+        "bert, mxamp: 2.00 times float32's speed, 5.0 ms on the host a step, 1.0 GiB",
+    ]  # fmt: skip
+
+
+def test_a_process_that_crashes_or_hangs_leaves_what_it_printed(gpu_report):
+    for code, status in (
+        ("pass", "fine"), ("raise SystemExit(3)", "status 3"),
+        ("import os; os.abort()", "crash: SIGABRT"),
+        ("import time; time.sleep(60)", "hang: longer than 2 s"),
+    ):  # fmt: skip
+        begin = "print('name', flush=True); print('{\"a\": 1}', flush=True); "
+        outcome = gpu_report.run(["-c", begin + code], 2)
+        assert (outcome.status, outcome.found, outcome.lines) == (status, [{"a": 1}], ["name"])
+
+
+def test_other_formats_are_refused(gpu_report, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text('{"schema": 1}')
+    done = run_script("scripts/gpu_report.py", "--show", path)
+    assert done.returncode == 1
+    assert "has format 1, and this reads format 2" in done.stderr
 
 
 def run_script(*command):

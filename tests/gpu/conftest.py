@@ -1,5 +1,7 @@
 """Fixtures of the tests for GPUs."""
 
+import faulthandler
+import json
 import os
 
 import mxnet as mx
@@ -41,3 +43,24 @@ def simulated(devices):
 def fusion(request, monkeypatch):
     """MXNet's pointwise fusion on, as it is by default, and off."""
     monkeypatch.setenv("MXNET_USE_FUSION", "1" if request.param == "fused" else "0")
+
+
+@pytest.fixture(autouse=True)
+def limited():
+    """End the process of a test that takes longer than scripts/check_gpu gives it."""
+    seconds = os.environ.get("MXAMP_TEST_SECONDS")
+    if seconds:
+        faulthandler.dump_traceback_later(float(seconds), exit=True)
+    yield
+    if seconds:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_logreport(report):
+    """Write each test's outcome to the file of scripts/check_gpu, as it ends."""
+    path = os.environ.get("MXAMP_TEST_LOG")
+    ends = report.when not in ("setup", "teardown") or report.outcome != "passed"
+    if path and ends and "PYTEST_XDIST_WORKER" not in os.environ:
+        row = {"test": report.nodeid, "outcome": report.outcome, "text": str(report.longrepr or "")}
+        with open(path, "a") as log:
+            log.write(json.dumps(row) + "\n")

@@ -3,14 +3,17 @@
     python tests/gpu/operators.py [--no-values] OPERATOR ...
 
 Each line has the operator's name, the error that it raised, and how far its outputs and gradients
-are from those of the CPU in float32, relative to their norm. The name is printed before the call,
+are from those of the CPU in float32, relative to their norm. `MXAMP_PLANTED=relu=crash,tanh=hang`
+plants faults, of which "wrong" is the third. The name is printed before the call,
 in a line of its own: the last one is the operator that has ended the process. Where kernels only
 count, `--no-values` leaves the comparison out.
 """
 
 import contextlib
 import json
+import os
 import sys
+import time
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
@@ -188,7 +191,17 @@ def difference(mine, theirs):
     )
 
 
+def plant(fault, found):
+    """Crash, hang, or make a value wrong."""
+    if fault == "crash":
+        os.abort()
+    elif fault == "hang":
+        time.sleep(1e4)
+    found[0] = found[0] + (fault == "wrong")
+
+
 def main():
+    faults = dict(one.split("=") for one in os.environ.get("MXAMP_PLANTED", "").split(",") if one)
     for name in sys.argv[1:]:
         if name == "--no-values":
             continue
@@ -197,6 +210,7 @@ def main():
         try:
             on_gpu = run(name, mx.gpu(0), "float16")
             mx.nd.waitall()
+            plant(faults.get(name), on_gpu)
         except (mx.base.MXNetError, ValueError) as error:
             lines = str(error).strip().splitlines()
             result["error"] = next(
