@@ -164,7 +164,7 @@ class Ledger:
             for entry, before in replaced:
                 self.note(entry, before)
             raise
-        if changed and scale != 1:
+        if changed:
             self._settle(scale)
 
     def _changed(self, one: Pass, scale: float) -> list[Entry]:

@@ -80,13 +80,15 @@ def seconds_of(function: Callable[[], Any]) -> float:
     return time.process_time() - began
 
 
-def skip_steps() -> None:
+def skip_steps(trainer: Any) -> None:
     """Let overflow checks find Inf in every gradient, after the calls that they make for it."""
-    from mxamp.scaling import trainer
+    import mxamp
+    from mxamp.scaling import trainer as module
 
+    mxamp.init_trainer(trainer, mxamp.StaticLossScaler(1024))  # another scale costs more, once
     GPUS.simulated_gpu_set_finite(0)
-    real = vars(trainer)["nonfinite"]
-    vars(trainer)["nonfinite"] = lambda arrays: [*real(arrays), *range(len(arrays))]
+    real = vars(module)["nonfinite"]
+    vars(module)["nonfinite"] = lambda arrays: [*real(arrays), *range(len(arrays))]
 
 
 def main() -> None:
@@ -99,7 +101,7 @@ def main() -> None:
     if contender == "mxamp" and not trainer.amp_last_step.stepped:
         sys.exit("error: the simulated GPU finds overflows where there are none")
     if skipping:
-        skip_steps()
+        skip_steps(trainer)
     print_json()
     for line in sys.stdin:
         total: Dict[str, float] = {"passes": 0.0, "step": 0.0}

@@ -269,3 +269,25 @@ def test_row_sparse_gradients():
         found.append([weight.grad.tostype("default").asnumpy(), weight.asnumpy()])
     for mine, theirs in zip(*found):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_what_may_be_faster_on_hardware_is_accurate_with_safe_accumulation():
+    """The policy of docs/gpus.md that follows float16 in softmax and LayerNorm."""
+    code = """
+import numpy as np
+policy = amp.Policy.default("float16", "gpu").override(fp32=["RNN"], widest=["softmax"], low=["LayerNorm"])
+x = nd.random.normal(shape=(4, 4096), ctx=gpu) * 3
+gamma, beta = nd.ones((4096,), ctx=gpu), nd.zeros((4096,), ctx=gpu)
+def run(on):
+    x.attach_grad(), gamma.attach_grad()
+    with mx.autograd.record(), amp.autocast(policy=policy, enabled=on):
+        data = x.astype("float16") if on else x
+        found = nd.softmax(data), nd.LayerNorm(data, gamma, beta)
+        loss = (found[0] * 100).square().sum() + found[1].sigmoid().sum()
+    loss.backward()
+    assert not on or {one.dtype for one in found} == {np.float16}
+    return [one.asnumpy().astype("float64") for one in (*found, x.grad, gamma.grad)]
+print(json.dumps([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(run(True), run(False))]))
+"""
+    assert max(run(code, values=True, MXNET_SAFE_ACCUMULATION="1")) < 5e-3
+    assert max(run(code, values=True, MXNET_SAFE_ACCUMULATION="0")) > 5e-2
