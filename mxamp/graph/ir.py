@@ -251,6 +251,8 @@ def infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shap
     }
 
 
+#: The most entries of the cache of inferred dtypes.
+_MOST_INFERRED = 2**14
 #: The inferred output dtypes of single nodes: a cache.
 _inferred: dict[Any, tuple[str, ...]] = {}
 
@@ -291,6 +293,8 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     key = (op, *asked, tuple(dtypes), node.num_outputs)
     outputs = _inferred.get(key)
     if outputs is None:
+        if len(_inferred) >= _MOST_INFERRED:  # each number among the attributes makes an entry
+            _inferred.clear()
         outputs = _inferred[key] = _infer_uncached(node, dtypes)
     return outputs
 

@@ -75,8 +75,8 @@ def here() -> Here:
 
 
 #: One policy object for each value in use: code that makes an equal policy in each step finds the
-#: cached graphs and casts.
-_policies: weakref.WeakValueDictionary[Policy, Policy] = weakref.WeakValueDictionary()
+#: cached graphs and casts. By its fields, so that nothing here keeps it.
+_policies: weakref.WeakValueDictionary[Any, Policy] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
@@ -351,8 +351,9 @@ class Policy:
 
 def _policy(dtype: str, device: str, changes: tuple[Change, ...] = (), *now: Here) -> Policy:
     """Return the policy with these fields: the existing object if there is one."""
-    policy = Policy(dtype, device, changes, *now)
-    return _policies.setdefault(policy, policy)
+    key = (dtype, device, changes, *(now or (here(),)))
+    found = _policies.get(key)
+    return found if found is not None else _policies.setdefault(key, Policy(*key))
 
 
 @lru_cache(maxsize=None)

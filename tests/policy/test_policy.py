@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import mxnet as mx
 import pytest
 
@@ -93,3 +96,15 @@ def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
     for name, precision in (("mine", "float32"), ("sum", "float16")):
         decision = decide("Custom", {"op_type": name}, ["float16"], changed)
         assert decision.precision == precision, decision.reason
+
+
+def test_a_policy_is_freed_with_its_last_holder():
+    made = [
+        amp.Policy.default("float16", "cpu").override(fp32_layers=f"layer{i}") for i in range(3)
+    ]
+    again = amp.Policy.default("float16", "cpu").override(fp32_layers="layer1")
+    assert again is made[1]  # who makes it in each step finds its caches
+    held = [weakref.ref(policy) for policy in made]
+    del made, again
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
