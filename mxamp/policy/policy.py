@@ -349,9 +349,11 @@ class Policy:
         return self if policy._list == self._list else policy
 
 
-def _policy(dtype: str, device: str, changes: tuple[Change, ...] = (), *now: Here) -> Policy:
+def _policy(
+    dtype: str, device: str, changes: tuple[Change, ...] = (), now: Here | None = None
+) -> Policy:
     """Return the policy with these fields: the existing object if there is one."""
-    key = (dtype, device, changes, *(now or (here(),)))
+    key = (dtype, device, changes, here() if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
 
