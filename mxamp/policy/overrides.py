@@ -15,7 +15,7 @@ from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
 from .lists import OperatorList
-from .rules import UNLISTED, Condition, Rule, ShapeRule, not_lowered
+from .rules import ON_DEMAND, UNLISTED, Condition, Rule, ShapeRule, not_lowered
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
 Layers = Union[None, str, Block, Iterable[Union[str, Block]]]
@@ -127,7 +127,8 @@ class Change:
         else:
             rules = self._changed_rules(rules, dtype)
         if self.substitutions is not None:
-            substitutions = {name: substitutions[name] for name in self.substitutions}
+            known = {**ON_DEMAND, **substitutions}
+            substitutions = {name: known[name] for name in self.substitutions}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 

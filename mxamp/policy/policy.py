@@ -20,7 +20,7 @@ from ..framework.wording import shortened, shown
 from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
-from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
+from .rules import ON_DEMAND, SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
 from .saving import list_number, origin, toml_text
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
@@ -306,11 +306,13 @@ class Policy:
         `mxnet.contrib.amp.init`: operators of the old list that no new list names become neutral.
 
         `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
-        `substitutions` names the policy's substitutions to keep.
+        `substitutions` names the policy's substitutions to keep; for GPUs also "gemm2", float32
+        `batch_dot` by `linalg.gemm2`.
 
         Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
         two lists.
         """
+        known = {**(ON_DEMAND if self.device == "gpu" else {}), **self.substitutions}
         change = Change(
             overrides.checked_operators("low", low),
             overrides.checked_operators("fp32", fp32),
@@ -318,7 +320,7 @@ class Policy:
             overrides.checked_conditional(conditional),
             bool(replace_lists),
             overrides.checked_layers(fp32_layers),
-            overrides.checked_substitutions(substitutions, self.substitutions),
+            overrides.checked_substitutions(substitutions, known),
         )
         return self.changed(change)
 

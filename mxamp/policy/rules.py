@@ -42,8 +42,11 @@ SUBSTITUTIONS = (
     "batch_dot", "global_pool", "pool_in_parts", "image_convolution", "split",
     "merged_groups", "rnn", "rnn_layers", "rnn_params", "masked_softmax",
     "padded_channels", "dense_convolution", "attention",
-    "sgd",
+    "sgd", "gemm2",
 )  # fmt: skip
+
+#: Substitutions that a policy for GPUs has on demand alone: nobody has measured them yet.
+ON_DEMAND = {"gemm2": "float32 batch_dot by linalg.gemm2, with TF32 from compute capability 8.0 on"}
 
 
 @dataclass(frozen=True)

@@ -62,3 +62,22 @@ def test_prelu_follows_its_data():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = mx.sym.LeakyReLU(net, mx.sym.var("gamma"), act_type="prelu", name="prelu")
     assert precisions(net, data=(2, 5))["prelu"] == "float16"
+
+
+def test_float32_products_by_gemm2_on_demand(tmp_path):
+    policy = GPU.override(substitutions=["gemm2"])
+    assert GPU.substitutions == {} and "gemm2" in policy.substitutions
+    amp.Policy.default("float16", "gpu").override(substitutions=["gemm2"]).save(
+        str(tmp_path / "p.toml")
+    )
+    assert amp.Policy.load(str(tmp_path / "p.toml")) is policy
+    shapes = {"a": (2, 7, 300), "b": (2, 9, 300)}
+    plan = amp.explain(
+        scores(transpose_b=True), policy=policy, mode="inference", input_shapes=shapes
+    )
+    assert [(node.operator, node.precision) for node in plan.nodes] == [("_linalg_gemm2", "float32")]
+    short = {"a": (2, 7, 30), "b": (2, 30, 9)}
+    plan = amp.explain(scores(), policy=policy, mode="inference", input_shapes=short)
+    assert [(node.operator, node.precision) for node in plan.nodes] == [("batch_dot", "float16")]
+    with pytest.raises(amp.UnknownNameError, match="gemm2"):
+        amp.Policy.default("float16", "cpu").override(substitutions=["gemm2"])

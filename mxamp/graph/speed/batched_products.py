@@ -1,10 +1,11 @@
-"""Batches of large matrix products as dense layers, which have bfloat16 kernels."""
+"""Batches of matrix products by operators that are faster: dense layers, and linalg.gemm2."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Sequence
 
+from ...policy.rules import long_sum_reason
 from ...policy.values import is_true
 from .passes import Call, Detail, Parts
 
@@ -23,6 +24,22 @@ def match_large_products(call: Call) -> Detail | None:
         return None
     units = weight[1 if is_true(call.attrs.get("transpose_b", "False")) else 2]
     return (data[0], units) if math.prod(data[1:]) * units >= _LEAST else None
+
+
+def match_long_products(call: Call) -> Detail | None:
+    """Return () for a batch_dot that stays in float32 for its long sums; else None."""
+    rule = call.policy.rule(call.operator)
+    kept = long_sum_reason(rule, call.attrs, (*call.shapes, None, None)[:2], call.training)
+    return () if kept is not None else None
+
+
+def gemm2(parts: Parts, _detail: Detail) -> None:
+    """Before: batch_dot in float32. After: linalg.gemm2, which on GPUs may use TF32.
+
+    Conditions: GPUs, and the product's sums are long.
+    """
+    sides = {name: parts.attrs.get(name, "False") for name in ("transpose_a", "transpose_b")}
+    parts.add("_linalg_gemm2", "", *parts.inputs, **sides)
 
 
 def dense_products(parts: Parts, detail: Detail) -> None:

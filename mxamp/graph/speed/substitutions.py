@@ -91,6 +91,8 @@ ALL: Mapping[str, Pass] = {one.name: one for one in (
     Pass("batch_dot", frozenset({"batch_dot"}), batched_products.match_large_products,
          batched_products.dense_products,
          lambda call: call.training and call.lowers("FullyConnected")),
+    Pass("gemm2", frozenset({"batch_dot"}), batched_products.match_long_products,
+         batched_products.gemm2, float32=SUMS),
     Pass("masked_softmax", frozenset({"softmax"}), equivalents.match_masked_softmax,
          equivalents.masked_softmax, lambda call: not call.training, SUMS,
          passes.has_integer_lengths),
