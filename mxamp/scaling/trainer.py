@@ -63,7 +63,7 @@ _UNSCALED = NoScaler()
 #: They write to the gradients that they are given, or read them before `rescale_grad` does.
 _NEED_DIVIDED = (AdaDelta, LBSGD)
 
-SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: remove one of the two"
+SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: use one of the two"
 TOO_MANY_SKIPS = (
     "skipped %d steps in a row, and the loss scale is down to %g: the gradients of %s are not "
     "finite. Look for an overflow in float16, a learning rate that is too high, a division by zero "
@@ -72,7 +72,10 @@ TOO_MANY_SKIPS = (
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
 NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
-NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}"
+NO_SCALER = (
+    "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}: write a number as "
+    "StaticLossScaler(128)"
+)
 NOT_INITIALIZED = "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first"
 UNSKIPPABLE = "this trainer updates parameters {}, where an overflow can't be kept out: {}"
 
