@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
@@ -68,13 +69,20 @@ def run(command: Sequence[str], seconds: float, **environment: str) -> Outcome:
             status = f"status {code}" if code else "fine"
             status = f"crash: {signal.Signals(-code).name}" if code < 0 else status
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             status = f"hang: longer than {seconds:g} s"
+        finally:  # also after Ctrl-C: it would keep the GPU's memory
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         out.seek(0), errors.seek(0)
         lines, said = out.read().splitlines(), without_paths(errors.read())
-    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    return Outcome(status, found, [line for line in lines if not line.startswith("{")], said)
+    outcome = Outcome(status, [], [], said)
+    for line in lines:
+        try:
+            outcome.found.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            outcome.lines.append(line)
+    return outcome
 
 
 def without_paths(text: str) -> str:
@@ -95,12 +103,11 @@ def part_of(outcome: Outcome, **others: Any) -> Json:
 
 def doctor() -> Json:
     """Return what `mxamp doctor` finds."""
-    command = [sys.executable, "-m", "mxamp", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    outcome = run(["-m", "mxamp", "doctor", "--json"], 300)
     try:
-        return {"status": "fine", **json.loads(done.stdout)}
+        return {"status": "fine", **json.loads("\n".join(outcome.lines))}
     except ValueError:
-        return {"status": "no report", "errors": without_paths(done.stderr)}
+        return {"status": f"no report, {outcome.status}", "errors": outcome.errors}
 
 
 def clocks() -> Json:
@@ -128,7 +135,9 @@ def smoke(options: Sequence[str]) -> Json:
     for way, variables in ways.items():
         outcome = run(["scripts/gpu_checks.py", "smoke", *options], 180, **variables)
         rows.append({"way": way, **part_of(outcome)})
-    bad = [row["way"] for row in rows if row["status"] != "fine" or not row["rows"][0]["fine"]]
+    bad = [
+        row["way"] for row in rows if not all(one["fine"] for one in row["rows"] or [{"fine": 0}])
+    ]
     return {"status": f"failed: {', '.join(bad)}" if bad else "fine", "rows": rows}
 
 
@@ -156,8 +165,13 @@ def operators(names: Sequence[str], seconds: float = 180) -> Json:
             culprit = (begun or batch)[-1 if begun else 0]
             rows[culprit] = {"operator": culprit, "error": outcome.status, "difference": None}
         waiting = [name for name in waiting if name not in rows]
-    bad = [n for n, row in rows.items() if row["error"] or row["difference"] > LARGEST]
+    bad = [name for name, row in rows.items() if is_wrong(row)]
     return {"status": f"failed: {', '.join(bad)}" if bad else "fine", "rows": [*rows.values()]}
+
+
+def is_wrong(row: Json) -> bool:
+    """Return whether an operator failed, or is too far from float32; NaN is."""
+    return bool(row["error"]) or not row["difference"] <= LARGEST
 
 
 def tests(path: str = "tests/gpu", seconds: float = 1800, of_each: float = 120) -> Json:
@@ -224,16 +238,40 @@ def parts(fast: bool, simulated: bool) -> Dict[str, Callable[[], Json]]:
 def write_report(todo: Dict[str, Callable[[], Json]], path: Path, simulated: bool) -> Json:
     """Run all parts, write the file after each, and return the report."""
     found: Json = {"schema": SCHEMA, "simulated": simulated, "finished": False, "parts": {}}
+    write(path, found)  # now, not after hours, if it can't be written
     for name, part in todo.items():
         sys.stderr.write(f"== {name}\n")
         began = time.time()
         result = part()
         found["parts"][name] = {**result, "seconds": round(time.time() - began, 1)}
         found["finished"] = len(found["parts"]) == len(todo)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        write(path, found)
         if name == "smoke" and result["status"] == "failed: fusion":
             os.environ["MXNET_USE_FUSION"] = "0"  # all else can run without it
     return found
+
+
+def write(path: Path, found: Json) -> None:
+    """Write a report, whole or not at all."""
+    from mxamp.errors import AmpError  # noqa: PLC0415
+    from mxamp.framework.files import write_file  # noqa: PLC0415
+
+    try:
+        write_file(str(path), (json.dumps(found, indent=1) + "\n").encode())
+    except AmpError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def read(path: Path) -> Json:
+    """Read a report; raise for a file that is none."""
+    try:
+        found = json.loads(path.read_text())
+        schema, _ = found.get("schema"), {**found.get("parts", {})}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise click.ClickException(f"{path} is no report of scripts/check_gpu") from None
+    if schema != SCHEMA:
+        raise click.ClickException(f"{path} has format {schema}, and this reads format {SCHEMA}")
+    return dict(found)
 
 
 # ---------------------------------------------------------------------- what a report says
@@ -241,9 +279,11 @@ def write_report(todo: Dict[str, Callable[[], Json]], path: Path, simulated: boo
 
 def conclusions(found: Json) -> List[str]:
     """Return what a report says, and what to change for it, as lines."""
-    done = found["parts"]
-    lines = ["on simulated GPUs: values, no speeds"] if found["simulated"] else []
-    facts = done["doctor"].get("facts", {})
+    done = found.get("parts", {})
+    lines = ["on simulated GPUs: values, no speeds"] if found.get("simulated") else []
+    if not found.get("finished"):
+        lines.append(f"unfinished: it ended after {[*done, 'its start'][len(done) - 1]}")
+    facts = done.get("doctor", {}).get("facts", {})
     lines += [f"GPU: {facts['GPU']}"] if "GPU" in facts else []
     for name, part in done.items():
         status = part["status"]
@@ -252,12 +292,12 @@ def conclusions(found: Json) -> List[str]:
     if done.get("smoke", {}).get("status") == "failed: fusion":
         lines.append("set MXNET_USE_FUSION=0: fused kernels fail here")
     for row in done.get("operators", {}).get("rows", ()):
-        if row["error"] or row["difference"] > LARGEST:
+        if is_wrong(row):
             why = row["error"] or f"{row['difference']:.1e} from float32"
             lines.append(f"{row['operator']}: {why}; override(fp32=[{row['operator']!r}])")
     lines += _about_sums(done.get("sums", {}).get("rows", ()))
     for row in done.get("several", {}).get("rows", ()):
-        if row["difference"] > LARGEST:
+        if not row["difference"] <= LARGEST:
             lines.append(
                 f"{row['gpus']} GPUs, {row['kvstore']}: weights {row['difference']:.1e} apart"
             )
@@ -318,13 +358,9 @@ def _about_speed(done: Json) -> List[str]:
 def main(fast: bool, simulated: bool, show: Path, out: Path) -> None:
     """Check mxamp on this machine's GPU, and write the results to one JSON file."""
     if show:
-        found = json.loads(show.read_text())
-        if found.get("schema") != SCHEMA:
-            raise click.ClickException(
-                f"{show} has format {found.get('schema')}, and this reads format {SCHEMA}"
-            )
+        found = read(show)
         click.echo("\n".join(conclusions(found)))
-        return
+        sys.exit(0 if found.get("finished") else 1)
     try:
         from mxamp.framework.machine import default_device  # noqa: PLC0415
     except ImportError as error:  # no driver, or another library of CUDA's

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 
+import click
 import pytest
 
 from clones import BASH, Clone
@@ -156,12 +158,40 @@ def test_a_process_that_crashes_or_hangs_leaves_what_it_printed(gpu_report):
         assert (outcome.status, outcome.found, outcome.lines) == (status, [{"a": 1}], ["name"])
 
 
-def test_other_formats_are_refused(gpu_report, tmp_path):
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"schema": 1}', "has format 1, and this reads format 2"),
+        ('{"schema": 2, "par', "is no report"), ("", "is no report"), ("[]", "is no report"),
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_refused(gpu_report, tmp_path, text, words):
     path = tmp_path / "old.json"
-    path.write_text('{"schema": 1}')
+    path.write_text(text)
     done = run_script("scripts/gpu_report.py", "--show", path)
     assert done.returncode == 1
-    assert "has format 1, and this reads format 2" in done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unfinished_reports_and_nan(gpu_report, tmp_path):
+    path, nan = (
+        tmp_path / "report.json",
+        {"operator": "relu", "error": None, "difference": math.nan},
+    )
+
+    def end():
+        raise KeyboardInterrupt
+
+    todo = {"operators": lambda: {"status": "failed: relu", "rows": [nan]}, "sums": end}
+    with pytest.raises(KeyboardInterrupt):
+        gpu_report.write_report(todo, path, simulated=True)
+    said = gpu_report.conclusions(gpu_report.read(path))
+    assert "unfinished: it ended after operators" in said
+    assert any(line.startswith("relu: nan from float32") for line in said)
+    assert gpu_report.conclusions({"schema": 2}) == ["unfinished: it ended after its start"]
+    with pytest.raises(click.ClickException, match="there is no folder"):
+        gpu_report.write_report({}, tmp_path / "missing" / "report.json", simulated=True)
 
 
 def run_script(*command):

@@ -25,7 +25,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, locked, wrapping
 from ..policy.active import suspended
 from ..scaling.finite import multiply, unscale
-from ..scaling.ledger import entries_of, ledger
+from ..scaling.ledger import entries_of, ledger, named
 from ..scaling.passes import passes
 from ..scaling.running import Pass, current, run
 from ..scaling.scaler import SharedScale, scale_of
@@ -105,7 +105,7 @@ class _BackwardPatches(FrontEnd):
         """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
         hooks = shared_hooks()
         dropped = {hook for hook in hooks if hook.overflown}
-        scale = _lowest_scale(hooks, one.heads)
+        scale = _lowest_scale(hooks, one)
         with ledger.written(one, one.scale):
             if scale == 1:
                 # No scale to take out; trainers check the gradients they are about to use.
@@ -144,11 +144,13 @@ class _BackwardPatches(FrontEnd):
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
         outer = current()
-        scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_hooks(), heads)
+        one = Pass(heads)
+        one.scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_hooks(), one)
+        scale = one.scale
         if scale == 1:
             return compute(head_grads)
         scaled = partial(compute, _scaled_gradients(heads, head_grads, scale))
-        found = scaled() if outer else run(Pass(heads, scale), scaled, to_end=True)
+        found = scaled() if outer else run(one, scaled, to_end=True)
         with suspended():
             return map_arrays(found, lambda one: _divided(one, scale), lambda other: other)
 
@@ -163,10 +165,15 @@ def shared_hooks() -> list[State]:
     return [hook for hook in found if hook is not None and hook.is_shared]
 
 
-def _lowest_scale(hooks: Sequence[State], heads: Sequence[NDArray]) -> float:
-    """Return the lowest scale of the trainers, or 1."""
+def _lowest_scale(hooks: Sequence[State], one: Pass) -> float:
+    """Return the lowest scale of the trainers, or 1.
+
+    If they differ, those of parameters behind the pass's heads count: others may be done with.
+    """
+    if len({hook.scaler.loss_scale for hook in hooks}) > 1:
+        hooks = [h for h in hooks if named(entries_of(h.trainer), one.names)] or hooks
     scale = min([hook.scaler.loss_scale for hook in hooks], default=1.0)
-    is_half = any(dtype_name(head.dtype) == "float16" for head in heads)
+    is_half = any(dtype_name(head.dtype) == "float16" for head in one.heads)
     return min(scale, _HALF_LIMIT) if is_half else scale
 
 

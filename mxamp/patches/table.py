@@ -24,7 +24,7 @@ from ..framework.interrupts import ending
 from ..framework.patching import Original, Patch, PatchSet, locked, wrapping
 from ..graph.casts.builder import HALVES
 from ..policy.active import current_policy, in_force, suspended
-from ..scaling import finite, loss_outputs, trainer
+from ..scaling import distributed, finite, loss_outputs, trainer
 from . import cached_op, eager, optimizers, symbolic
 
 # ---------------------------------------------------------------------- small replacements
@@ -121,6 +121,8 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
       for name in ("init", "broadcast", "push", "pushpull")),
     # On few cores NumPy updates weights several times as fast, to the same bits.
     (mx.optimizer.SGD, "_update_impl", wrapping(optimizers.patched_update_impl)),
+    # BatchNorm's running statistics of the first pass would be lost with static_shape.
+    (gluon.Trainer, "_init_params", wrapping(distributed.patched_init_params)),
     # A trainer in float16 without a scaler is told of.
     (gluon.Trainer, "_update", wrapping(trainer.patched_update)),
     # The square of a norm overflows half precision.

@@ -21,6 +21,7 @@ from mxnet.ndarray.ndarray import NDArray
 from .._version import __version__
 from ..errors import StateError
 from ..framework import distributed as transports
+from ..framework.patching import Original
 from ..policy.active import current_policy, suspended
 from ..policy.policy import custom_classes
 from .ledger import Carried, Entry, entries_of, ledger
@@ -85,20 +86,30 @@ def check_kvstore(trainer: Trainer) -> None:
 
 
 def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
-    """Wait until a distributed kvstore holds a trainer's weights; a no-op on others.
+    """Give a trainer's weights to its kvstore; wait until a distributed one holds them.
 
-    Without the wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
+    Without that wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it. Returns the number of parameters of a deferred shape,
     which are sent later: `waited_for` at the next call.
     """
     if not trainer._kv_initialized:
         trainer._init_kvstore()
     if trainer._params_to_init:
-        trainer._init_params()
+        patched_init_params(type(trainer)._init_params, trainer)
     uninitialized = len(trainer._params_to_init)
     if waited_for != uninitialized and transports.is_distributed(trainer._kvstore):
         mx.nd.waitall()
     return uninitialized
+
+
+def patched_init_params(original: Original, trainer: Trainer) -> None:
+    """Call `Trainer._init_params` after the first backward pass has ended.
+
+    Under static_shape MXNet's engine does not know that the pass writes BatchNorm's running
+    statistics: the kvstore would send their old values to all devices.
+    """
+    mx.nd.waitall()
+    original(trainer)
 
 
 def workers_of(trainer: Trainer) -> Any:

@@ -76,7 +76,10 @@ NO_SCALER = (
     "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}: write a number as "
     "StaticLossScaler(128)"
 )
-NOT_INITIALIZED = "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first"
+NOT_INITIALIZED = (
+    "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first; with a "
+    "GradScaler, call its unscale_"
+)
 UNSKIPPABLE = "this trainer updates parameters {}, where an overflow can't be kept out: {}"
 
 
@@ -92,7 +95,8 @@ class Stage(Enum):
 #: The illegal moves: the error of an action in a stage. All other moves are legal.
 _ILLEGAL = {
     ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
-    ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step",
+    ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step; "
+    "gluon.utils.clip_global_norm clips unscaled ones",
     ("unscale", Stage.STEPPED): "this trainer has stepped already: call unscale_ before step",
     ("step", Stage.STEPPED): "this trainer has stepped already: call the scaler's update() first",
 }

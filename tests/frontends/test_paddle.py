@@ -5,7 +5,7 @@ import os
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import autograd, gluon, nd
 from mxnet.contrib.svrg_optimization.svrg_module import SVRGModule
 from mxnet.module import Module
 
@@ -215,3 +215,17 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     decorated.set_lr_mult({0: 3.0})
     assert original._index_update_count == {}
     assert original.lr_mult == {0: 2.0}
+
+
+def test_a_trainer_has_its_own_scale_beside_others_that_are_done():
+    scales, nets = (4.0, 1024.0), []
+    for scale in scales:
+        net = gluon.nn.Dense(1, in_units=2)
+        net.initialize()
+        nets.append((net, gluon.Trainer(net.collect_params(), amp.decorate("sgd", scale))))
+    for (net, trainer), scale in zip(nets, scales):
+        with autograd.record():
+            loss = net(nd.ones((1, 2))).sum()
+        loss.backward()
+        trainer.step(1)
+        assert trainer.amp_last_step.loss_scale == scale

@@ -75,7 +75,9 @@ def test_float32_products_by_gemm2_on_demand(tmp_path):
     plan = amp.explain(
         scores(transpose_b=True), policy=policy, mode="inference", input_shapes=shapes
     )
-    assert [(node.operator, node.precision) for node in plan.nodes] == [("_linalg_gemm2", "float32")]
+    assert [(node.operator, node.precision) for node in plan.nodes] == [
+        ("_linalg_gemm2", "float32")
+    ]
     short = {"a": (2, 7, 30), "b": (2, 30, 9)}
     plan = amp.explain(scores(), policy=policy, mode="inference", input_shapes=short)
     assert [(node.operator, node.precision) for node in plan.nodes] == [("batch_dot", "float16")]

@@ -5,7 +5,7 @@ from functools import partial
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import randn
@@ -100,3 +100,28 @@ def test_modules(contexts, caplog):
     assert_one_of(found[14], found[4:14])
     assert not all((a == b).all() for a, b in zip(found[15], found[16]))
     assert caplog.text.count("earlier ones are back") == 1
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_the_first_step_of_several_devices_keeps_them(scales):
+    """With static_shape MXNet's kvstore may send those from before the first pass."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Conv2D(4, 3, in_channels=3))
+    net.add(*[gluon.nn.BatchNorm(in_channels=4, momentum=0.5) for _ in range(66)])
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    net.hybridize(static_alloc=True, static_shape=True)
+    amp.init("float16", ctx=mx.cpu())
+    trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
+    if scales:
+        amp.init_trainer(trainer, amp.LossScaler(64))
+    with autograd.record():
+        losses = [net(randn(2, 3, 6, 6).as_in_context(ctx)).square().mean() for ctx in contexts]
+        if scales:
+            with amp.scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+    if not scales:
+        autograd.backward(losses)
+    trainer.step(1)
+    means = net[1].running_mean.list_data()
+    assert all(np.abs(mean.asnumpy()).max() > 0 for mean in means)
