@@ -18,17 +18,6 @@ from typing import Any as _Any
 import lazy_loader as _lazy_loader
 
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
-#: Names of mxamp 1.0, and what to use instead.
-_GONE = {
-    "Benchmark": "what benchmark(...) returns",
-    "ConvertedFiles": "what convert_files(...) returns",
-    "LayerCost": "tune(...).kept, the layers that stay in float32",
-    "OutputError": "what compare_models(...) returns",
-    "Plan": "what explain(...) returns",
-    "Trial": "tune(...).timings",
-    "Tuning": "what tune(...) returns",
-    "draw": "explain(...).to_dot(), the graph in Graphviz's language",
-}
 
 
 def _is_command() -> bool:
@@ -47,8 +36,6 @@ if not _is_command():
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _GONE:
-        raise AttributeError(f"mxamp.{name} is gone; use {_GONE[name]}")
     # Stored, so that the next use does not come here.
     try:
         found = globals()[name] = _load(name)

@@ -20,21 +20,6 @@ from .tools.debugging.tensor_errors import compare
 
 __all__ = ["NumericsError", "check_numerics", "compare", "on_step", "operator_stats"]
 
-#: Names of mxamp 1.0, and what to use instead.
-_GONE = {
-    **dict.fromkeys(("trace", "read_trace"), "on_step, as examples/tensorboard.py does"),
-    "gradient_histogram": "a histogram of exponents, as in examples/tensorboard.py",
-    **dict.fromkeys(("CastCount", "OperatorCount", "OperatorStats"), "what operator_stats() gives"),
-    **dict.fromkeys(("Comparison", "TensorError"), "what compare(...) returns"),
-    **dict.fromkeys(("Finding", "NumericsCheck", "Statistics"), "what check_numerics() gives"),
-}
-
-
-def __getattr__(name: str) -> object:
-    if name in _GONE:
-        raise AttributeError(f"amp.debugging.{name} is gone; use {_GONE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 def __dir__() -> "list[str]":
     return sorted(__all__)

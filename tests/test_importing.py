@@ -1,7 +1,6 @@
 """What `import mxamp` loads, and what it leaves until it is used."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -42,11 +41,3 @@ def test_unknown_names_are_attribute_errors():
     assert not hasattr(amp.debugging, "autocats")
     assert dir(amp) == sorted(amp.__all__)
     assert all(hasattr(amp, name) for name in amp.__all__)
-
-
-@pytest.mark.parametrize("owner", [amp, amp.debugging])
-def test_names_that_are_gone_say_what_to_use(owner):
-    for name, instead in owner._GONE.items():
-        assert name not in dir(owner)
-        with pytest.raises(AttributeError, match=re.escape(f"{name} is gone; use {instead}")):
-            getattr(owner, name)
