@@ -124,10 +124,10 @@ def initialize(
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
     """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
-    if loss_scale is None:
-        loss_scale = {"O0": None, "O3": 1}.get(opt_level, "dynamic")
-    if loss_scale is None:
+    if loss_scale is None and opt_level == "O0":
         return NoScaler()
+    if loss_scale is None:
+        loss_scale = 1 if opt_level == "O3" else "dynamic"
     return LossScaler() if loss_scale == "dynamic" else StaticLossScaler(loss_scale)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -30,14 +30,11 @@ from ..scaling.passes import passes
 from ..scaling.running import Pass, current, run
 from ..scaling.scaler import SharedScale, scale_of
 from ..scaling.trainer import State, active_hook, attach_hook
-from .variables import Variable, Variables, by_gradient
+from .variables import Variables, by_gradient
 
 logger = logging.getLogger("mxamp")
 
-OVERFLOW = (
-    "a gradient that no trainer owns overflowed with the loss scale %g, and is Inf or NaN: no step "
-    "is skipped for it, and the scale stays. Skip an update of your own with it"
-)
+OVERFLOW = "a gradient that no trainer owns overflowed at scale %g: skip your own update with it"
 
 #: The largest power of two that a float16 head gradient can hold.
 _HALF_LIMIT = 2.0**15
@@ -138,7 +135,9 @@ class _BackwardPatches(FrontEnd):
         except BaseException:
             multiply(adding, 1 / scale)
             raise
-        (outer or one).overflown |= _unscaled(written, scale)
+        groups = by_gradient(written)
+        bad = unscale([group[0].array.grad for group in groups], scale)
+        (outer or one).overflown |= {id(v.array) for i in bad for v in groups[i]}
         self.variables.prune(one.names if one.frees else set())
 
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
@@ -194,10 +193,3 @@ def _divided(gradient: NDArray, scale: float) -> NDArray:
     first = min(scale, _LARGEST_FACTOR)
     gradient = gradient * (1 / first)
     return gradient if first == scale else gradient * (first / scale)
-
-
-def _unscaled(variables: Iterable[Variable], scale: float) -> set[int]:
-    """Divide gradients by the scale; return the arrays whose gradients are not finite, by `id`."""
-    groups = by_gradient(variables)
-    positions = unscale([group[0].array.grad for group in groups], scale)
-    return {id(v.array) for i in positions for v in groups[i]}
