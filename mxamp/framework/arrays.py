@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import weakref
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -153,18 +154,21 @@ class _LeafCasts(threading.local):
     """
 
     def __init__(self) -> None:
-        self._scope: Any = None  #: the scope whose end frees the casts; None: nothing is kept
+        #: Of the scope whose end frees the casts; without one nothing is kept. Weak: Ctrl-C may
+        #: come before a scope has begun, and it never ends then.
+        self._scope: Callable[[], Any] = lambda: None
         self._casts: Dict[Tuple[int, str], Tuple[NDArray, NDArray]] = {}
 
     def begin(self, scope: Any) -> None:
         """Keep casts until `scope` ends, if it is the first that records."""
-        if self._scope is None:
-            self._scope = scope
+        if self._scope() is None:
+            self._casts.clear()
+            self._scope = weakref.ref(scope)
 
     def end(self, scope: Any) -> None:
         """Free the casts if `scope` began to keep them."""
-        if self._scope is scope:
-            self._scope = None
+        if self._scope() is scope:
+            self._scope = lambda: None
             self._casts.clear()
 
     def memory(self, leaf: NDArray, dtype: str) -> Optional[NDArray]:
@@ -181,7 +185,7 @@ class _LeafCasts(threading.local):
 
     def _keeps(self) -> bool:
         """Return whether casts share memory: in inference, oneDNN changes a weight's layout."""
-        return self._scope is not None and autograd.is_training()
+        return self._scope() is not None and autograd.is_training()
 
 
 #: Global, as autograd's own state of each thread is.

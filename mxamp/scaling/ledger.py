@@ -202,6 +202,14 @@ class Ledger:
                 multiply([entry.gradient], scale / before.scale)
                 self.note(entry, replace(before, scale=scale))
 
+    def scale_of(self, arrays: Iterable[NDArray]) -> float:
+        """Return the largest scale of those of some arrays that are fresh gradients, else 1."""
+        if self.all_carry(1):
+            return 1.0
+        given = {id(array) for array in arrays}
+        found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
+        return max((self.of(entry).scale for entry in found), default=1.0)
+
     def carry_scale(self, trainer: Trainer) -> bool:
         """Return whether a fresh gradient of a trainer carries a scale other than 1."""
         return not self.all_carry(1) and any(

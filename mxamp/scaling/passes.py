@@ -7,7 +7,7 @@ import logging
 from contextlib import ContextDecorator
 from typing import Any, Sequence
 
-from mxnet import autograd
+from mxnet import autograd, gluon
 from mxnet.base import _LIB, check_call
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -28,7 +28,14 @@ RECORDED_BEFORE = (
     "after shutdown() a loss is scaled again, and its functions or custom operators were recorded "
     "before: in this step they are given scaled gradients. Call init_trainer(trainer) before record"
 )
-FOREIGN = "a loss was scaled for another trainer: call init_trainer or GradScaler.step for it too"
+FOREIGN = (
+    "this trainer's gradients carry a loss scale, and nothing takes it out: step by the GradScaler "
+    "that scaled the loss, or call init_trainer for this trainer too"
+)
+SCALED_CLIP = (
+    "clip_global_norm was given gradients that carry a loss scale of %g, so it clips nearly all of "
+    "them away: call unscale first, or clip_grad_global_norm"
+)
 NESTED_SUM = (
     "a backward pass inside an operator in Python adds to a gradient that the pass around it adds "
     'to too: use grad_req="write", or compute the shared parameter outside the operator'
@@ -94,6 +101,7 @@ class _Passes(FrontEnd):
             Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
             *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
+            *patches_of_function(gluon.utils, "clip_global_norm", wrapping(_patched_clip)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
             *(Patch(Trainer, name, wrapping(self._patched_step)) for name in ("step", "update")),
@@ -163,7 +171,7 @@ class _Passes(FrontEnd):
         one.scale = scales.pop()
         if is_grad:
             running.run(one, compute)
-        elif automatic is not None:
+        elif automatic is not None and not any(marks):  # a scaled loss has its own scale
             automatic.run(compute, one, given)
         else:
             with ledger.written(one, one.scale):
@@ -220,6 +228,14 @@ def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: 
     with ledger.written(one, one.scale):
         compute()
     outer.one.inner |= one.names
+
+
+def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> Any:
+    """Clip gradients; warn of those that carry a loss scale."""
+    scale = ledger.scale_of(arrays)
+    if scale != 1:
+        logger.warning(SCALED_CLIP, scale)
+    return original(arrays, *args, **named)
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:

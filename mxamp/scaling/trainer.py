@@ -80,7 +80,10 @@ NOT_INITIALIZED = (
     "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first; with a "
     "GradScaler, call its unscale_"
 )
-UNSKIPPABLE = "this trainer updates parameters {}, where an overflow can't be kept out: {}"
+UNSKIPPABLE = (
+    "this trainer updates parameters {}, where an overflow can't be kept out: call init_trainer "
+    "before its first step, and {}"
+)
 
 
 class Stage(Enum):

@@ -229,3 +229,25 @@ def test_a_trainer_has_its_own_scale_beside_others_that_are_done():
         loss.backward()
         trainer.step(1)
         assert trainer.amp_last_step.loss_scale == scale
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
+def test_a_loss_with_a_scale_of_its_own_gets_no_other(way):
+    amp.init("float16", ctx=mx.cpu())
+    net, other = (gluon.nn.Dense(1, in_units=2) for _ in range(2))
+    net.initialize(), other.initialize()
+    decorated = gluon.Trainer(other.collect_params(), amp.decorate("sgd", 2.0**16))
+    trainer, scaler = gluon.Trainer(net.collect_params(), "sgd"), amp.GradScaler(2.0**10)
+    if way == "scale_loss":
+        amp.init_trainer(trainer, amp.LossScaler(2.0**10))
+    with autograd.record():
+        loss = net(nd.ones((1, 2))).sum()
+        if way == "scale_loss":
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+    if way == "GradScaler":
+        scaler.scale(loss).backward()
+    assert net.bias.grad().asscalar() == 2.0**10
+    scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
+    assert trainer.amp_last_step.stepped
+    assert decorated.amp_last_step is None

@@ -275,7 +275,7 @@ def test_what_may_be_faster_on_hardware_is_accurate_with_safe_accumulation():
     """The policy of docs/gpus.md that follows float16 in softmax and LayerNorm."""
     code = """
 import numpy as np
-policy = amp.Policy.default("float16", "gpu").override(fp32=["RNN"], widest=["softmax"], low=["LayerNorm"])
+policy = amp.Policy.default("float16", "gpu").override(fp32=["RNN"], low=["softmax", "LayerNorm"])
 x = nd.random.normal(shape=(4, 4096), ctx=gpu) * 3
 gamma, beta = nd.ones((4096,), ctx=gpu), nd.zeros((4096,), ctx=gpu)
 def run(on):

@@ -112,3 +112,15 @@ def test_recorded_inference_leaves_shared_memory_alone(modes):
                     assert same(nd.Convolution(data, weight, **attrs), right)
                     assert same(product(wide), dense)
             assert bool(leaf_casts._casts) == any(modes)
+
+
+def test_a_scope_that_never_began_keeps_nothing():
+    """Ctrl-C inside `record()`, before the block under it."""
+    weight, scope = leaf(), autograd.record()
+    leaf_casts.begin(autograd.record())
+    leaf_casts.begin(scope)
+    with autograd.record():
+        leaf_casts.keep(weight, "float16", weight)
+        assert leaf_casts._casts
+    leaf_casts.end(scope)
+    assert not leaf_casts._casts

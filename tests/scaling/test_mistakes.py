@@ -4,7 +4,7 @@ import os
 
 import mxnet as mx
 import pytest
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import check_python, kind, randn
@@ -127,3 +127,20 @@ def test_a_fork_while_another_thread_enters_regions():
         env={"COVERAGE_PROCESS_START": "", "COVERAGE_PROCESS_CONFIG": ""},
     )
     assert "good 10" in printed
+
+
+def test_clipping_before_unscale_is_warned_of(caplog):
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    amp.init_trainer(trainer, amp.LossScaler(1024))
+    for unscales in (True, False):
+        with autograd.record():
+            loss = net(nd.ones((1, 2))).sum()
+            with amp.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        if unscales:
+            amp.unscale(trainer)
+        gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
+        assert ("carry a loss scale of 1024" in caplog.text) != unscales
+        trainer.step(1)
