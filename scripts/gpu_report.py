@@ -47,11 +47,12 @@ Json = Dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """How a process has ended: "fine" or why not; its lines of JSON, other lines, and errors."""
+    """How a process has ended: "fine" or why not; what it printed, as it is and by lines."""
 
     status: str
-    found: List[Json]
-    lines: List[str]
+    text: str
+    found: List[Json]  #: the lines that are JSON
+    lines: List[str]  #: the others
     errors: str
 
 
@@ -75,9 +76,8 @@ def run(command: Sequence[str], seconds: float, **environment: str) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0), errors.seek(0)
-        lines, said = out.read().splitlines(), without_paths(errors.read())
-    outcome = Outcome(status, [], [], said)
-    for line in lines:
+        outcome = Outcome(status, out.read(), [], [], without_paths(errors.read()))
+    for line in outcome.text.splitlines():
         try:
             outcome.found.append({**json.loads(line)})
         except (ValueError, TypeError):
@@ -90,6 +90,11 @@ def without_paths(text: str) -> str:
     for folder in (sys.prefix, str(ROOT), str(Path.home())):
         text = text.replace(folder, "...")
     return text[-_KEPT:]
+
+
+def status_of(failed: Sequence[str]) -> str:
+    """Return the status of a part whose pieces with these names failed."""
+    return f"failed: {', '.join(failed)}" if failed else "fine"
 
 
 def part_of(outcome: Outcome, **others: Any) -> Json:
@@ -105,7 +110,7 @@ def doctor() -> Json:
     """Return what `mxamp doctor` finds."""
     outcome = run(["-m", "mxamp", "doctor", "--json"], 300)
     try:
-        return {"status": "fine", **json.loads("\n".join(outcome.lines))}
+        return {"status": "fine", **json.loads(outcome.text)}
     except ValueError:
         return {"status": f"no report, {outcome.status}", "errors": outcome.errors}
 
@@ -136,9 +141,11 @@ def smoke(options: Sequence[str]) -> Json:
         outcome = run(["scripts/gpu_checks.py", "smoke", *options], 180, **variables)
         rows.append({"way": way, **part_of(outcome)})
     bad = [
-        row["way"] for row in rows if not all(one["fine"] for one in row["rows"] or [{"fine": 0}])
+        row["way"]
+        for row in rows
+        if row["status"] != "fine" or not row["rows"] or not row["rows"][0]["fine"]
     ]
-    return {"status": f"failed: {', '.join(bad)}" if bad else "fine", "rows": rows}
+    return {"status": status_of(bad), "rows": rows}
 
 
 def operator_names() -> List[str]:
@@ -166,7 +173,7 @@ def operators(names: Sequence[str], seconds: float = 180) -> Json:
             rows[culprit] = {"operator": culprit, "error": outcome.status, "difference": None}
         waiting = [name for name in waiting if name not in rows]
     bad = [name for name, row in rows.items() if is_wrong(row)]
-    return {"status": f"failed: {', '.join(bad)}" if bad else "fine", "rows": [*rows.values()]}
+    return {"status": status_of(bad), "rows": [*rows.values()]}
 
 
 def is_wrong(row: Json) -> bool:
@@ -186,7 +193,7 @@ def tests(path: str = "tests/gpu", seconds: float = 1800, of_each: float = 120) 
     failed = [row["test"] for row in rows if row["outcome"] == "failed"]
     kept = [{**row, "text": without_paths(row["text"])} for row in rows if row["text"]]
     passed = sum(row["outcome"] == "passed" for row in rows)
-    status = f"failed: {', '.join(failed)}" if failed else outcome.status
+    status = status_of(failed) if failed else outcome.status
     return {**part_of(outcome, passed=passed), "status": status, "rows": kept}
 
 
@@ -199,10 +206,11 @@ def models(names: Sequence[str], options: Sequence[str], seconds: float = 300) -
             fusion = {"MXNET_USE_FUSION": "0"} if "unfused" in contender else {}
             command = ["scripts/gpu_checks.py", "model", name, kind, *options]
             outcome = run(command, seconds, **fusion)
-            row = {"model": name, "contender": contender, **part_of(outcome)}
-            rows.append({**row, **(outcome.found or [{}])[0], "contender": contender})
+            measured = {key: value for row in outcome.found for key, value in row.items()}
+            names_of = {"model": name, "contender": contender}
+            rows.append({**part_of(outcome), **measured, **names_of})
     bad = [f"{r['model']} {r['contender']}" for r in rows if r["status"] != "fine"]
-    return {"status": f"failed: {', '.join(bad)}" if bad else "fine", "rows": rows}
+    return {"status": status_of(bad), "rows": rows}
 
 
 def main_job(fast: bool) -> Json:

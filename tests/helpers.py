@@ -134,6 +134,14 @@ def exported(block, folder):
     return mx.gluon.SymbolBlock.imports(next(files), ["data"], next(files))
 
 
+def load_script(name):
+    """Return the module of a file in scripts/."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "scripts" / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run_python(code, *, env=None, python=sys.executable, timeout=300, cwd=ROOT / "tests"):
     """Run code in another process; return the finished process with its output."""
     merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}

@@ -1,6 +1,5 @@
 """scripts/check_gpu as far as it goes without a GPU: what it refuses, and the file it writes."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import click
 import pytest
 
 from clones import BASH, Clone
-from helpers import ROOT
+from helpers import ROOT, load_script
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"
@@ -81,11 +80,7 @@ def test_it_shows_a_report(clone):
 
 @pytest.fixture(scope="module")
 def gpu_report():
-    path = ROOT / "scripts" / "gpu_report.py"
-    spec = importlib.util.spec_from_file_location("gpu_report", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("gpu_report.py")
 
 
 def test_what_a_report_says(gpu_report, tmp_path, monkeypatch):
@@ -221,3 +216,10 @@ def test_the_tests_for_gpus_run_on_cpus():
 def test_the_benchmark_knows_what_gpus_have():
     refused = run_script("scripts/bench/models", "--device=gpu")
     assert "MXNet has no bfloat16 kernels on GPUs: give --dtype float16" in refused.stderr
+
+
+def test_a_smoke_test_that_crashes_at_its_end_has_failed(gpu_report, monkeypatch):
+    ended = [("fine", [{"fine": True}]), ("crash: SIGSEGV", [{"fine": True}]), ("fine", [])]
+    outcomes = iter([gpu_report.Outcome(status, "", rows, [], "") for status, rows in ended])
+    monkeypatch.setattr(gpu_report, "run", lambda *_args, **_named: next(outcomes))
+    assert gpu_report.smoke([])["status"] == "failed: no fusion, one by one"

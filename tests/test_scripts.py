@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from helpers import ROOT
+from helpers import ROOT, load_script
 from mxamp.framework.machine import onednn_features
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Timing
@@ -55,10 +55,7 @@ def test_the_main_job_from_another_directory(tmp_path):
 
 @pytest.fixture(scope="module")
 def main_job():
-    spec = importlib.util.spec_from_file_location("main_job", ROOT / "scripts" / "main_job.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("main_job.py")
 
 
 def test_the_main_job_fits_into_80_columns(main_job):

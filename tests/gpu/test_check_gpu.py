@@ -1,13 +1,12 @@
 """scripts/check_gpu from end to end on simulated GPUs, and what it makes of planted faults."""
 
-import importlib.util
 import json
 import os
 import time
 
 import pytest
 
-from helpers import ROOT
+from helpers import load_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 PLANTED = {"relu": "crash", "tanh": "hang", "sigmoid": "wrong"}
@@ -15,10 +14,7 @@ PLANTED = {"relu": "crash", "tanh": "hang", "sigmoid": "wrong"}
 
 @pytest.fixture(scope="module")
 def gpu_report():
-    spec = importlib.util.spec_from_file_location("gpu_report", ROOT / "scripts/gpu_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("gpu_report.py")
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
