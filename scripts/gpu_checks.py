@@ -20,7 +20,8 @@ import numpy as np
 from mxnet import autograd, gluon, nd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
-from models_worker import batch_of, enable_amp, mxnet_model, sgd_trainer  # noqa: E402
+from measuring import seconds  # noqa: E402
+from models_worker import passes_and_step  # noqa: E402
 
 SIMULATED = "--simulated" in sys.argv
 GPU = mx.gpu(0)
@@ -153,12 +154,7 @@ def sums() -> None:
 
 def milliseconds(function: Callable[[], Any]) -> float:
     """Return the median time of a call, until the GPU has computed it."""
-    found = []
-    for _ in range(3 if SIMULATED else 30):
-        began = time.perf_counter()
-        function()
-        nd.waitall()
-        found.append(time.perf_counter() - began)
+    found = [seconds(function) for _ in range(3 if SIMULATED else 30)]
     return statistics.median(found[len(found) // 3 :]) * 1e3
 
 
@@ -208,33 +204,14 @@ def timings() -> None:
 
 def model(title: str, contender: str) -> None:
     """Train a model as one contender does: time, the host's time of a step, and memory."""
-    by_hand = contender == "cast by hand"
-    with GPU:
-        library = enable_amp("float32" if by_hand else contender, "float16")
-    inputs, labels = batch_of(title)
-    net = mxnet_model(title)
-    net.initialize(mx.init.Xavier(), ctx=GPU)
-    if by_hand:
-        net.cast("float16")
-    net.hybridize(static_alloc=True, static_shape=True)
-    data = [nd.array(one, GPU, "float16" if by_hand else "float32") for one in inputs]
-    label, trainer = nd.array(labels, GPU), sgd_trainer(net)
-    trainer._optimizer.multi_precision = by_hand
-    if contender in ("mxamp", "stock"):
-        library.init_trainer(trainer)
-    loss_function, on_host = gluon.loss.SoftmaxCrossEntropyLoss(), []
+    passes, update, _ = passes_and_step(contender, title)
+    on_host: List[float] = []
 
     def step() -> None:
-        with autograd.record():
-            loss = loss_function(net(*data).astype("float32"), label)
-            if contender in ("mxamp", "stock"):
-                with library.scale_loss(loss, trainer) as scaled:
-                    autograd.backward(scaled)
-            else:
-                autograd.backward(loss)
+        passes()
         nd.waitall()
         began = time.process_time()
-        trainer.step(len(labels))
+        update()
         on_host.append(time.process_time() - began)
 
     for _ in range(1 if SIMULATED else 10):

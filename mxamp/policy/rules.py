@@ -35,7 +35,8 @@ _EXACT = frozenset({"long_sums", "cast_weight", "volume_views", "padded_kernel"}
 _DETOURS = frozenset({"volume_views"})
 
 #: Names of substitutions in operator lists and policies: first those of `graph.speed` for graphs,
-#: then those for fused models only, then "sgd", the faster optimizer step of `patches.optimizers`.
+#: then those for fused models only, "sgd", the faster optimizer step of `patches.optimizers`, and
+#: those of `ON_DEMAND`.
 #: Files of 1.0 may name "global_pool", which no longer exists.
 SUBSTITUTIONS = (
     "relu", "sigmoid", "tanh", "broadcast", "relu6", "layer_norm", "mean", "sum",

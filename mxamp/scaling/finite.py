@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What an array is from its making on."""
+    """Device, dtype and kind of shape of an array, which never change."""
 
     ctx: Any
     dtype: str

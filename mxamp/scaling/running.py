@@ -42,7 +42,7 @@ class Pass:
 
 
 class Running(NamedTuple):
-    """What a thread runs: a pass, or an operator in Python that is a part of one."""
+    """The pass that a thread runs, or the operator in Python that it runs for one."""
 
     one: Pass
     given: float | None  #: the scale of the gradients that the operator was given; None in a pass

@@ -15,11 +15,11 @@ from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import dtype_of, invoke, plain_array
+from ..framework.arrays import invoke, plain_array
 from ..framework.operators import handle_of
 from ..framework.wording import shortened
 from ..policy.active import suspended
-from .finite import nonfinite
+from .finite import layout_of, nonfinite
 
 logger = logging.getLogger("mxamp")
 
@@ -29,7 +29,7 @@ RESTORED = "the skipped step left Inf or NaN in running statistics; earlier ones
 _STEPS = 10
 #: The most arrays that one call of multi_sgd_update takes.
 _CHUNK = 60
-#: The ends of their names in nets that were read from files, which do not tell them otherwise.
+#: Ends of running statistics' names: nets that were read from files don't mark them otherwise.
 _NAMES = ("_mean", "_var")
 
 #: Returns running statistics, each with the name of its parameter.
@@ -88,7 +88,7 @@ def _copies(sources: Sequence[NDArray], targets: Sequence[NDArray]) -> list[Call
     """Return few calls that copy many arrays: updates with a learning rate of 0."""
     groups: dict[Any, list[tuple[NDArray, NDArray]]] = {}
     for source, target in zip(map(plain_array, sources), map(plain_array, targets)):
-        groups.setdefault((source.context, dtype_of(source)), []).append((source, target))
+        groups.setdefault(layout_of(source), []).append((source, target))
     calls: list[Callable[[], Any]] = []
     for group in groups.values():
         for k in range(0, len(group), _CHUNK):

@@ -66,11 +66,52 @@ def runs_exported_model(name: str) -> bool:
     return CONTENDERS[name].library in ("onnxruntime", "openvino")
 
 
-class Contender:
-    """A worker process that holds one model and does a step on demand.
+class Worker:
+    """A process that answers each line of input with a line of JSON.
 
-    `description` is the worker's first answer; `failure` is the error with which it has died.
+    `description` is its first answer; `failure` is the error with which it has died.
     """
+
+    def __init__(self, command: Sequence[str], env: Optional[Mapping[str, str]] = None) -> None:
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=env,
+        )  # fmt: skip
+        self.failure: Optional[str] = None
+        self.description = self._read()
+
+    def _read(self) -> Dict[str, Any]:
+        """Return the process's next answer; if it has died, set `failure` and return {}."""
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if line:
+            return dict(json.loads(line))
+        self.process.wait()
+        self.log.seek(0)
+        errors = [text.strip() for text in self.log if "Error" in text] or ["the process died"]
+        self.failure = errors[-1].replace("RuntimeError: ", "")[:100]
+        return {}
+
+    def ask(self, line: str) -> Dict[str, Any]:
+        """Return the answer to a line; {} if the process has died."""
+        if self.failure is not None or self.process.stdin is None:
+            return {}
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """Kill the process."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.log):
+            if pipe is not None:
+                pipe.close()
+
+
+class Contender(Worker):
+    """A worker that holds one model and does a step on demand."""
 
     def __init__(
         self, name: str, model: str, mode: str, setup: Setup, python: str, folder: Optional[Path]
@@ -82,40 +123,11 @@ class Contender:
             subprocess.run(export, capture_output=True, check=False)
         command = [python, "-W", "ignore", str(WORKER), name, model, mode, setup.dtype]
         command += [setup.device, *([str(folder)] if folder is not None else [])]
-        self.log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
-        )
-        self.failure: Optional[str] = None
-        self.description = self._read()
-
-    def _read(self) -> Dict[str, Any]:
-        """Return the worker's next answer; if it has died, set `failure` and return {}."""
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        if line:
-            return dict(json.loads(line))
-        self.process.wait()
-        self.log.seek(0)
-        errors = [text.strip() for text in self.log if "Error" in text] or ["the process died"]
-        self.failure = errors[-1].replace("RuntimeError: ", "")[:100]
-        return {}
+        super().__init__(command)
 
     def run_step(self) -> Dict[str, Any]:
         """Return the seconds of one step and the peak memory; {} if the worker has died."""
-        if self.failure is not None or self.process.stdin is None:
-            return {}
-        with suppress(BrokenPipeError):
-            self.process.stdin.write("go\n")
-            self.process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """Kill the worker."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.log):
-            if pipe is not None:
-                pipe.close()
+        return self.ask("go")
 
 
 def parse_only(text: Optional[str]) -> Sequence[str]:

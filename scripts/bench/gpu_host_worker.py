@@ -8,13 +8,10 @@ A line of input is the number of steps of a round. Kernels do nothing, so gradie
 import ctypes
 import sys
 import time
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List
 
-import numpy as np
+from models_worker import passes_and_step, print_json
 
-from models_worker import batch_of, enable_amp, mxnet_model, print_json, sgd_trainer
-
-SSD = "ssd_512_resnet50_v1_custom"
 GPUS = ctypes.CDLL("libsimulated_gpu.so")
 
 
@@ -23,51 +20,6 @@ def counts() -> List[int]:
     found = (ctypes.c_long * 4)()
     GPUS.simulated_gpu_counts(found)
     return list(found)
-
-
-def model_and_batch(model: str) -> Tuple[Any, List[Any], Any]:
-    """Return a net that is not initialized, its inputs and its labels."""
-    if model.startswith("ssd"):
-        from gluoncv import model_zoo
-
-        rows = int(model.rpartition("-")[2])
-        net = model_zoo.get_model(SSD, classes=["cat", "dog"], pretrained_base=False)
-        return net, [np.zeros((rows, 3, 512, 512), "float32")], np.zeros(rows, "float32")
-    return (mxnet_model(model), *batch_of(model))
-
-
-def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Callable[[], Any], Any]:
-    """Return a function of the forward and backward pass, one of the step, and the trainer."""
-    import mxnet as mx
-
-    ctx = mx.gpu(0)
-    with ctx:
-        amp = enable_amp(contender, "float16")
-    from mxnet import autograd, gluon
-
-    net, inputs, labels = model_and_batch(model)
-    net.initialize(ctx=ctx)
-    net.hybridize(static_alloc=True, static_shape=True)
-    data, label = [mx.nd.array(one, ctx=ctx) for one in inputs], mx.nd.array(labels, ctx=ctx)
-    trainer = sgd_trainer(net)
-    if contender != "float32":
-        amp.init_trainer(trainer)
-    cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def passes() -> None:
-        with autograd.record():
-            out = net(*data)
-            if isinstance(out, (list, tuple)):  # a detector's scores and boxes
-                losses = [one.square().mean() for one in out[:2]]
-            else:
-                losses = [cross_entropy(out, label)]
-            if contender == "float32":
-                autograd.backward(losses)
-            else:
-                with amp.scale_loss(losses, trainer) as scaled:
-                    autograd.backward(scaled)
-
-    return passes, lambda: trainer.step(len(labels)), trainer
 
 
 def seconds_of(function: Callable[[], Any]) -> float:

@@ -46,6 +46,12 @@ def measure_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int) -> Dict[
     return {name: values[1:] for name, values in found.items()}
 
 
+def ratio_of(above: Sequence[float], below: Sequence[float]) -> Dict[str, float]:
+    """Return the median, the least and the greatest ratio of two series, one value a round."""
+    found = [a / b for a, b in zip(above, below)]
+    return {"ratio": statistics.median(found), "least": min(found), "greatest": max(found)}
+
+
 def compare_in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> Dict[str, float]:
     """Return the ratio of the times of two functions: the first one's to the second one's.
 
@@ -53,9 +59,8 @@ def compare_in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> Dic
     and with the median of what the first function takes more, "added".
     """
     measured, base = measure_in_turn(runs, rounds).values()
-    ratios = [a / b for a, b in zip(measured, base)]
     return {
-        "ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios),
+        **ratio_of(measured, base),
         "seconds": statistics.median(base),
         "added": statistics.median(a - b for a, b in zip(measured, base)),
     }  # fmt: skip

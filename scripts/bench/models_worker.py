@@ -36,6 +36,8 @@ def peak_memory() -> Optional[int]:
 
 #: Layers and sequence length of encoders of BERT-base's size.
 BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
+#: GluonCV's detector that the name ssd stands for, on GPUs.
+SSD = "ssd_512_resnet50_v1_custom"
 #: The file of parameters that float32 saves and the other contenders load.
 PARAMETERS = "mxnet.params"
 #: Steps and units of recurrent networks.
@@ -294,6 +296,58 @@ def mxnet_step(
         grads = [p.grad().astype("float32").asnumpy().ravel() / factor for p in params]
         np.save(folder / f"{contender}-gradients.npy", np.concatenate(grads))
     return train if mode == "training" else infer, choice
+
+
+def model_and_batch(model: str) -> Tuple[Any, List[Any], Any]:
+    """Return a net that is not initialized, its inputs and its labels."""
+    if model.startswith("ssd"):
+        from gluoncv import model_zoo
+
+        rows = int(model.rpartition("-")[2])
+        net = model_zoo.get_model(SSD, classes=["cat", "dog"], pretrained_base=False)
+        return net, [np.zeros((rows, 3, 512, 512), "float32")], np.zeros(rows, "float32")
+    return (mxnet_model(model), *batch_of(model))
+
+
+def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Callable[[], Any], Any]:
+    """Return how a contender trains on a GPU: forward and backward pass, step, and the trainer.
+
+    "cast by hand" trains float16 parameters with float32 master weights, without a loss scale.
+    """
+    import mxnet as mx
+
+    ctx, by_hand = mx.gpu(0), contender == "cast by hand"
+    with ctx:
+        amp = enable_amp("float32" if by_hand else contender, "float16")
+    from mxnet import autograd, gluon
+
+    net, inputs, labels = model_and_batch(model)
+    net.initialize(ctx=ctx)
+    if by_hand:
+        net.cast("float16")
+    net.hybridize(static_alloc=True, static_shape=True)
+    dtype, scales = "float16" if by_hand else "float32", contender in ("mxamp", "stock")
+    data, label = [mx.nd.array(one, ctx, dtype) for one in inputs], mx.nd.array(labels, ctx)
+    trainer = sgd_trainer(net)
+    trainer._optimizer.multi_precision = by_hand
+    if scales:
+        amp.init_trainer(trainer)
+    cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def passes() -> None:
+        with autograd.record():
+            out = net(*data)
+            if isinstance(out, (list, tuple)):  # a detector's scores and boxes
+                losses = [one.square().mean() for one in out[:2]]
+            else:
+                losses = [cross_entropy(out.astype("float32") if by_hand else out, label)]
+            if scales:
+                with amp.scale_loss(losses, trainer) as scaled:
+                    autograd.backward(scaled)
+            else:
+                autograd.backward(losses)
+
+    return passes, lambda: trainer.step(len(labels)), trainer
 
 
 # ---------------------------------------------------------------------- PyTorch
