@@ -32,7 +32,8 @@ from rich.progress import Progress
 from rich.table import Table
 from sklearn.datasets import load_digits
 
-from mxamp.framework.machine import cpu_name, dtype_name, onednn_features, threads
+from mxamp.backends.onednn.cpu import onednn_features
+from mxamp.framework.machine import cpu_name, dtype_name, threads
 
 BATCH = 64
 # High enough for overflows in the first steps, so that the scaler has to lower it.

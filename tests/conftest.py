@@ -19,9 +19,9 @@ import pytest
 from hypothesis import settings
 
 from helpers import shut_down
+from mxamp.backends.onednn import convolutions, equivalents, recurrent, shape_rules
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
-from mxamp.graph.speed import convolutions, equivalents, recurrent, shape_rules
 from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
@@ -101,13 +101,19 @@ def assert_unpatched():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
 
+def keep_exactly(site, *args, reason=eager._Site._reason):
+    """Why an eager call stays in float32, but for its speed."""
+    kept = reason(site, *args)
+    return kept if kept is not None and kept.exact else None
+
+
 @pytest.fixture(autouse=True)
 def _cast_small_calls(request):
     """Cast layers of any size: the arrays of most tests are too small to gain by bfloat16."""
     # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("sizes"):
-            patch.setattr(eager._Layers, "_reason_to_keep", lambda *_: None)
+            patch.setattr(eager._Site, "_reason", keep_exactly)
             patch.setattr(shape_rules, "_relative_size", lambda *_: 1)
             for module in (convolutions, equivalents, recurrent):
                 for name in [one for one in vars(module) if one.startswith("_LEAST")]:
@@ -157,8 +163,8 @@ def as_on_gpus(monkeypatch):
 @pytest.fixture
 def small_weights_too(monkeypatch):
     """Fused dense layers become convolutions whatever the size of their weights."""
-    monkeypatch.setattr("mxamp.graph.speed.dense_convolutions._LARGE", 1)
-    monkeypatch.setattr("mxamp.graph.speed.dense_convolutions._WIDE", 1)
+    monkeypatch.setattr("mxamp.backends.onednn.dense_convolutions._LARGE", 1)
+    monkeypatch.setattr("mxamp.backends.onednn.dense_convolutions._WIDE", 1)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import numpy as np
 from mxnet import nd
 
 from helpers import same
+from mxamp.backends.onednn.fuse import apply_pass
 from mxamp.graph.ir import Graph
-from mxamp.graph.speed.fuse import apply_pass
 
 S = mx.sym
 HEADS = 3

@@ -7,7 +7,7 @@ casts what it reads for itself.
 import mxnet as mx
 
 from helpers import down, kind, up
-from mxamp.framework.machine import onednn_features
+from mxamp.backends.onednn.cpu import onednn_features
 
 LOW = {"float16": {"FullyConnected", "Convolution", "dot"},
        "bfloat16": {"FullyConnected", "Convolution"}}  # fmt: skip

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import mxamp as amp
+from mxamp.backends import DEVICES, backend_of, shape_checks
+from mxamp.backends.choices import Choices
 from mxamp.framework.machine import dtype_name
 from mxamp.graph.ir import Graph, Usage
-from mxamp.graph.speed.shape_rules import choose
-from mxamp.policy.rules import SHAPE_RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
@@ -103,16 +103,25 @@ def operators_of(symbol):
     return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
 
 
+def let_fast_dtype_be(monkeypatch, dtype):
+    """Let "auto" mean a dtype on every device."""
+    for device in DEVICES:
+        monkeypatch.setattr(type(backend_of(device)), "fast_dtype", lambda self: dtype)
+
+
 def chosen(symbol, policy=None, **usage):
     """Return the choices by shape for a symbol's graph, under bfloat16's own policy or another."""
     policy = policy or amp.Policy.default("bfloat16")
-    return choose(Graph.from_symbol(symbol), policy, Usage(**usage))
+    backend = backend_of(policy.device)
+    return backend.choose(Graph.from_symbol(symbol), policy, Usage(**usage)) or Choices()
 
 
-def kept(symbol, policy=None, kinds=SHAPE_RULES, **usage):
+def kept(symbol, policy=None, kinds=None, **usage):
     """Return the operators that rules by shape of these kinds keep in float32, in order."""
     nodes, found = Graph.from_symbol(symbol).nodes, chosen(symbol, policy, **usage).kept
-    return [nodes[i].name for i, reason in sorted(found) if reason.kind in kinds]
+    return [
+        nodes[i].name for i, reason in sorted(found) if reason.kind in (kinds or shape_checks())
+    ]
 
 
 def substitutions(symbol, policy=None, **usage):

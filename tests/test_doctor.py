@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import ROOT
+from mxamp.backends.onednn import cpu
 from mxamp.cli.main import main
 from mxamp.framework import machine
 from mxamp.framework.compat import BROKEN
@@ -206,7 +207,7 @@ def test_the_report_of_this_machine_has_its_versions():
         ({"cpu": (), "threads": 1}, 0, "1. note: MXNet's kernels run on 1 thread, slower than on 4 here"),
         ({"threads": 16}, 1, "1. problem: MXNet's kernels run on 16 threads"),
         ({"cpu": ("avx512",)}, 0, f"fastest dtype float32: this CPU ({machine.cpu_name()}) computes no bfloat16"),
-        ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, 0, f"is fast in bfloat16 if {machine.FOR_AMX}"),
+        ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, 0, f"is fast in bfloat16 if {cpu.FOR_AMX}"),
         ({"wheels": {}, "error": "no"}, 1, "no wheel is installed"),
         (ON_T4, 0, "Tesla T4, 525.60.13, 7.5 fastest dtype float16"),
         ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE x"),

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from helpers import ROOT, load_script
-from mxamp.framework.machine import onednn_features
+from mxamp.backends.onednn.cpu import onednn_features
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Timing
 

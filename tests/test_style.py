@@ -11,8 +11,10 @@ from helpers import ROOT
 
 PACKAGE = ROOT / "mxamp"
 #: The core: what runs in a program that trains or serves. Each may import those before it.
+#: "backends" is the registry alone, which loads the packages in it when it is asked for one.
 CORE = [
-    "errors", "_version", "framework", "policy", "graph", "scaling", "patches", "convert", "frontends",
+    "errors", "_version", "backends", "framework", "policy", "graph", "a backend", "scaling",
+    "patches", "convert", "frontends",
 ]  # fmt: skip
 #: Above it, loaded when they are first used: tools, which look at programs from outside, and commands.
 ORDER = [*CORE, "tools", "debugging", "cli", "__main__", "__init__"]
@@ -36,8 +38,14 @@ def test_tools_find_nothing(command):
 
 def imports(path):
     """The modules of mxamp that one imports, as tuples of names, at the top or inside functions."""
-    package = path.parent.parts
-    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+    package, tree = path.parent.parts, ast.parse((PACKAGE / path).read_text())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in {*ast.walk(tree)} - for_types:
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "mxamp" for alias in node.names), path
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -49,12 +57,36 @@ def imports(path):
                 yield inner if at.is_dir() or at.with_suffix(".py").exists() else target
 
 
+def place(module):
+    """The place of a module in the order of imports."""
+    is_backend = module[0] == "backends" and module[1:] not in ((), ("__init__",))
+    return ORDER.index("a backend" if is_backend else module[0])
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_no_import_points_up(path):
-    """So the core imports no tool."""
+    """So the core imports no tool, and policy and graph no backend."""
     here = path.with_suffix("").parts
     for there in imports(path):
-        assert ORDER.index(there[0]) <= ORDER.index(here[0]), f"{path} imports {'.'.join(there)}"
+        assert place(there) <= place(here), f"{path} imports {'.'.join(there)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_the_core_imports_no_backend(path):
+    """It asks the registry."""
+    here = path.with_suffix("").parts
+    if here[0] in CORE and here[0] != "backends":
+        assert all(ORDER[place(there)] != "a backend" for there in imports(path))
+    if here[:2] == ("backends", "cuda"):
+        assert all(there[:2] != ("backends", "onednn") for there in imports(path))
+
+
+@pytest.mark.parametrize("room", ["policy", "graph"])
+def test_policy_and_graph_name_no_device(room):
+    for path in PACKAGE.joinpath(room).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not words & {"cpu", "gpu", "oneDNN", "cuda"}, path
 
 
 def test_the_package_shows_its_public_names_only():

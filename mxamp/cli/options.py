@@ -9,11 +9,11 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 
 import click
 
+from ..backends import DEVICES
 from ..convert.saved import epochs_of, model_files
 from ..framework.files import check_writable
-from ..framework.machine import default_dtype
 from ..policy.policy import Policy
-from ..policy.targets import DEVICES, TARGETS
+from ..policy.targets import TARGETS, default_dtype
 from .inputs import READ, NamedDtype, NamedInput, record_files
 from .output import POLICY_HOLDS
 

@@ -11,7 +11,7 @@ from ..framework.wording import shown
 from ..graph.casts.widen import has_halves
 from ..graph.ir import Graph
 from ..policy.overrides import Layers
-from ..policy.policy import Policy
+from ..policy.policy import Policy, policy_of
 from ..policy.targets import DEFAULT_TARGET
 from .models import converted_model
 from .options import Options, resolved_dtypes
@@ -120,7 +120,8 @@ def convert_files(
             original, policy = model, options.policy
             if policy.device == "gpu" and default_device() == "cpu":
                 # The CPU computes in float32, and rounds to float16 where a GPU computes in it.
-                options = replace(options, policy=replace(policy, device="cpu"))
+                policy = policy_of(policy.target_dtype, "cpu", policy.changes)
+                options = replace(options, policy=policy)
                 here = converted_model(model, options)
             dtypes = resolved_dtypes(model[0], {**model[1], **model[2]}, input_dtypes)
             # MXNet's CPU kernels don't run every half-precision model.

@@ -8,6 +8,7 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
@@ -24,9 +25,6 @@ from ..graph.casts.offline import (
 )
 from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_regions
 from ..graph.ir import CASTS, Graph, Usage, collector_paused
-from ..graph.speed.fuse import fused
-from ..graph.speed.fusible import check_fused, check_fused_dtype
-from ..graph.speed.shape_rules import choose
 from ..patches.announcements import warn_of_speed
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
@@ -39,6 +37,10 @@ Params = Dict[str, NDArray]
 
 LOSSY = "%s of %r become infinity in %s, and %s zero: name the layer %r in `excluded_sym_names`"
 AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
+FUSED_FLOAT16 = (
+    "a fused model can't become float16: oneDNN's fused operators have no float16 kernel. Convert "
+    "the model as it was before `fuse`, or this one to float32"
+)
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
 
@@ -105,9 +107,9 @@ def convert(
     held.update(cast_params(held, dict.fromkeys(wide.variables & held.keys(), "float32")))
     dtypes.update(dict.fromkeys(wide.variables, "float32"))
     if options.fuse:
-        graph, held, policy = fused(graph, held, policy)
+        graph, held, policy = backend_of(policy.device).fuse(graph, held, policy)
     elif policy.lowers and not has_halves(graph, dtypes):
-        check_fused(graph, policy)
+        backend_of(policy.device).check_fused(graph, policy)
     shapes = {name: array.shape for name, array in held.items()}
     # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
     kept = {*options.not_offline, *(data if options.keep_io_types else ())}
@@ -115,7 +117,7 @@ def convert(
         kept.update(name for name in graph.input_names if name not in data)
     offline, restore = frozenset(graph.input_names) - kept, options.keep_io_types
     usage = Usage(dtypes, shapes, offline=offline, restore=restore, converting=True)
-    new = rewrite(graph, policy, usage, choose(graph, policy, usage)).graph
+    new = rewrite(graph, policy, usage).graph
     lowered = _names_cast_to(new, policy.target_dtype)
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
@@ -145,7 +147,8 @@ def widened_for(
         graph = without_lowering_regions(graph)
     elif graph.has_fused_operators:
         # They have no class in a policy: they keep the precision that they were fused in.
-        check_fused_dtype(policy)
+        if policy.target_dtype == "float16":
+            raise ArgumentError(FUSED_FLOAT16)
         return Widened(graph, frozenset(), ())
     if not has_halves(graph, dtypes):
         return Widened(graph, frozenset(), ())

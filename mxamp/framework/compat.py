@@ -16,8 +16,8 @@ import types
 import warnings
 from typing import Any, Dict, Tuple
 
+from .. import backends
 from ..errors import InstallError
-from . import cuda
 
 #: The version of MXNet that mxamp runs on: other versions have other operators and internals.
 MXNET = "1.9.1"
@@ -35,11 +35,11 @@ WRONG_NUMPY = (
 )
 WRONG_MXNET = (
     f"MXNet {{}} is installed, but mxamp needs MXNet {MXNET}: pip install mxnet=={MXNET}, or for "
-    f"NVIDIA GPUs pip install {cuda.WHEEL}=={MXNET}"
+    f"NVIDIA GPUs pip install mxnet-cu112=={MXNET}"
 )
 NOT_INSTALLED = (
     "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for "
-    f"mxnet=={MXNET}, mxamp[cu112] for {cuda.WHEEL}=={MXNET}."
+    f"mxnet=={MXNET}, mxamp[cu112] for mxnet-cu112=={MXNET}."
 )
 
 
@@ -76,14 +76,14 @@ def _first_import() -> Any:
 
 
 def prepare_import() -> None:
-    """Add the names to NumPy and `sys.modules` that MXNet imports, and preload CUDA's libraries."""
+    """Add the names to NumPy and `sys.modules` that MXNet imports, and let backends prepare."""
     import numpy
 
     if not release(NUMPY_FROM) <= release(numpy.__version__) < release(NUMPY_BELOW):
         raise InstallError(WRONG_NUMPY.format(numpy.__version__))
     _restore_numpy(numpy)
     _restore_distutils()
-    cuda.preload()
+    backends.prepare_import()
 
 
 def release(version: str) -> Tuple[int, ...]:

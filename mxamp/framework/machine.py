@@ -1,22 +1,15 @@
 """The machine: MXNet's dtypes and devices, and the instructions of the CPU."""
 
-import ctypes
 import logging
 import os
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Mapping, Optional
+from typing import Any, Dict, FrozenSet, Mapping
 
 import numpy as np
 
-from . import cuda
-
 logger = logging.getLogger("mxamp")
-
-SLOW_GPU = (
-    "this GPU, of compute capability {}.{}, has no tensor cores: float16 is fast from {}.{} on"
-)
 
 #: MXNet's bfloat16: a NumPy structure that holds the raw 16 bits.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
@@ -35,11 +28,6 @@ _ALIASES = {"bfloat16": BFLOAT16, "bf16": BFLOAT16, "fp16": "float16", "fp32": "
 
 # MXNet's device types in CPU memory; all others are GPUs.
 _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
-# DNNL_MAX_CPU_ISA values under which oneDNN uses no avx512.
-_BELOW_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"})
-_MAX_ISA = "DNNL_MAX_CPU_ISA"
-#: What lets oneDNN use AMX.
-FOR_AMX = f"{_MAX_ISA}=AVX512_CORE_AMX"
 
 
 def dtype_name(dtype: Any) -> str:
@@ -72,41 +60,6 @@ def device_kind(ctx: Any) -> str:
     return "cpu" if ctx.device_type in _CPU_TYPES else "gpu"
 
 
-def default_dtype(device: Optional[str] = None) -> str:
-    """Return "float16" for "gpu" and "bfloat16" for "cpu"; by default for `default_device()`."""
-    return "float16" if (device or default_device()) == "gpu" else "bfloat16"
-
-
-def fast_dtype(device: Optional[str] = None) -> str:
-    """Return the dtype that "auto" means on "cpu" or "gpu", by default on `default_device()`.
-
-    It is float16 for GPUs with tensor cores, bfloat16 for CPUs with bfloat16 arithmetic, and
-    float32 for others.
-    """
-    if (device or default_device()) == "gpu":
-        return "float32" if _has_slow_gpu() else "float16"
-    return "bfloat16" if computes_bfloat16() else "float32"
-
-
-def _has_slow_gpu() -> bool:
-    """Return whether the GPU has no tensor cores."""
-    found = cuda.capability()
-    return found is not None and found < cuda.TENSOR_CORES
-
-
-def why_float32(device: str = "cpu") -> str:
-    """Return the reason why "auto" is float32 on this CPU or GPU, for a log line."""
-    if device == "gpu" and _has_slow_gpu():
-        return SLOW_GPU.format(*cuda.capability() or (), *cuda.TENSOR_CORES)
-    cpu = f"this CPU ({cpu_name()})"
-    if "amx_bf16" in cpu_features():
-        return f"{cpu} is fast in bfloat16 if {FOR_AMX} is set before Python starts"
-    if "avx512_bf16" in cpu_features():
-        limit = f"{_MAX_ISA}={os.environ.get(_MAX_ISA)}"
-        return f"{limit} keeps oneDNN from the bfloat16 instructions of {cpu}"
-    return f"{cpu} computes no bfloat16 in hardware"
-
-
 @lru_cache(maxsize=None)
 def _gpu_count() -> int:
     """Return how many GPUs MXNet sees; 0 without a usable driver."""
@@ -135,35 +88,6 @@ def processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def onednn_features() -> FrozenSet[str]:
-    """Return the `cpu_features` that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
-    # oneDNN ignores unknown names, lower-case ones included.
-    limit, flags = os.environ.get(_MAX_ISA, "ALL"), cpu_features()
-    if limit in _BELOW_AVX512:
-        return frozenset()
-    if limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
-        return flags & {"avx512"}
-    # MXNet's oneDNN, 2.4, uses AMX on demand alone.
-    asks = f"{_MAX_ISA}={limit}" == FOR_AMX and "amx_bf16" in flags
-    return flags if asks and _may_use_amx() else flags - {"amx_bf16"}
-
-
-@lru_cache(maxsize=None)
-def _may_use_amx() -> bool:
-    """Ask Linux for AMX's tiles; without them oneDNN's kernels end the process."""
-    # The system call arch_prctl with ARCH_REQ_XCOMP_PERM and the number of the tiles' state.
-    return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(158, 0x1023, 18)
-
-
-def computes_bfloat16() -> bool:
-    """Return whether oneDNN computes faster in bfloat16 than in float32 on this CPU.
-
-    With AMX, avx512_bf16 takes 1.5 to 1.9 times as long as float32 (Xeon, 5th generation).
-    """
-    needed = "amx_bf16" if "amx_bf16" in cpu_features() else "avx512_bf16"
-    return needed in onednn_features()
 
 
 def threads_per_core() -> int:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Optional, Sequence
 
 from ..errors import ArgumentError
-from ..framework import machine
 from ..framework.environment import AUTOMATIC, OFF_VALUES, automatic_value
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
+from ..policy import targets
 from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
@@ -80,7 +80,7 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     `dtype` is by default float16 with a GPU, else bfloat16. If it is "auto" and that means float32,
     nothing changes before the program calls `init` or `initialize`, which then mean float32 too.
     """
-    chosen = policy or chosen_policy(dtype or machine.default_dtype())
+    chosen = policy or chosen_policy(dtype or targets.default_dtype())
     switch_on(chosen)
     process.lowered.clear()
     scaling = [backward_patches, module_patches] if chosen.target_dtype == "float16" else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Dict, Iterable, Mapping
+from typing import Any, Callable, Dict, Iterable, Mapping
 
 from mxnet.ndarray.ndarray import NDArray
 
@@ -241,3 +241,20 @@ def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int)
 def without_shape(variable: Node) -> dict[str, str]:
     """Return a variable's attributes without `__shape__`, in which Gluon records its shape."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}
+
+
+def without_fused_operators(
+    graph: Graph, where: Callable[[Node], bool] = lambda _node: True
+) -> Graph:
+    """Return the graph with the operators that were fused to one in place of it, `where` true."""
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.is_fused and where(node):
+            [body] = node.subgraphs
+            outside = iter(node.inputs)
+            made: dict[Output, Output] = {}
+            for k, inner in enumerate(body.nodes):
+                read = inner.with_inputs([made[output] for output in inner.inputs])
+                made[k, 0] = next(outside) if inner.is_variable else edit.add_node(read)
+            edit.redirect((i, 0), made[body.heads[0]])
+    return edit.applied()

@@ -114,6 +114,11 @@ class Node:
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     @property
+    def is_fused(self) -> bool:
+        """Whether the node is several operators that a backend of MXNet has fused to one."""
+        return bool(self.subgraphs) and self.operator not in LOOPS
+
+    @property
     def hidden_attrs(self) -> dict[str, str]:
         """The attributes whose names begin with __, such as marks: operators ignore them."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
@@ -217,8 +222,8 @@ class Graph:
 
     @property
     def has_fused_operators(self) -> bool:
-        """Whether the graph holds operators that oneDNN has fused, bodies of loops included."""
-        return any(name.startswith("_sg_mkldnn") for name in self.operators)
+        """Whether the graph holds fused operators, bodies of loops included."""
+        return any(node.is_fused for node in self.all_nodes)
 
     @property
     def operators(self) -> frozenset[str]:

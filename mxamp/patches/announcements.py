@@ -3,31 +3,14 @@
 import logging
 from typing import Any, Set
 
-from ..framework import machine
+from ..backends import DEVICES, backend_of
+from ..framework.machine import default_device
 from ..graph.ir import Graph
 from ..policy.overrides import unknown_layers
 from ..policy.policy import Policy
 
 logger = logging.getLogger("mxamp")
 
-NO_GPU = (
-    "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
-    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu(); for a "
-    "GPU run `mxamp doctor`, which checks the driver and the wheel"
-)
-SLOW = (
-    "%s: bfloat16's results are right, but no faster than float32's, and convolutions without "
-    "avx512 are up to 100 times slower%s"
-)
-IN_MODEL = (
-    ". A model converted here computes in float32 on rounded values, on other CPUs too: for "
-    "bfloat16 kernels, convert it on a CPU with avx512; for speed here, to float32 with `fuse=True`"
-)
-ONLY_TRUE = (
-    "float16 on a CPU is for trying and testing: it rounds values to true float16, but most "
-    "convolutional nets run 10 to 25 times slower than in float32. %s is the fast dtype here%s"
-)
-FOR_GPUS = ". For GPUs (--device gpu, Policy.default('float16', 'gpu')) a check runs like this too"
 STAYS_OFF = (
     "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
 )
@@ -52,7 +35,9 @@ def announce(policy: Policy) -> None:
 
 def announce_float32(advice: str = "give 'bfloat16' in place of 'auto'") -> None:
     """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
-    warn_once("auto", STAYS_OFF, machine.why_float32(machine.default_device()), advice)
+    backends = [backend_of(device) for device in (default_device(), *DEVICES)]
+    why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
+    warn_once("auto", STAYS_OFF, why, advice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
@@ -60,16 +45,9 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
 
     Of a model that is explained or converted, say what that means for the model.
     """
-    if not policy.lowers:
-        return
-    if policy.device != "cpu":
-        if machine.default_device() == "cpu" and not of_model:
-            warn_once("gpu", NO_GPU)
-    elif policy.target_dtype == "float16":
-        warn_once("float16", ONLY_TRUE, machine.fast_dtype("cpu"), FOR_GPUS if of_model else "")
-    elif not machine.computes_bfloat16():
-        advice = IN_MODEL if of_model and policy.rule("Convolution").missing else ""
-        warn_once(f"bfloat16{advice}", SLOW, machine.why_float32(), advice)
+    warning = backend_of(policy.device).speed_warning(policy, of_model) if policy.lowers else None
+    if warning is not None:
+        warn_once(*warning)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:

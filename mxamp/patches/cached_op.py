@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import replace
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Hashable, Iterable, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -18,15 +18,13 @@ from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp, NDArray
 from mxnet.symbol import Symbol
 
+from ..backends import NONE, backend_of
 from ..framework.arrays import dtypes_of, kind_code, on_device, shape_of
 from ..framework.patching import Original
 from ..graph.casts.builder import is_converted
-from ..graph.casts.insert import region_marks, rewritten_symbol
-from ..graph.gradients import SCALE_INPUT, trained_graph, weights_beside_biases, with_scale_input
+from ..graph.casts.insert import region_marks, rewritten_graph
+from ..graph.gradients import trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
-from ..graph.speed.recurrent import reads_unset_flag
-from ..graph.speed.shape_rules import choose
-from ..graph.speed.substitutions import NONE, Choices
 from ..policy.active import current_policy, nearest_policy, tracing
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
@@ -184,7 +182,7 @@ class PolicyCachedOp:
         self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         self._ops: dict[Any, _Op] = {}
-        self._chosen: dict[Any, Choices] = {}
+        self._chosen: dict[Any, Hashable] = {}
         #: What selected a device's last op, the op, and objects whose ids must stay valid: by the
         #: id of the first parameter's array there.
         self._last: dict[int, tuple[Any, _Op, Any]] = {}
@@ -287,7 +285,8 @@ class PolicyCachedOp:
             return
         self._ops.clear()
         symbol = self._unchanged.symbol
-        self._unchanged = _Op(self._cached_op(symbol, range(len(self._names))), symbol)
+        own = self._cached_op(symbol, range(len(self._names)), self._flags)
+        self._unchanged = _Op(own, symbol)
 
     def _graph_for(self, training: bool) -> Graph:
         """Return the block's graph before casts; for training, one with the loss scale as an input.
@@ -303,7 +302,7 @@ class PolicyCachedOp:
 
     def _choices(
         self, call: _Call, graph: Graph, training: bool, args: Sequence[NDArray]
-    ) -> Choices:
+    ) -> Hashable:
         """Return the choices by shape for `graph` and the shapes of `args`, cached.
 
         Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
@@ -316,7 +315,8 @@ class PolicyCachedOp:
         if choices is None:
             shapes = {self._names[i]: args[i].shape for i in looked_at}
             usage = replace(self._usage(call, training), shapes=shapes)
-            choices = self._chosen[key] = choose(graph, call.policy, usage)
+            choices = backend_of(call.policy.device).choose(graph, call.policy, usage)
+            self._chosen[key] = choices
         return choices
 
     def _usage(self, call: _Call, training: bool) -> Usage:
@@ -324,34 +324,26 @@ class PolicyCachedOp:
         dtypes = {n: d for n, d in zip(self._names, call.dtypes) if n not in self._stored}
         return Usage(dtypes, stored=self._stored, training=training, off=call.off)
 
-    def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Choices) -> _Op:
+    def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
         """Return a new op that runs `graph` rewritten for a call; the block's own if unchanged."""
-        kind = self._symbol_class
-        # Before it fuses operators on a GPU, MXNet copies the graph, and ends the process at a
-        # variable with control dependencies.
-        reverse = call.policy.device != "gpu"
-        symbol = rewritten_symbol(graph, kind, call.policy, usage, choices, reverse)
-        order = list(range(len(self._names)))
-        if self._scalable is not None and graph is not self._graph:
-            order.insert(graph.input_names.index(SCALE_INPUT), _SCALE)
-        if symbol is not None:
-            if reverse:
-                order.reverse()
-        elif graph is not self._graph or self._policy is not None:
+        backend = backend_of(call.policy.device)
+        rewritten = rewritten_graph(graph, call.policy, usage, choices)
+        if rewritten is not graph:
+            rewritten = backend.with_ordered_inputs(rewritten)
+        elif graph is self._graph and self._policy is None:
             # The plain op of a converted block has the casts for other dtypes.
-            symbol = graph.to_symbol(kind)
-        else:
             return self._unchanged
-        return _Op(self._cached_op(symbol, order, call.policy.device), symbol, order)
+        symbol = rewritten.to_symbol(self._symbol_class)
+        places = {name: i for i, name in enumerate(self._names)}
+        order = [places.get(name, _SCALE) for name in symbol.list_inputs()]
+        flags = backend.cached_op_flags(self._flags, self._graph)
+        return _Op(self._cached_op(symbol, order, flags), symbol, order)
 
-    def _cached_op(self, symbol: Symbol, order: Sequence[int], device: str = "cpu") -> CachedOp:
+    def _cached_op(self, symbol: Symbol, order: Sequence[int], flags: Sequence[Any]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
         data = [place for place, i in enumerate(order) if i not in self._parameters]
         params = [place for place, i in enumerate(order) if i in self._parameters]
-        places = ("data_indices", data), ("param_indices", params)
-        unset = any(reads_unset_flag(node, device) for node in self._graph.nodes)
-        flags = [flag for flag in self._flags if flag[0] != "static_shape" or not unset]
-        op = CachedOp(symbol, [*places, *flags])
+        op = CachedOp(symbol, [("data_indices", data), ("param_indices", params), *flags])
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op

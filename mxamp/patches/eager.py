@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -21,6 +21,7 @@ from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
+from ..backends import Action, CallSite, Step, backend_of, shape_checks
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import (
@@ -31,29 +32,25 @@ from ..framework.arrays import (
     dtype_code,
     dtype_of,
     kind_code,
+    shape_of,
 )
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.operators import WRITTEN_BY_USERS, Operator, by_handle, handle_of
 from ..framework.patching import Original
 from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
-from ..graph.ir import Node
-from ..graph.speed import passes
-from ..graph.speed.convolutions import image_convolution
-from ..graph.speed.shape_rules import IN_CALLS, reason_to_keep_call
-from ..graph.speed.substitutions import match_call
 from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import Policy
-from ..policy.rules import Reason, long_sum_reason
+from ..policy.rules import Reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
-#: MXNet's `_imperative_invoke`, a function of the fields of `Call`.
+#: MXNet's `_imperative_invoke`, a function of the fields of `Arguments`.
 Invoke = Callable[..., Any]
 
 
-class Call(NamedTuple):
-    """The arguments of an eager call."""
+class Arguments(NamedTuple):
+    """The arguments of an eager call; mostly a plain tuple, which takes less time to make."""
 
     handle: int
     arrays: Sequence[NDArray]
@@ -69,13 +66,8 @@ class Call(NamedTuple):
         return dict(zip(self.keys, map(str, self.vals)))
 
 
-#: The fields of a `Call`, mostly as a plain tuple: a `Call` takes half a microsecond to make.
-Arguments = Tuple[Any, ...]
-#: What an eager call does in place of MXNet's own function, which is the first argument.
-Action = Callable[[Invoke, Arguments], Any]
-
 _BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
-_ADD, _TENSORDOT = handle_of("elemwise_add"), handle_of("_npi_tensordot")
+_TENSORDOT = handle_of("_npi_tensordot")
 #: The first is the operator that `astype`, `copyto` and assignments to slices call.
 _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 
@@ -84,12 +76,9 @@ _Handles, _Kinds = ctypes.POINTER(NDArrayHandle), ctypes.POINTER(_c_int)
 # The most entries of a cache: a scalar that changes with every call adds one each time.
 _MANY = 4096
 
-#: Marks of handles: of views, and of float32 arrays that have a gradient.
-_IS_VIEW, _IS_TRAINED = "is_view", "is_trained"
-#: Operators with oneDNN kernels that fall back for some arrays, on kernels that read no views.
-_NO_VIEWS = frozenset(
-    map(handle_of, ("Concat", "Pooling", "Reshape", "Flatten", "expand_dims", "broadcast_add"))
-)
+_BIAS = 2  # the position of a dense layer's bias among its inputs
+#: The mark of the handles of float32 arrays that have a gradient.
+_IS_TRAINED = "is_trained"
 
 # The attributes that decisions read, beside those of conditions.
 _READ: Mapping[str, Sequence[str]] = {
@@ -175,20 +164,11 @@ class _Actions(Dict[int, Optional[Action]]):
 
     def __missing__(self, handle: int) -> Action | None:
         action: Action | None = None
-        operator, policy = by_handle().get(handle), self.policy
-        if policy is not None:
-            if handle in (_COPY_TO, _CAST):
-                action = _copy_to
-            elif operator is not None and _may_cast(operator, policy):
-                action = _KINDS.get(operator.name, _Casts)(operator, policy).run
-            if handle in zero_gradient_inputs():
-                action = _copying_inputs(action or _plain, zero_gradient_inputs()[handle])
-            if handle in _NO_VIEWS:
-                action = _reading_no_views(action or _plain)
-        # Without a policy, custom operators scale their results themselves.
-        by_user = LOSS_OUTPUT_HANDLES.get(handle) in WRITTEN_BY_USERS
-        if handle in LOSS_OUTPUT_HANDLES and (policy is not None or not by_user):
-            action = _scaling_losses(action or _plain)
+        operator = by_handle().get(handle)
+        if operator is not None:
+            site: Any = None if self.policy is None else _Site(operator, self.policy)
+            for step in reversed(_steps(operator, self.policy)):
+                action = step(action or _plain, site)
         self[handle] = action
         return action
 
@@ -205,32 +185,52 @@ def _actions_of(policy: Policy) -> _Actions:
     return made
 
 
-def _plain(original: Invoke, arguments: Arguments) -> Any:
+def _plain(original: Invoke, arguments: Sequence[Any]) -> Any:
     """Call MXNet's own function."""
     return original(*arguments)
 
 
-def _scaling_losses(then: Action) -> Action:
-    """Return an action that scales the losses of an output operator while autograd records."""
+def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
+    """Return what calls of an operator do in turn before MXNet's own call."""
+    loss = LOSS_OUTPUT_HANDLES.get(operator.handle)
+    # Without a policy, custom operators scale their results themselves.
+    scales = loss is not None and (policy is not None or loss not in WRITTEN_BY_USERS)
+    first: list[Step] = [scale_losses] if scales else []
+    if policy is None:
+        return first
+    if operator.handle in zero_gradient_inputs():
+        first.append(copy_inputs)
+    if operator.handle in (_COPY_TO, _CAST):
+        return [*first, copy_by_float32]
+    backend, own = backend_of(policy.device).steps(operator.name), STEPS.get(operator.name, ())
+    return [*first, *backend, *own, *([cast_inputs] if _may_cast(operator, policy) else [])]
 
-    def action(original: Invoke, arguments: Arguments) -> Any:
-        call = Call(*arguments)
+
+# ---------------------------------------------------------------------- steps
+
+
+def scale_losses(then: Action, _site: CallSite) -> Action:
+    """Scale the losses of an output operator while autograd records."""
+
+    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
         if autograd.is_recording():
-            call = call._replace(arrays=scalable_inputs(call.handle, call.arrays, call.attrs))
-        return then(original, call)
+            call = Arguments(*arguments)
+            scaled = scalable_inputs(call.handle, call.arrays, call.attrs)
+            arguments = call._replace(arrays=scaled)
+        return then(original, arguments)
 
     return action
 
 
-def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
-    """Return an action for an operator whose gradients at `positions` are zeros by definition."""
+def copy_inputs(then: Action, site: CallSite) -> Action:
+    """Let an operator read copies of the inputs whose gradients are zeros by definition."""
+    positions = zero_gradient_inputs()[site.operator.handle]
 
-    def action(original: Invoke, arguments: Arguments) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
         # The crash is that of casts: programs that stay in float32 need no copies.
         if not (mx_arrays.cast_dtypes and autograd.is_recording()):
             return then(original, arguments)
-
-        is_np_op = Call(*arguments).is_np_op
+        is_np_op = Arguments(*arguments).is_np_op
 
         def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
             return original(handle, copy_inputs_at(arrays, positions, is_np_op), *rest)
@@ -240,34 +240,67 @@ def _copying_inputs(then: Action, positions: frozenset[int] | None) -> Action:
     return action
 
 
-def _reading_no_views(then: Action) -> Action:
-    """Return an action for an operator that can't read views: it reads copies of them."""
+def copy_by_float32(then: Action, _site: CallSite) -> Action:
+    """Copy or cast an array, bfloat16 by way of float32.
 
-    def action(original: Invoke, arguments: Arguments) -> Any:
-        views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
-        if any(views):
-            call = Call(*arguments)
-            copy = functools.partial(mx_arrays.copy, is_np_op=call.is_np_op)
-            copies = [copy(a) if is_view else a for a, is_view in zip(call.arrays, views)]
-            arguments = call._replace(arrays=copies)
+    MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
+    """
+
+    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+        call = Arguments(*arguments)
+        [array], out = call.arrays, call.out
+        if dtype_code(array) == _BFLOAT16 and (out is None or dtype_code(out) != _BFLOAT16):
+            arguments = call._replace(arrays=[cast(array, "float32", call.is_np_op)])
         return then(original, arguments)
 
     return action
 
 
-def _copy_to(original: Invoke, arguments: Arguments) -> Any:
-    """Copy or cast an array, bfloat16 by way of float32.
+def separate_bias(then: Action, site: CallSite) -> Action:
+    """Give the bias of a dense layer a gradient where the weight needs none.
 
-    MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
+    MXNet computes no gradient of the bias there.
     """
-    call = Call(*arguments)
-    [array] = call.arrays
-    if dtype_code(array) == _BFLOAT16 and (call.out is None or dtype_code(call.out) != _BFLOAT16):
-        call = call._replace(arrays=[cast(array, "float32", call.is_np_op)])
-    return original(*call)
+
+    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+        arrays = arguments[1]
+        # A gradient array stays: with one, the weight is not looked at again.
+        if len(arrays) <= _BIAS or hasattr(arrays[1].handle, _IS_TRAINED):
+            return then(original, arguments)
+        if mx_arrays.has_gradient(arrays[1]):
+            setattr(arrays[1].handle, _IS_TRAINED, True)
+        elif autograd.is_recording() and needs_separate_bias(arrays):
+            call = Arguments(*arguments)
+            return site.write(_with_separate_bias(site, original, call), call.out)
+        return then(original, arguments)
+
+    return action
 
 
-# ---------------------------------------------------------------------- casting actions
+def _with_separate_bias(site: CallSite, original: Invoke, call: Arguments) -> Any:
+    """Return the output of a dense layer, as its product and an addition of its bias."""
+    attrs, is_np_op = without_bias(call.attrs), call.is_np_op
+    *reads, bias = call.arrays
+    product = site.call(original, "FullyConnected", reads, attrs, is_np_op)
+    # Repeat the bias by a product with ones: its gradient is a product too, several times as
+    # fast as the sum that is the gradient of broadcasting.
+    ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
+    attrs = {**attrs, "flatten": "False"}
+    columns = [ones, bias.reshape((-1, 1))]
+    repeated = site.call(original, "FullyConnected", columns, attrs, is_np_op)
+    return site.call(original, "elemwise_add", [product, repeated], {}, is_np_op)
+
+
+def cast_inputs(_then: Action, site: Any) -> Action:
+    """Call the operator on inputs that are cast as the policy decides."""
+    return site.cast  # type: ignore[no-any-return]
+
+
+#: The steps of single operators before the cast, after those of the backend.
+STEPS: Mapping[str, Sequence[Step]] = {"FullyConnected": (separate_bias,)}
+
+
+# ---------------------------------------------------------------------- casts
 
 
 def _may_cast(operator: Operator, policy: Policy) -> bool:
@@ -278,47 +311,84 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
     return rule.op_class != "untouched" and not (follows and rule.missing is None and alone)
 
 
-class _Casts:
-    """The casts around eager calls of one operator under one policy, cached by input dtypes."""
+class _Site:
+    """An operator in eager calls under one policy: its casts, cached by input dtypes."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
-        self._operator, self._policy = operator, policy
+        self.operator, self.policy = operator, policy
+        rule = self.rule = policy.rule(operator.name)
         self._decided = functools.lru_cache(_MANY)(self._decide_anew)
-        rule = self._rule = policy.rule(operator.name)
         #: Whether calls on float32 inputs are never cast.
         self._follows = not rule.lowers
-        # The rules by shape that eager calls follow.
-        self._sums = rule.has_shape_rule("long_sums")
-        self._trained = [one.reason for one in rule.by_shape if one.name == "cast_weight"]
-        self._target = DTYPE_CODES[policy.target_dtype]
-        self._by_size = any(one.name in IN_CALLS for one in rule.by_shape)
-        #: Why layers of certain shapes and attributes stay in float32, or None.
+        checks = shape_checks()
+        followed = [one for one in rule.by_shape if checks[one.name].in_calls]
+        self._by_shape = bool(followed)
+        #: Whether a rule by shape also reads the weight: rules about speed know it from attributes.
+        self._reads_weight = any(one.reason.exact for one in followed)
         self._kept: dict[Any, Reason | None] = {}
+        self._target = DTYPE_CODES[policy.target_dtype]
         read = {*_READ.get(operator.name, ()), *(c.attribute for c in rule.conditions)}
-        read |= {"transpose_a"} if self._sums else set()
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
-    def decide(self, call: Call, kept: Reason | None = None) -> Decision | None:
-        """Return the decision on a call; None without a cast.
+    def cast(self, original: Invoke, arguments: Sequence[Any]) -> Any:
+        """Call the operator on inputs that are cast as the policy decides."""
+        if all_float32(arguments[1]) and (self._follows or self.kept(arguments) is not None):
+            return original(*arguments)
+        call = Arguments(*arguments)
+        decision = self._decide(call)
+        if decision is None:
+            return original(*arguments)
+        outputs = original(*call._replace(arrays=_cast_all(decision, call.arrays), out=None))
+        return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
-        `kept` is why the size of the call keeps a float32 weight in float32.
-        """
+    def kept(self, arguments: Sequence[Any]) -> Reason | None:
+        """Return why the shapes of a call keep it in float32, or None; cached."""
+        if not self._by_shape:
+            return None
+        _, arrays, keys, vals, *_ = arguments
+        recording, weight = autograd.is_recording(), arrays[1] if arrays[1:] else None
+        if weight is None:
+            return None  # MXNet raises an error of its own
+        # The numbers of units and channels are among the attributes.
+        read = (dtype_code(weight), shape_of(weight)) if self._reads_weight else ()
+        key = (shape_of(arrays[0]), recording, read, *keys, *vals)
+        try:
+            return self._kept[key]
+        except TypeError:  # kernels may be lists
+            texts = [*map(str, vals)]
+            return self.kept((None, arrays, keys, texts))
+        except KeyError:
+            if len(self._kept) >= _MANY:
+                self._kept.clear()
+            self._kept[key] = self._reason(arrays, dict(zip(keys, map(str, vals))), recording)
+            return self._kept[key]
+
+    def _reason(
+        self, arrays: Sequence[NDArray], attrs: dict[str, str], recording: bool
+    ) -> Reason | None:
+        """Return why a call stays in float32; None if only for its speed, and MXNet may raise."""
+        casts = recording and dtype_code(arrays[1]) != self._target
+        shapes, backend = [arrays[0].shape, arrays[1].shape], backend_of(self.policy.device)
+        try:
+            return backend.reason_to_keep_call(self.rule, attrs, shapes, recording, casts)
+        except (IndexError, ValueError):
+            return None  # MXNet raises an error of its own
+
+    def _decide(self, call: Arguments) -> Decision | None:
+        """Return the decision on a call; None without a cast."""
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: tuple[tuple[str, str], ...] = ()
-        if self._operator.name == "Custom":  # its constructor reads all attributes
+        if self.operator.name == "Custom":  # its constructor reads all attributes
             attributes = tuple(call.attrs.items())
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
-        if self._sums:
-            shapes = [array.shape for array in arrays]
-            kept = long_sum_reason(self._rule, dict(attributes), shapes, autograd.is_recording())
-        elif self._trained and codes[1:2] != (self._target,) and autograd.is_recording():
-            kept = self._trained[0]
-        elif codes[1:2] != (_FLOAT32,) and not (kept and kept.exact):
+        kept = self.kept(call)
+        # Rules about speed are about the cast of a float32 weight.
+        if kept is not None and not kept.exact and codes[1] != _FLOAT32:
             kept = None
         decision = self._decided(codes, attributes, kept)
-        changes = decision is not None and mx_arrays.on_device(arrays, self._policy.device)
+        changes = decision is not None and mx_arrays.on_device(arrays, self.policy.device)
         return decision if changes else None
 
     def _decide_anew(
@@ -326,179 +396,31 @@ class _Casts:
     ) -> Decision | None:
         """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
-        decision = decide(self._operator.name, dict(attributes), dtypes, self._policy, kept=kept)
-        record_lowered(self._operator.name, decision.precision)
+        decision = decide(self.operator.name, dict(attributes), dtypes, self.policy, kept=kept)
+        record_lowered(self.operator.name, decision.precision)
         return decision if decision.changes else None
 
-    def run(self, original: Invoke, arguments: Arguments) -> Any:
-        """Call the operator on inputs that are cast as the policy decides."""
-        if self._follows and all_float32(arguments[1]):
-            return original(*arguments)
-        return self.compute(original, Call(*arguments))
+    def call(
+        self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
+    ) -> Any:
+        """Call another operator, named `op`, under the policy."""
+        handle = handle_of(op)
+        action = _actions_of(self.policy)[handle] or _plain
+        return action(original, (handle, inputs, [*attrs], [*attrs.values()], None, np, False))
 
-    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
-        """Call the operator with the casts of the policy's decision on `call`."""
-        return _compute(self.decide(call, kept), original, call)
-
-
-class _Additions(_Casts):
-    """Calls of `broadcast_add`."""
-
-    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
-        """Call `elemwise_add` in place of `broadcast_add` on two bfloat16 arrays of one shape.
-
-        It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
-        """
-        first, second = call.arrays
-        alike = dtype_code(first) == dtype_code(second) == _BFLOAT16 and first.shape == second.shape
-        decision = self.decide(call) if alike and first.size and first.ndim else None
-        if decision is not None and decision.through is not None:
-            added = original(*call._replace(handle=_ADD, keys=(), vals=(), out=None))
-            return _written(added, call.out)
-        return super().compute(original, call, kept)
+    @staticmethod
+    def write(outputs: Any, out: Any) -> Any:
+        """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
+        if out is None:
+            return outputs
+        for result, target in zip(as_list(outputs), as_list(out)):
+            dtype = dtype_name(target.dtype)
+            castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
+            mx_arrays.cast_into(result, target, dtype, castable)
+        return out
 
 
-class _Layers(_Casts):
-    """Calls of layers, dense ones or convolutions: small calls stay in float32."""
-
-    def run(self, original: Invoke, arguments: Arguments) -> Any:
-        """Call the layer on inputs that are cast as the policy and its size decide."""
-        recording, is_plain = autograd.is_recording(), True
-        try:
-            kept = self._reason_to_keep(recording, arguments) if self._by_size else None
-            is_plain = kept is not None and self._is_plain(arguments[1], recording)
-        except (IndexError, ValueError):
-            pass  # MXNet raises an error of its own
-        if is_plain:
-            return original(*arguments)
-        return self.compute(original, Call(*arguments), kept)
-
-    def _is_plain(self, arrays: Sequence[NDArray], _recording: bool) -> bool:
-        """Return whether MXNet's own call on these inputs needs no casts and no other parts."""
-        return all_float32(arrays)
-
-    def _reason_to_keep(self, recording: bool, arguments: Arguments) -> Reason | None:
-        """Return why the size of a call keeps it in float32, or None; cached."""
-        handle, arrays, keys, vals, *rest = arguments
-        # The numbers of units and channels are among the attributes.
-        key = (mx_arrays.shape_of(arrays[0]), recording, *keys, *vals)
-        try:
-            return self._kept[key]
-        except TypeError:  # kernels may be lists
-            texts = [*map(str, vals)]
-            return self._reason_to_keep(recording, (handle, arrays, keys, texts, *rest))
-        except KeyError:
-            if len(self._kept) >= _MANY:
-                self._kept.clear()
-            attrs, shapes = Call(*arguments).attrs, [arrays[0].shape, arrays[1].shape]
-            self._kept[key] = reason_to_keep_call(self._rule, attrs, shapes, recording)
-            return self._kept[key]
-
-
-class _Convolutions(_Layers):
-    """Calls of `Convolution`."""
-
-    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
-        """Call `Convolution`; of color images in the parts of graphs."""
-        decision = self.decide(call, kept) if call.arrays[1:] else None
-        if decision is not None:
-            result = self._convolve_images(original, call) if decision.through is None else None
-            if result is not None:
-                return _written(result, call.out)
-            casts_weight = decision.reads[1] is not None
-            if casts_weight and self._policy.device == "cpu" and not autograd.is_training():
-                original = functools.partial(_in_training_mode, original)
-        return _compute(decision, original, call)
-
-    def _convolve_images(self, original: Invoke, call: Call) -> Any | None:
-        """Return the output of a bfloat16 convolution of color images; None for other calls."""
-        shapes = [array.shape for array in call.arrays]
-        if shapes[1][1:2] != (passes.COLORS,):
-            return None
-        node = Node("Convolution", "", call.attrs)
-        match = match_call(passes.Call(node, self._policy, autograd.is_recording(), shapes))
-        if match is None or match[0] != "image_convolution":
-            return None
-        return image_convolution(_Calls(self._policy, original, call), ())[0]
-
-
-class _DenseLayers(_Layers):
-    """Calls of `FullyConnected`."""
-
-    def _is_plain(self, arrays: Sequence[NDArray], recording: bool) -> bool:
-        """Return whether the inputs are of float32 and MXNet computes all their gradients."""
-        data, weight, *bias = arrays
-        # A gradient array stays: with one, the weight is not looked at again.
-        if hasattr(weight.handle, _IS_TRAINED):
-            return all_float32((data, *bias))
-        is_plain = all_float32(arrays) and not (recording and needs_separate_bias(arrays))
-        if is_plain and recording and mx_arrays.has_gradient(weight):
-            setattr(weight.handle, _IS_TRAINED, True)
-        return is_plain
-
-    def compute(self, original: Invoke, call: Call, kept: Reason | None = None) -> Any:
-        """Call `FullyConnected`; its bias gets a gradient even where its weight needs none.
-
-        MXNet computes no gradient of the bias there.
-        """
-        if not (autograd.is_recording() and needs_separate_bias(call.arrays)):
-            return super().compute(original, call, kept)
-        calls, attrs = _Calls(self._policy, original, call), without_bias(call.attrs)
-        *reads, bias = call.arrays
-        product = calls.add("FullyConnected", "", *reads, **attrs)
-        # Repeat the bias by a product with ones: its gradient is a product too, several times as
-        # fast as the sum that is the gradient of broadcasting.
-        ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
-        attrs["flatten"] = "False"
-        repeated = calls.add("FullyConnected", "", ones, bias.reshape((-1, 1)), **attrs)
-        return _written(calls.add("elemwise_add", "", product, repeated), call.out)
-
-
-class _Calls(passes.Parts):
-    """The parts of a call, called at once instead of added to a graph."""
-
-    def __init__(self, policy: Policy, original: Invoke, whole: Call) -> None:
-        self.inputs, self.attrs = whole.arrays, whole.attrs
-        self._policy, self._original, self._is_np_op = policy, original, whole.is_np_op
-
-    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
-        """Call an operator under the policy; return its output."""
-        handle, names, values = handle_of(op), [*attrs], [*attrs.values()]
-        action = _actions_of(self._policy)[handle] or _plain
-        call = handle, inputs, names, values, None, self._is_np_op, False
-        return action(self._original, call)
-
-
-#: The calls that do more than cast, by operator; `_Casts` for others.
-_KINDS: Mapping[str, type[_Casts]] = {
-    "FullyConnected": _DenseLayers,
-    "Convolution": _Convolutions,
-    "broadcast_add": _Additions,
-}
-
-
-# ---------------------------------------------------------------------- applying a decision
-
-
-def _compute(decision: Decision | None, original: Invoke, call: Call) -> Any:
-    """Call an operator with the casts of a decision around it; None is a call without casts."""
-    if decision is None:
-        return original(*call)
-    outputs = original(*call._replace(arrays=_cast_inputs(decision, call.arrays), out=None))
-    return _written(_round_outputs(decision, outputs, call.is_np_op), call.out)
-
-
-def _in_training_mode(original: Invoke, *call: Any) -> Any:
-    """Call `original` in training mode, in which oneDNN leaves the layout of a weight alone.
-
-    In inference oneDNN also writes the weight back in its own layout, for later calls. They never
-    read this array, since each call casts the weight anew.
-    """
-    with autograd.train_mode():
-        return original(*call)
-
-
-def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
+def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
     """Return `arrays` cast to the dtypes that an operator reads by `decision`."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
@@ -510,7 +432,7 @@ def _cast_inputs(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]
     return inputs
 
 
-def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
+def _rounded(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
     if decision.through is None:
         return outputs
@@ -521,33 +443,7 @@ def _round_outputs(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     return rounded if isinstance(outputs, list) else rounded[0]
 
 
-def _written(outputs: Any, out: Any) -> Any:
-    """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
-    if out is None:
-        return outputs
-    for result, target in zip(as_list(outputs), as_list(out)):
-        dtype = dtype_name(target.dtype)
-        castable = dtype in CASTABLE and dtype_name(result.dtype) in CASTABLE
-        mx_arrays.cast_into(result, target, dtype, castable)
-    return out
-
-
 # ---------------------------------------------------------------------- other patches
-
-
-def build_view(original: Original) -> Original:
-    """Return a method for views; it marks the handles of bfloat16: arrays take no attributes."""
-
-    @functools.wraps(original)
-    def method(self: NDArray, *args: Any, **keywords: Any) -> NDArray:
-        view = original(self, *args, **keywords)
-        if dtype_code(view) == _BFLOAT16 and current_policy() is not None:
-            if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
-                return cast(view, "float32", isinstance(view, mx.np.ndarray))
-            setattr(view.handle, _IS_VIEW, True)
-        return view
-
-    return method
 
 
 def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Hashable, Iterator, Mapping, Sequence
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -25,18 +25,15 @@ from mxnet.executor import Executor
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
+from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
-from ..framework.environment import variable
 from ..framework.machine import device_kind
 from ..framework.operators import WRITTEN_BY_USERS, handle_of
 from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
-from ..graph.speed.fusible import with_barriers
-from ..graph.speed.shape_rules import choose
-from ..graph.speed.substitutions import Choices
 from ..policy import active, regions
 from ..policy.policy import Policy, custom_classes
 from .announcements import UNSCALED_EXECUTORS, record_layers, warn_once
@@ -133,33 +130,30 @@ class _Binding:
         self._graph = trained_graph(self._read, frozen) if training else self._read
         self._policy = policy
         record_layers(policy, self._read)
-        self._symbols: dict[Choices, Symbol] = {}
+        self._backend = backend_of(policy.device)
+        self._symbols: dict[Hashable, Symbol] = {}
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
         """Return the symbol rewritten for these shapes; the symbol itself if nothing changes."""
         usage = replace(self._usage, shapes=dict(shapes))
-        choices = choose(self._graph, self._policy, usage)
+        choices = self._backend.choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
             self._symbols[choices] = self._rewritten(usage, choices)
         return self._symbols[choices]
 
-    def _rewritten(self, usage: Usage, choices: Choices) -> Symbol:
+    def _rewritten(self, usage: Usage, choices: Hashable) -> Symbol:
         """Return the symbol rewritten for these choices; the symbol itself if nothing changes."""
         graph = rewritten_graph(self._graph, self._policy, usage, choices)
         if not usage.training:
-            graph = with_barriers(graph)[0]  # MXNet fuses operators in executors without gradients
+            graph = self._backend.without_wrong_fusion(graph)
         if graph is self._read:
             return self._symbol
         return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
     def bind(self, call: Callable[[], Executor], groups: Any) -> Executor:
-        """Return the executor that `call` binds, as if it were one of the original symbol.
-
-        For a graph on several devices, `groups`, MXNet's fusion for GPUs is off: it fails for some
-        graphs, or ends the process, with and without casts.
-        """
-        with variable("MXNET_USE_FUSION", "0" if groups else None):
+        """Return the executor that `call` binds, as if it were one of the original symbol."""
+        with self._backend.binding(groups):
             executor = call()
         executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor

@@ -17,6 +17,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.numpy import _api_internal
 from mxnet.symbol import Symbol
 
+from ..backends import DEVICES, backend_of
 from ..framework.arrays import cast, dtype_of
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
@@ -25,7 +26,7 @@ from ..framework.patching import Original, Patch, PatchSet, locked, wrapping
 from ..graph.casts.builder import HALVES
 from ..policy.active import current_policy, in_force, suspended
 from ..scaling import distributed, finite, loss_outputs, trainer
-from . import cached_op, eager, optimizers, symbolic
+from . import cached_op, eager, symbolic
 
 # ---------------------------------------------------------------------- small replacements
 
@@ -95,10 +96,6 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     # The casts of a weight that is used several times share memory while autograd records.
     (autograd._RecordingStateScope, "__enter__", eager.build_scope_enter),
     (autograd._RecordingStateScope, "__exit__", eager.build_scope_exit),
-    # Operators that can't read views of bfloat16 arrays read copies of them.
-    *((owner, name, eager.build_view) for owner, names in (
-        (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
-        (mx.np.ndarray, ("reshape_view", "detach", "as_nd_ndarray"))) for name in names),
     # MXNet reads and writes bfloat16 arrays as raw bits, and `mx.np` makes no such arrays.
     (NDArray, "asnumpy", wrapping(eager.patched_asnumpy)),
     (mx.np.multiarray, "_new_alloc_handle", lambda _: mx.nd.ndarray._new_alloc_handle),
@@ -119,8 +116,8 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     # Arrays of other dtypes crash the parameter servers, and the workers hang.
     *((KVStore, name, wrapping(_patched_store_call))
       for name in ("init", "broadcast", "push", "pushpull")),
-    # On few cores NumPy updates weights several times as fast, to the same bits.
-    (mx.optimizer.SGD, "_update_impl", wrapping(optimizers.patched_update_impl)),
+    # What kernels of a kind of device need.
+    *(row for device in DEVICES for row in backend_of(device).patches()),
     # BatchNorm's running statistics of the first pass would be lost with static_shape.
     (gluon.Trainer, "_init_params", wrapping(distributed.patched_init_params)),
     # A trainer in float16 without a scaler is told of.

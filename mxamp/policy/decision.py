@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
-from ..errors import ArgumentError
+from ..backends import Quirk, backend_of
 from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
 from .rules import UNLISTED, Reason, Rule
-from .values import is_dilated, is_true, kernel_axes
+from .values import is_true
 
 #: The only dtypes that are cast: integers, booleans and float64 never are.
 CASTABLE = frozenset({"float16", "bfloat16", "float32"})
@@ -23,13 +23,6 @@ _WIDE = frozenset({"float32", "float64"})
 # A call with an input of one of these kinds is never lowered: amp_cast supports neither.
 _FOREIGN = frozenset({"float64", "sparse"})
 
-
-CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes out of bounds"
-NO_FLOAT64 = "3-D and dilated ones have no kernel in half precision, and a wrong one in float64"
-HALF_WEIGHT = (
-    "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: keep "
-    "the weight in float32"
-)
 DIAGONAL = "MXNet writes its gradient only on the diagonal: beside it, a cast would read garbage"
 AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
 SPARSE = "the gradient of a cast weight would not be row_sparse"
@@ -99,17 +92,11 @@ def decide(
     >>> decide("FullyConnected", {}, ["float32", "float16", "float32"], policy).reads
     ('float16', None, 'float16')
     """
-    rule = policy.rules.get(operator, UNLISTED)
-    missing, why = rule.missing, kept.text if kept is not None else None
-    if kept is not None and kept.is_detour:
-        missing, why = why, None
-    if (
-        operator == "Deconvolution"
-        and missing
-        and (kernel_axes(attributes) == len("DHW") or is_dilated(attributes))
-    ):
-        # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
-        why = NO_FLOAT64
+    rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
+    detours = kept is not None and kept.detours
+    why = backend.reason_to_widen(rule, attributes)
+    if why is None and kept is not None and not detours:
+        why = kept.text
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
@@ -124,17 +111,26 @@ def decide(
     leading = _deciding_dtypes(rule, attributes, floats)
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
-    dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), policy, rule.given)
-    detour = _detour(rule, attributes, missing, dtypes, dtype, policy)
-    if detour is not None:
-        computes, because = detour
-        reads = tuple(computes if i in floats else None for i in range(len(dtypes)))
-        reason = f"{reason}; but here in {computes} on {dtype} values: {because}"
-        guards = _inputs_to_copy(operator, attributes, dtype, reads)
-        return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
-    reads = tuple(dtype if i in floats and floats[i] != dtype else None for i in range(len(dtypes)))
-    guards = _inputs_to_copy(operator, attributes, dtype, reads)
-    return Decision(reads, reason, dtype, guards=guards)
+    target = policy.target_dtype
+    dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
+    missing = kept.text if kept is not None and detours else rule.missing
+    quirk = Quirk(rule.computes, missing) if dtype == target and missing is not None else None
+    quirk = quirk or backend.quirk(rule, attributes, dtypes, dtype, target)
+    reads = _reads(floats, len(dtypes), dtype, quirk)
+    guards = backend.inputs_to_copy(operator, attributes, dtype, reads)
+    if quirk is None:
+        return Decision(reads, reason, dtype, guards=guards)
+    reason = f"{reason}; but here in {quirk.computes} on {dtype} values: {quirk.reason}"
+    return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
+
+
+def _reads(
+    floats: Mapping[int, str], count: int, dtype: str, quirk: Quirk | None
+) -> tuple[str | None, ...]:
+    """Return the dtype that each of `count` inputs is cast to, where `floats` are to be."""
+    wanted = dtype if quirk is None else quirk.computes
+    cast = {i for i, found in floats.items() if quirk is not None or found != dtype}
+    return tuple(wanted if i in cast else None for i in range(count))
 
 
 def _class_and_reason(
@@ -170,14 +166,13 @@ def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
 
 
 def _compute_dtype(
-    op_class: str, reason: str, floats: set[str], dtypes: set[str], policy: Policy, given: bool
+    op_class: str, reason: str, floats: set[str], dtypes: set[str], target: str, given: bool
 ) -> tuple[str, str]:
     """Return the dtype that an operator of this class computes in, and the reason.
 
     `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
     that the user gave the class.
     """
-    target = policy.target_dtype
     if dtypes & _FOREIGN:
         return "float32", "an operator with a float64 or sparse input is not lowered"
     if op_class == "low" and not floats <= {target, "float32"}:
@@ -189,7 +184,7 @@ def _compute_dtype(
     else:
         [dtype] = floats
         follows = f"follows its {dtype} inputs"
-    if policy.device == "cpu" and dtype == "bfloat16" and dtype != policy.target_dtype:
+    if dtype == "bfloat16" != target:
         return "float32", OTHER_HALF
     if given:
         return dtype, f"{reason}: {follows}"
@@ -225,40 +220,3 @@ def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
     named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
     return any(len(letters) != len(set(letters)) for letters in named)
-
-
-def _detour(
-    rule: Rule,
-    attributes: Mapping[str, str],
-    missing: str | None,
-    dtypes: Sequence[str],
-    dtype: str,
-    policy: Policy,
-) -> tuple[str, str] | None:
-    """Return the dtype to compute in, and why, if the kernel of `dtype` is missing or wrong."""
-    if dtype == policy.target_dtype and missing is not None:
-        return rule.computes, missing
-    casts = {*dtypes[1:2]} & (CASTABLE - {dtype})
-    # The rule `cast_weight` keeps calls with a gradient in float32.
-    guarded = dtype == policy.target_dtype and rule.has_shape_rule("cast_weight")
-    if rule.operator == "Deconvolution" and policy.device == "cpu" and casts and not guarded:
-        if is_dilated(attributes):
-            raise ArgumentError(HALF_WEIGHT.format(dtype=dtypes[1]))
-        # MXNet's own kernel, which float64 selects, computes that gradient.
-        return "float64", CAST_WEIGHT
-    return None
-
-
-def _inputs_to_copy(
-    operator: str, attributes: Mapping[str, str], dtype: str, reads: tuple[str | None, ...]
-) -> frozenset[int]:
-    """Return the positions of the inputs to copy before the cast: weights in blocked layouts.
-
-    After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a blocked
-    layout that it can't reorder to bfloat16; a copy has the plain layout.
-    """
-    grouped = str(attributes.get("num_group", "1")) != "1"
-    convolution = operator in ("Convolution", "Deconvolution")
-    if convolution and dtype == "bfloat16" and grouped and reads[1] is not None:
-        return frozenset({1})
-    return frozenset()

@@ -16,12 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Iterable, Mapping, NamedTuple
 
+from ..backends import DEVICES, backend_of, shape_checks, substitutions
 from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import one_of, shown
 from . import rules
 from .rules import UNLISTED, Condition, CustomClasses, Reason, Rule, ShapeRule, not_lowered
-from .targets import DEVICES, TARGETS
+from .targets import TARGETS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,7 +55,7 @@ _REPEATED: Mapping[str, Mapping[str, Any]] = {
         "unless?": ("avx512", "avx512_bf16", "amx_bf16"), "computes?": ("float32", "float64"),
     },
     "by_shape": {
-        "rule": rules.SHAPE_RULES, "operators": [str], "reason": str, "device?": DEVICES,
+        "rule": str, "operators": [str], "reason": str, "device?": DEVICES,
         "limit?": int,
     },
     "exempt": {"attributes": [str], "reason": str},
@@ -176,13 +177,13 @@ def list_from_json(
     `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
     """
     data = json.loads(text)
-    substitutions = data.get("substitutions", {})
-    for name in sorted(substitutions.keys() - set(rules.SUBSTITUTIONS)):
+    named, known = data.get("substitutions", {}), substitutions()
+    for name in sorted(named.keys() - known):
         logger.warning(DROPPED, name)
     return OperatorList(
         MappingProxyType(_RuleBuilder(data, device, features, custom).by_name),
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
-        MappingProxyType({k: v for k, v in substitutions.items() if k in rules.SUBSTITUTIONS}),
+        MappingProxyType({name: gain for name, gain in named.items() if name in known}),
     )
 
 
@@ -258,13 +259,16 @@ class _RuleBuilder:
             return
         for name in names:
             computes = table.get("computes", "float32")
-            self._amend_rule(name, missing=table["reason"], computes=computes)
+            missing = backend_of(self._device).said(table["reason"])
+            self._amend_rule(name, missing=missing, computes=computes)
 
     def _add_by_shape(self, table: Table, names: list[str], _where: str) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
-        rule = ShapeRule(Reason(table["rule"], table["reason"]), table.get("limit", 0))
         if table.get("device", self._device) != self._device:
             return
+        name, check = table["rule"], shape_checks()[table["rule"]]
+        text = backend_of(self._device).said(table["reason"])
+        rule = ShapeRule(Reason(name, text, check.exact, check.detours), table.get("limit", 0))
         for name in names:
             before = self.by_name.get(name, UNLISTED).by_shape
             self._amend_rule(name, by_shape=(*before, rule))

@@ -11,11 +11,12 @@ from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import Block
 from mxnet.gluon.nn import HybridSequential, Sequential
 
+from ..backends import backend_of
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
 from .lists import OperatorList
-from .rules import ON_DEMAND, UNLISTED, Condition, Rule, ShapeRule, not_lowered
+from .rules import UNLISTED, Condition, Rule, ShapeRule, not_lowered
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
 Layers = Union[None, str, Block, Iterable[Union[str, Block]]]
@@ -115,7 +116,7 @@ class Change:
         kept = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
         return {name: value for name, value, default in kept if value != default}
 
-    def apply(self, before: OperatorList, dtype: str) -> OperatorList:
+    def apply(self, before: OperatorList, dtype: str, device: str) -> OperatorList:
         """Return `before` with this change; raise for an operator in two lists."""
         rules, layers, substitutions = before
         if self.untuned:
@@ -127,7 +128,7 @@ class Change:
         else:
             rules = self._changed_rules(rules, dtype)
         if self.substitutions is not None:
-            known = {**ON_DEMAND, **substitutions}
+            known = {**backend_of(device).on_demand, **substitutions}
             substitutions = {name: known[name] for name in self.substitutions}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
@@ -200,7 +201,7 @@ def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
 
 def _detour_rules(rule: Rule) -> tuple[ShapeRule, ...]:
     """Return an operator's shape rules that exist because a low-precision kernel is missing."""
-    return tuple(one for one in rule.by_shape if one.reason.is_detour)
+    return tuple(one for one in rule.by_shape if one.reason.detours)
 
 
 def checked_substitutions(

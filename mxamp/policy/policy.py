@@ -6,21 +6,22 @@ import fnmatch
 import json
 import logging
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, FrozenSet, Iterable, Literal, Mapping, Tuple, Union
 
+from ..backends import backend_of
 from ..errors import ArgumentError, prefix_errors, unknown
-from ..framework import machine
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
+from ..framework.machine import default_device
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
-from .rules import ON_DEMAND, SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
+from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
 from .saving import list_number, origin, toml_text
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
@@ -69,9 +70,9 @@ def custom_classes() -> CustomClasses:
 Here = Tuple[FrozenSet[str], CustomClasses]
 
 
-def here() -> Here:
-    """Return what policies made now depend on beside their fields."""
-    return machine.onednn_features(), custom_classes()
+def here(device: str) -> Here:
+    """Return what policies made now for a kind of device depend on beside their fields."""
+    return backend_of(device).features(), custom_classes()
 
 
 #: One policy object for each value in use: code that makes an equal policy in each step finds the
@@ -104,7 +105,7 @@ class Policy:
     target_dtype: str
     device: str
     changes: tuple[Change, ...] = ()
-    _here: Here = field(default_factory=here)
+    _here: Here = (frozenset(), ())
 
     @cached_property
     def _list(self) -> OperatorList:
@@ -114,8 +115,8 @@ class Policy:
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
-        outer = _policy(self.target_dtype, self.device, tuple(before), self._here)
-        return last.apply(outer._list, self.target_dtype)
+        outer = policy_of(self.target_dtype, self.device, tuple(before), self._here)
+        return last.apply(outer._list, self.target_dtype, self.device)
 
     @cached_property
     def rules(self) -> Mapping[str, Rule]:
@@ -147,7 +148,7 @@ class Policy:
 
     @cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether graphs depend on operators' shapes and neighbors (`graph.speed.shape_rules`)."""
+        """Whether graphs depend on operators' shapes and neighbors."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
@@ -176,7 +177,7 @@ class Policy:
         return f"<Policy {self.target_dtype} on {self.device}{changes}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _policy, (self.target_dtype, self.device, self.changes)
+        return policy_of, (self.target_dtype, self.device, self.changes)
 
     @cached_property
     def caches(self) -> Caches:
@@ -201,7 +202,7 @@ class Policy:
         """
         dtype = targets.check_target(target_dtype)
         kind = targets.check_device(dtype, targets.device_type(device, "device"))
-        return _own_policy(dtype, kind, here())
+        return _own_policy(dtype, kind, here(kind))
 
     @classmethod
     @checked_call
@@ -312,7 +313,7 @@ class Policy:
         Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
         two lists.
         """
-        known = {**(ON_DEMAND if self.device == "gpu" else {}), **self.substitutions}
+        known = {**backend_of(self.device).on_demand, **self.substitutions}
         change = Change(
             overrides.checked_operators("low", low),
             overrides.checked_operators("fp32", fp32),
@@ -347,15 +348,15 @@ class Policy:
 
     def changed(self, change: Change) -> Policy:
         """Return the policy after one more change; itself where that changes nothing."""
-        policy = _policy(self.target_dtype, self.device, (*self.changes, change), self._here)
+        policy = policy_of(self.target_dtype, self.device, (*self.changes, change), self._here)
         return self if policy._list == self._list else policy
 
 
-def _policy(
+def policy_of(
     dtype: str, device: str, changes: tuple[Change, ...] = (), now: Here | None = None
 ) -> Policy:
     """Return the policy with these fields: the existing object if there is one."""
-    key = (dtype, device, changes, here() if now is None else now)
+    key = (dtype, device, changes, here(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
 
@@ -363,7 +364,7 @@ def _policy(
 @lru_cache(maxsize=None)
 def _own_policy(dtype: str, device: str, now: Here) -> Policy:
     """Return mxamp's own policy; cached, since the caches of casts belong to a policy object."""
-    return _policy(dtype, device, (), now)
+    return policy_of(dtype, device, (), now)
 
 
 def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
@@ -376,13 +377,13 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
     found = targets.check_device(dtype, device or own)
     if own not in (None, found):
         raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
-    policy = _policy(dtype, found)
+    policy = policy_of(dtype, found)
     listed = {
         k: v for k, v in data.items() if k not in ("format", "device", "change", *origin(dtype))
     }
     if listed.keys() - {"dtype", "fp32_layers"}:
         whole = Change(operator_list=json.dumps(listed, sort_keys=True))
-        policy = _policy(dtype, found, (whole,))
+        policy = policy_of(dtype, found, (whole,))
         policy._list  # noqa: B018  # raises for a mistake in the tables
     elif "fp32_layers" in listed:
         policy = policy.override(fp32_layers=listed["fp32_layers"])
@@ -458,9 +459,9 @@ def chosen_policy(
         target_dtype = targets.check_target(target_dtype, TARGETS_OR_AUTO)
     if not is_auto(target_dtype):
         return requested_policy(target_dtype, *lists, policy=policy, ctx=ctx)
-    device = targets.device_type(ctx) or machine.default_device()
-    dtype = machine.fast_dtype(device)
-    own = machine.default_dtype(device) if policy is None else DEFAULT_TARGET
+    device = targets.device_type(ctx) or default_device()
+    dtype = backend_of(device).fast_dtype()
+    own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     where = device if policy is None else ctx
     wanted = requested_policy(own, *lists, policy=policy, ctx=where)
     if dtype == "float32":

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Iterable, Mapping
 
+from ..backends import backend_of
 from ..errors import ArgumentError
-from ..framework import machine
+from ..framework.machine import default_device
 from .active import OFF, ON, Mark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
 from .policy import FLOAT32, Choice, Here, Policy, here, policy_from_data
-from .targets import AUTO, DEFAULT_TARGET, is_auto
+from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
 #: The attribute with the mark of the region that a node was made in.
 REGION = "__mxamp_region__"
@@ -49,7 +50,7 @@ def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> Mark:
 
 def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
     """Return the policy of an `autocast(dtype)` region in code under the policy `outer`."""
-    dtype = machine.fast_dtype() if is_auto(dtype) else dtype
+    dtype = fast_dtype() if is_auto(dtype) else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
     return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
@@ -95,12 +96,13 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     if mark in (OFF, ON):
         return policy if mark == ON else None
     if mark.startswith(_POLICY):
-        given = _policy_in_mark(mark, here())
+        given = _policy_in_mark(mark, here(policy.device))
         return given if given.device == policy.device else None
-    dtype = machine.fast_dtype(policy.device) if mark == AUTO else mark
+    backend = backend_of(policy.device)
+    dtype = backend.fast_dtype() if mark == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
-    if dtype == FLOAT32.target_dtype or (dtype, policy.device) == ("bfloat16", "gpu"):
+    if dtype not in backend.dtypes:
         return None
     return Policy.default(dtype, policy.device)
 
@@ -158,7 +160,7 @@ def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     # Marks with a dtype come first; `autocast()` without arguments names none.
     for mark in sorted(marks - {OFF}, key=lambda one: (one != ON, one)):
         if mark.startswith(_POLICY):
-            return _policy_in_mark(mark, here())
+            return _policy_in_mark(mark, here(default_device()))
         choice = policy_inside(None if mark == ON else mark, outer)
         if isinstance(choice, Policy):
             return choice

@@ -6,8 +6,9 @@ from typing import Any, Sequence
 
 import numpy as np
 
+from ..backends import DEVICES, backend_of
 from ..errors import ArgumentError
-from ..framework.machine import default_device, dtype_name, fast_dtype
+from ..framework.machine import default_device, dtype_name
 from ..framework.wording import one_of, shown
 
 OTHER_POLICY = "the policy is for {own}, but {given} is given beside it: leave {given} out"
@@ -16,9 +17,9 @@ TARGETS = ("float16", "bfloat16")
 #: Stands for the target dtype that is fast on this machine.
 AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
-DEVICES = ("cpu", "gpu")
 
 IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
+NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give another dtype, or another device"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
 ONE_DTYPE = (
@@ -35,6 +36,16 @@ class _Default(str):
 
 #: The default of `target_dtype` arguments: float16, or the dtype of a policy given beside it.
 DEFAULT_TARGET: str = _Default("float16")
+
+
+def fast_dtype() -> str:
+    """Return the dtype that "auto" means on the default device."""
+    return backend_of(default_device()).fast_dtype()
+
+
+def default_dtype(device: str | None = None) -> str:
+    """Return the dtype to compute in on a kind of device, by default on the default device."""
+    return backend_of(device or default_device()).dtypes[0]
 
 
 def is_auto(dtype: Any) -> bool:
@@ -76,12 +87,12 @@ def check_bool(name: str, value: Any) -> bool:
 def check_device(dtype: str, device: str | None) -> str:
     """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
     if device is None:
-        # MXNet has no bfloat16 kernel on GPUs, so bfloat16 always means the CPU.
-        device = default_device() if dtype == "float16" else "cpu"
+        kinds = (default_device(), *DEVICES)
+        return next(kind for kind in kinds if dtype in backend_of(kind).dtypes)
     if device not in DEVICES:
         raise ArgumentError(f"the device must be {one_of(DEVICES)}, not {shown(device)}")
-    if dtype == "bfloat16" and device == "gpu":
-        raise ArgumentError("MXNet has no bfloat16 kernels on GPUs: give float16, or the CPU")
+    if dtype not in backend_of(device).dtypes:
+        raise ArgumentError(NO_DTYPE.format(dtype=dtype, device=device.upper()))
     return device
 
 
@@ -98,9 +109,10 @@ def device_type(ctx: Any, argument: str = "ctx") -> str | None:
         kinds = " and ".join(sorted(names)) or "an empty list"
         raise ArgumentError(f"{argument} must name one kind of device, not {kinds}")
     name = names.pop()
-    kind = "cpu" if name.startswith("cpu") else name
-    if kind not in DEVICES:
-        raise ArgumentError(f"{argument} must be 'cpu', 'gpu' or a Context, not {shown(ctx)}")
+    kind = next((device for device in DEVICES if name.startswith(device)), "")
+    if not kind:
+        allowed = one_of((*DEVICES, "a Context")).replace("'a Context'", "a Context")
+        raise ArgumentError(f"{argument} must be {allowed}, not {shown(ctx)}")
     return kind
 
 

@@ -16,9 +16,11 @@ from typing import Iterator, NamedTuple, Tuple
 import numpy as np
 
 from .._version import __version__
+from ..backends.cuda import libraries
+from ..backends.cuda.libraries import DRIVER, FUSION_DRIVER, MAJORS, WHEEL
+from ..backends.onednn import cpu
 from ..framework import machine
 from ..framework.compat import BROKEN, MXNET, release
-from ..framework.cuda import DRIVER, FUSION_DRIVER, MAJORS, WHEEL
 from ..framework.environment import AUTOMATIC, automatic_value
 from ..framework.wording import counted
 
@@ -69,8 +71,8 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
     gpus, gpu_error = query_gpus()
     device, error = import_mxnet()
     wheels = installed_wheels()
-    usable, dtype = machine.onednn_features(), machine.fast_dtype(device or "cpu")
-    why = machine.why_float32(device or "cpu")
+    kind = libraries if device == "gpu" else cpu
+    usable, dtype = cpu.onednn_features(), kind.fast_dtype()
     variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
     facts = {
         "mxamp": __version__,
@@ -80,7 +82,7 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
         "processors": f"{processors():g}; MXNet computes on {counted(machine.threads(), 'thread')}",
         **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
         **{name: without_folders(os.environ[name]) for name in variables},
-        "fastest dtype": f"float32: {why}" if dtype == "float32" else dtype,
+        "fastest dtype": f"float32: {kind.why_float32()}" if dtype == "float32" else dtype,
     }
     found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu()]
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
@@ -139,7 +141,7 @@ def _cpu() -> Iterator[Finding]:
         what = f"MXNet's kernels run on {counted(threads, 'thread')}, slower than on {cores} here"
         advice = f"set OMP_NUM_THREADS={cores} before Python starts, if nothing else runs here"
         yield Finding(PROBLEM if too_many else NOTE, what, advice)
-    if machine.onednn_features() < machine.cpu_features() - {"amx_bf16"}:
+    if cpu.onednn_features() < machine.cpu_features() - {"amx_bf16"}:
         what = "DNNL_MAX_CPU_ISA keeps oneDNN from instructions that this CPU has"
         yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
 

@@ -19,10 +19,9 @@ from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name, threads
 from ..framework.wording import shown
-from ..graph.edit import Names, Params
+from ..graph.edit import Names, Params, without_fused_operators
 from ..graph.inspect import FLOATS, tensors_of
 from ..graph.ir import Graph, Output
-from ..graph.speed.fuse import unfused
 from ..policy.active import suspended
 from .debugging.measured import arrays_in
 from .onnx_operators import IR_VERSION, OPSET, Call, translate
@@ -130,7 +129,7 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
 def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     """Return the content of the ONNX file; raise, naming all operators that can't be exported."""
     make, params = onnx.helper, {**model[1], **model[2]}
-    graph = unfused(Graph.from_symbol(model[0]))
+    graph = without_fused_operators(Graph.from_symbol(model[0]))
     arrays = [{name: {**params, **one}[name] for name in graph.input_names} for one in examples]
     dtypes = {name: dtype_name(array.dtype) for name, array in arrays[0].items()}
     shapes = [{name: array.shape for name, array in one.items()} for one in arrays]

@@ -82,7 +82,8 @@ def json_from_process(command: Sequence[str], env: Optional[Mapping[str, str]] =
 
 def machine(cores: int = 1) -> Dict[str, Any]:
     """Return the CPU's name, its features and the cores in use, for a file of figures."""
-    from mxamp.framework.machine import cpu_name, onednn_features
+    from mxamp.backends.onednn.cpu import onednn_features
+    from mxamp.framework.machine import cpu_name
 
     return {"cpu": cpu_name(), "features": sorted(onednn_features()), "cores": cores}
 

@@ -16,7 +16,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 
-from mxamp.graph.speed import substitutions
+from mxamp.backends.onednn.substitutions import PASSES
 
 from .programs import Node, Program
 
@@ -413,8 +413,9 @@ def serve(pipe: Any, planted: str = "") -> None:
     warnings.simplefilter("ignore")
     if planted:
         name, other = planted.split("=")
-        wrong = substitutions.ALL[name]._replace(build=substitutions.ALL[other].build)
-        substitutions.ALL = {**substitutions.ALL, name: wrong}
+        passes = PASSES.by_name
+        wrong = passes[name]._replace(apply=passes[other].apply)
+        PASSES.by_name = {**passes, name: wrong}
     pipe.send(("ready", ""))
     while True:
         try:

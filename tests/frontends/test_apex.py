@@ -10,8 +10,7 @@ from mxnet import autograd, gluon, nd
 import digits
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import kind, randn, same
-from mxamp.framework import machine
+from helpers import kind, let_fast_dtype_be, randn, same
 from mxamp.frontends import apex
 from training import assert_same_weights, batches, poisoned, setup, train
 
@@ -51,7 +50,7 @@ def test_one_script_runs_at_every_level(level, dtype, options):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("first", [True, False], ids=["init('auto')", "dtype='auto'"])
 def test_every_level_is_float32_where_auto_is(first, level, monkeypatch):
-    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    let_fast_dtype_be(monkeypatch, "float32")
     if first:
         amp.init("auto")
     (net, trainer), (control, plain) = setup(), setup()

@@ -14,11 +14,11 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
-from helpers import ROOT
-from mxamp.framework import machine
+from helpers import ROOT, let_fast_dtype_be
 from mxamp.framework.environment import AUTOMATIC as VARIABLE
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import imports_mxamp
+from mxamp.policy import targets
 
 HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
 PROGRAMS = ROOT / "tests" / "programs"
@@ -116,8 +116,9 @@ def environment(monkeypatch):
 
     def start(value, fast, child=False):
         monkeypatch.setenv(VARIABLE, value)
-        for name in ("fast_dtype", "default_dtype")[: 1 if fast == "float32" else 2]:
-            monkeypatch.setattr(machine, name, lambda device=None: fast)
+        let_fast_dtype_be(monkeypatch, fast)
+        if fast != "float32":
+            monkeypatch.setattr(targets, "default_dtype", lambda device=None: fast)
         if child:
             monkeypatch.setattr("multiprocessing.parent_process", lambda: "a process")
         monkeypatch.setattr(sys, "argv", ["none.py"])

@@ -11,8 +11,7 @@ from mxnet.module import Module
 
 import digits
 import mxamp as amp
-from helpers import backpropagate, randn, run_python
-from mxamp.framework import machine
+from helpers import backpropagate, let_fast_dtype_be, randn, run_python
 from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
 
@@ -104,7 +103,7 @@ def test_a_decorated_module_with_its_own_init_optimizer_does_not_warn(caplog):
 
 
 def test_modules_where_auto_is_float32_update_as_plain_ones(monkeypatch):
-    monkeypatch.setattr(machine, "fast_dtype", lambda device=None: "float32")
+    let_fast_dtype_be(monkeypatch, "float32")
     amp.init("auto")
     optimizer = amp.decorate("sgd")
     module = bound()

@@ -127,7 +127,7 @@ def test_fused_kernels_need_a_driver_for_their_ptx():
 def test_auto_is_float32_without_tensor_cores():
     code = """
 amp.init("auto")
-print(json.dumps([str(amp.current_policy()), amp.framework.machine.why_float32("gpu")]))
+print(json.dumps([str(amp.current_policy()), amp.backends.backend_of("gpu").why_float32()]))
 """
     for capability, on in (("5.2", False), ("6.1", False), ("7.0", True), ("8.6", True)):
         policy, why = run(code, SIMULATED_GPU_CAPABILITY=capability)

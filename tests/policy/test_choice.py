@@ -7,8 +7,11 @@ from mxnet import nd
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn
+from mxamp.backends import backend_of
+from mxamp.backends.onednn import cpu
 from mxamp.framework import machine
 from mxamp.policy.active import FLOAT32, nearest_policy
+from mxamp.policy.targets import fast_dtype
 
 BF16 = frozenset({"avx512", "avx512_bf16"})
 #: How many GPUs, what the CPU has, and what "auto" is there.
@@ -44,8 +47,8 @@ def product():
 
 
 def test_each_machine(expected):
-    assert machine.fast_dtype() == expected
-    assert machine.fast_dtype("gpu") == "float16"
+    assert fast_dtype() == expected
+    assert backend_of("gpu").fast_dtype() == "float16"
     amp.init("auto")
     policy = amp.current_policy()
     assert amp.is_enabled() == (expected != "float32")
@@ -63,23 +66,23 @@ def test_each_machine(expected):
 def test_onednns_limit_counts(monkeypatch, caplog, limit, dtype):
     on_machine(monkeypatch, "avx512_bf16")
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
-    assert machine.fast_dtype() == dtype
+    assert fast_dtype() == dtype
     amp.explain(mx.sym.relu(mx.sym.var("data")), "bfloat16")
     assert ("convert it on a CPU with avx512" in caplog.text) == (limit == "AVX2")
     if dtype == "float32":
-        assert machine.why_float32().startswith(f"DNNL_MAX_CPU_ISA={limit} keeps oneDNN from")
+        assert cpu.why_float32().startswith(f"DNNL_MAX_CPU_ISA={limit} keeps oneDNN from")
 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_amx_needs_onednns_limit_and_linuxs_permission(monkeypatch, caplog, allowed):
     on_machine(monkeypatch, "amx_bf16")
-    monkeypatch.setattr(machine, "_may_use_amx", lambda: allowed)
-    assert machine.onednn_features() == BF16
+    monkeypatch.setattr(cpu, "_may_use_amx", lambda: allowed)
+    assert cpu.onednn_features() == BF16
     amp.init("bfloat16")
-    assert f"is fast in bfloat16 if {machine.FOR_AMX} is set" in caplog.text
-    monkeypatch.setenv(*machine.FOR_AMX.split("="))
-    assert machine.onednn_features() == (AMX if allowed else BF16)
-    assert machine.fast_dtype() == ("bfloat16" if allowed else "float32")
+    assert f"is fast in bfloat16 if {cpu.FOR_AMX} is set" in caplog.text
+    monkeypatch.setenv(*cpu.FOR_AMX.split("="))
+    assert cpu.onednn_features() == (AMX if allowed else BF16)
+    assert fast_dtype() == ("bfloat16" if allowed else "float32")
 
 
 def test_float32_is_said_once(float32, caplog):

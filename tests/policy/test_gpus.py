@@ -4,7 +4,7 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from mxamp.policy.rules import long_sum_reason
+from mxamp.backends import backend_of
 
 GPU = amp.Policy.default("float16", "gpu")
 
@@ -36,7 +36,8 @@ def test_sums_of_products_and_their_gradients_are_short(attributes, a, b, infere
     texts = {name: str(value) for name, value in attributes.items()}
     for mode, wanted in (("inference", inference), ("training", training)):
         assert precisions(symbol, mode, a=a, b=b)["scores"] == wanted
-        kept = long_sum_reason(GPU.rule("batch_dot"), texts, (a, b), mode == "training")
+        rule, training = GPU.rule("batch_dot"), mode == "training"
+        kept = backend_of("gpu").reason_to_keep_call(rule, texts, (a, b), training, False)
         assert (kept is None) == (wanted == "float16")
 
 

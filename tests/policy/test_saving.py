@@ -5,7 +5,7 @@ import re
 import pytest
 
 import mxamp as amp
-from mxamp.framework import machine
+from mxamp.backends.onednn import cpu
 from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy
 
@@ -75,7 +75,7 @@ def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
 
 def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     def on(*features):
-        monkeypatch.setattr(machine, "onednn_features", lambda: frozenset(features))
+        monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset(features))
 
     on("avx512", "avx512_bf16")
     fast = Policy.default("bfloat16")

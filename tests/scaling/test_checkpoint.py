@@ -10,6 +10,7 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import check_python
+from mxamp.backends.onednn import cpu
 from mxamp.framework import machine
 from training import batches, poisoned, setup, ten_steps, train
 
@@ -78,7 +79,7 @@ def test_a_damaged_file_changes_nothing(tmp_path, damage):
 def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, monkeypatch):
     """Where "auto" chose float32, updates may stay on the kvstore, which holds the states."""
     monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(machine, "onednn_features", lambda: frozenset({"avx512"}))
+    monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset({"avx512"}))
     amp.init("auto")
     for units in (3, 5):
         net = gluon.nn.Dense(units, in_units=4)

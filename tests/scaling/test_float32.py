@@ -12,6 +12,7 @@ from mxnet import autograd, nd
 
 import mxamp as amp
 from conftest import assert_unpatched
+from mxamp.backends.onednn import cpu
 from mxamp.framework import machine
 from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train
 
@@ -19,8 +20,8 @@ from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, tr
 @pytest.fixture(autouse=True)
 def float32(monkeypatch):
     monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    usable = machine.onednn_features() - {"avx512_bf16", "amx_bf16"}
-    monkeypatch.setattr(machine, "onednn_features", lambda: usable)
+    usable = cpu.onednn_features() - {"avx512_bf16", "amx_bf16"}
+    monkeypatch.setattr(cpu, "onednn_features", lambda: usable)
     amp.init("auto")
 
 

@@ -62,12 +62,13 @@ class Builder:
     To undo a cast up, consumers read its source: values are never cast down again.
     """
 
-    def __init__(self, graph: Graph, accumulated: AbstractSet[str], device: str = "cpu") -> None:
+    def __init__(
+        self, graph: Graph, accumulated: AbstractSet[str], casts_empty: bool = True
+    ) -> None:
         self.nodes: list[Node] = []
         self._accumulated = accumulated
-        # On GPUs, amp_cast of an empty array launches an empty grid, which is an error. `Cast`
-        # checks the size. Only NumPy semantics allow empty arrays.
-        self._may_be_empty = device == "gpu" and is_np_shape()
+        # Where amp_cast takes no empty arrays, `Cast` does. Only NumPy semantics allow them.
+        self._may_be_empty = not casts_empty and is_np_shape()
         # Casts get new names, so that rewriting a rewritten graph changes nothing.
         self._names = Names(
             node.name

@@ -8,10 +8,11 @@ block that is called twice gives two nodes the same name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import AbstractSet, Any, Iterator, NamedTuple, Sequence
+from typing import AbstractSet, Any, Hashable, Iterator, NamedTuple, Sequence
 
 from mxnet.symbol import Symbol
 
+from ...backends import NONE, backend_of
 from ...errors import AmpError
 from ...policy import regions
 from ...policy.active import record_lowered
@@ -21,7 +22,6 @@ from ...policy.regions import CAST, REGION
 from ...policy.values import is_true
 from .. import ir
 from ..ir import CASTS, Graph, Node, Output, Usage
-from ..speed.substitutions import NONE, Choices, with_choices
 from .builder import HALVES, Builder, Entry, casts_like_conversions, is_converted, is_inserted_cast
 
 
@@ -47,12 +47,14 @@ class Rewrite:
 PRECISION = "__mxamp_precision__"
 
 
-def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Rewrite:
+def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Hashable | None = None) -> Rewrite:
     """Return a copy of a graph with the casts that `policy` decides on for this usage.
 
-    `choices` is the result of `shape_rules.choose` for the graph.
+    `choices` are those of the policy's backend for the graph; None to choose them here.
     """
-    return _with_casts(with_choices(graph, choices, usage.training), policy, usage)
+    backend = backend_of(policy.device)
+    choices = backend.choose(graph, policy, usage) if choices is None else choices
+    return _with_casts(backend.with_choices(graph, choices, usage.training), policy, usage)
 
 
 def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
@@ -82,7 +84,8 @@ class _Rewriter:
     def __init__(self, graph: Graph, policy: Policy, usage: Usage) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
         self.promoted: dict[str, set[str]] = {}  #: the dtypes of each promote_function's arguments
-        self.builder = Builder(graph, usage.accumulated, policy.device)
+        self.backend = backend_of(policy.device)
+        self.builder = Builder(graph, usage.accumulated, self.backend.casts_empty_arrays)
         self.values: dict[Output, _Value] = {}
         # Graphs call the same operators over and over.
         self.decided: dict[tuple[Any, ...], Decision] = {}
@@ -174,7 +177,7 @@ class _Rewriter:
             reads = [self._restore(value) for value in inputs]
         else:
             reads = [self._cast_input(entry, decision, k) for k, entry in enumerate(entries)]
-        detour = kept is not None and kept.is_detour
+        detour = kept is not None and kept.detours
         if detour and decision.through is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.add_plain_layout(reads[0])
@@ -210,7 +213,8 @@ class _Rewriter:
         decision = regions.with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
-        return replace(decision, reason=f"stands in for {original.op}: {decision.reason}")
+        reason = self.backend.said(f"stands in for {original.op}: {decision.reason}")
+        return replace(decision, reason=reason)
 
     def _round_outputs(
         self, node: Node, decision: Decision, reads: Sequence[Entry], made: list[Entry]
@@ -334,7 +338,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
 
 
 @ir.collector_paused()
-def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices = NONE) -> Graph:
+def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashable = NONE) -> Graph:
     """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
@@ -347,27 +351,6 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Choices
     return result.graph
 
 
-def rewritten_symbol(
-    graph: Graph,
-    symbol_class: type[Symbol],
-    policy: Policy,
-    usage: Usage,
-    choices: Choices = NONE,
-    reverse: bool = False,
-) -> Symbol | None:
-    """Return the symbol of the rewritten graph; None if there is nothing to cast.
-
-    Inputs and outputs keep their names, order and dtypes. `reverse` reverses the inputs.
-    """
-    rewritten = rewritten_graph(graph, policy, usage, choices)
-    if rewritten is graph:
-        return None
-    names = graph.input_names
-    if reverse:
-        rewritten, names = with_reversed_inputs(rewritten), names[::-1]
-    return runnable_symbol(rewritten, symbol_class, names)
-
-
 def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:
     """Return the symbol of a rewritten graph; raise if its inputs are not in order `inputs`."""
     symbol = graph.to_symbol(symbol_class)
@@ -375,31 +358,3 @@ def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[s
     if after != list(inputs):
         raise AmpError(OTHER_ORDER.format(before=inputs, after=after))
     return symbol
-
-
-def with_reversed_inputs(graph: Graph) -> Graph:
-    """Return a graph whose symbol lists its inputs in reverse, to free gradients early.
-
-    It is equal to `graph` but for the attributes of its inputs, such as initializers. A cached op
-    reads none of them, and MXNet's JSON reader takes a third of its time for them.
-
-    MXNet plans the backward pass by a walk from the gradients, in the order of the inputs. The
-    gradient of the first layer's weight needs the whole pass. If it comes first, the half-precision
-    gradients of all other weights stay in memory until the pass ends, and are cast to float32 only
-    then: one more copy of the model. If it comes last, each gradient is cast and freed at once.
-
-    `list_inputs` follows a depth-first walk. Control dependencies, which no operator reads but the
-    walk visits, put all other inputs before the first.
-    """
-    inputs = [i for i, node in enumerate(graph.nodes) if node.is_variable]
-    operators = [i for i, node in enumerate(graph.nodes) if not node.is_variable]
-    places = {old: new for new, old in enumerate([*reversed(inputs), *operators])}
-    nodes = [Node("null", graph.nodes[old].name) for old in reversed(inputs)]
-    nodes += [
-        graph.nodes[old].with_inputs([(places[i], k) for i, k in graph.nodes[old].inputs])
-        for old in operators
-    ]
-    if len(inputs) > 1:
-        last = len(inputs) - 1
-        nodes[last].control_deps = list(range(last))
-    return Graph(nodes, [(places[i], k) for i, k in graph.heads], graph.attrs)

@@ -26,7 +26,6 @@ from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
 from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
-from ...graph.speed.shape_rules import choose
 from ...patches.announcements import warn_of_speed
 from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
 from ...policy.active import current_policy
@@ -299,7 +298,7 @@ def explain(
     # A conversion serves data of any shape.
     shapes = {**{n: a.shape for n, a in params.items()}, **({} if converting else shapes)}
     usage = Usage(dtypes, shapes, stored=stored, training=mode == TRAINING, converting=converting)
-    result = rewrite(graph, policy, usage, choose(graph, policy, usage))
+    result = rewrite(graph, policy, usage)
     nodes = tuple(
         _node_plan(graph, node, why.precision, ROUNDS if node.name in roundings else why.reason)
         for graph, node, why in result.decided()

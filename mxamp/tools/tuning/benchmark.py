@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...framework.keywords import checked_call
-from ...framework.machine import default_dtype, device_kind
+from ...framework.machine import device_kind
 from ...policy.policy import Policy
+from ...policy.targets import default_dtype
 from . import forms
 from .forms import HOW, Loss, Timing, opened, seconds_of, table, time_in_turns
 

@@ -25,7 +25,7 @@ from ...framework.keywords import checked_call
 from ...framework.wording import counted, shortened
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy, requested_policy
-from ...policy.targets import DEFAULT_TARGET
+from ...policy.targets import DEFAULT_TARGET, default_dtype
 from ...scaling.scaler import positive_number
 from ..debugging.explain import explain
 from ..debugging.tensor_errors import compare
@@ -213,7 +213,7 @@ def tune(
 
     Memory: a copy of the parameters for each form that is timed, and all activations of one batch.
     """
-    default = DEFAULT_TARGET if policy else machine.default_dtype()
+    default = DEFAULT_TARGET if policy else default_dtype()
     base = requested_policy(target_dtype or default, policy=policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
     if metric is not None or min_metric is not None:

@@ -1,0 +1,269 @@
+"""What a kind of device can't do, does wrong, or does slowly: one backend each, one registry.
+
+The core asks `backend_of(device)`, and neither names a device nor imports one of the packages
+below. `Backend` itself has no quirks: with it in place of the others, the core computes what the
+policy says, no faster and no slower. A backend is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib import import_module
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ClassVar,
+    Hashable,
+    Mapping,
+    NamedTuple,
+    Protocol,
+    Sequence,
+)
+
+from ..errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ..framework.operators import Operator
+    from ..graph.ir import Graph, Usage
+    from ..policy.policy import Policy
+    from ..policy.rules import Reason, Rule
+
+#: The class of each backend, by MXNet's kind of device.
+_CLASSES = {
+    "cpu": "mxamp.backends.onednn.backend:OneDNN",
+    "gpu": "mxamp.backends.cuda.backend:Cuda",
+}
+DEVICES = tuple(_CLASSES)
+
+#: The choices for a graph that needs none: see `Backend.choose`.
+NONE: Hashable = ()
+
+NOT_FUSIBLE = (
+    "`fuse=True` is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
+    "operators; this policy is for {dtype} on the {device}"
+)
+
+
+class Quirk(NamedTuple):
+    """The dtype in which an operator computes on values of another, and why: a detour."""
+
+    computes: str
+    reason: str
+
+
+#: What an eager call does: a function of MXNet's own `_imperative_invoke` and its arguments.
+Action = Callable[[Callable[..., Any], Sequence[Any]], Any]
+
+
+class CallSite(Protocol):
+    """An operator in eager calls under a policy, for which a `Step` is made."""
+
+    operator: Operator
+    rule: Rule
+    policy: Policy
+
+    def kept(self, arguments: Sequence[Any]) -> Reason | None:
+        """Return why the shapes of a call keep it in float32, or None."""
+
+    def call(
+        self, original: Any, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
+    ) -> Any:
+        """Call another operator, named `op`, under the policy; `np`: it is one of `mx.np`."""
+
+    def write(self, outputs: Any, out: Any) -> Any:
+        """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
+
+
+#: Returns an action that does something, and then the given action.
+Step = Callable[[Action, CallSite], Action]
+
+
+class Backend:
+    """A kind of device without quirks; each method returns what a device without them would."""
+
+    name: ClassVar[str] = ""  #: begins the reasons that the backend gives, in `explain`
+    #: The target dtypes that the device computes in, or that are emulated; the default first.
+    dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
+    #: Whether `amp_cast` takes arrays without elements, which only NumPy semantics allow.
+    casts_empty_arrays: ClassVar[bool] = True
+    #: The names of all faster equivalents, in operator lists, and those that a policy has only if
+    #: asked for, with what they do.
+    substitutions: ClassVar[frozenset[str]] = frozenset()
+    on_demand: ClassVar[Mapping[str, str]] = {}
+
+    def said(self, text: str) -> str:
+        """Return a reason that the backend gives, with its name."""
+        return f"{self.name}: {text}" if self.name else text
+
+    # ------------------------------------------------------------------ the machine
+
+    def features(self) -> frozenset[str]:
+        """Return the features of the processor on which kernels depend, as operator lists do."""
+        return frozenset()
+
+    def fast_dtype(self) -> str:
+        """Return the dtype that "auto" means here: float32 if no half precision is fast."""
+        return "float32"
+
+    def why_float32(self) -> str:
+        """Return the reason why "auto" is float32 here, for a log line."""
+        return "no half precision is known to be fast here"
+
+    def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
+        """Return a log line, its key before it, its values after it, if `policy` won't be fast."""
+        del policy, of_model
+        return None
+
+    # ------------------------------------------------------------------ decisions
+
+    def reason_to_widen(self, rule: Rule, attributes: Mapping[str, str]) -> str | None:
+        """Return why an operator with these attributes computes in float32, whatever its class."""
+        del rule, attributes
+        return None
+
+    def quirk(
+        self,
+        rule: Rule,
+        attributes: Mapping[str, str],
+        dtypes: Sequence[str],
+        dtype: str,
+        target: str,
+    ) -> Quirk | None:
+        """Return the detour of an operator that is to compute in `dtype` on inputs of `dtypes`.
+
+        `target` is the policy's dtype.
+        """
+        del rule, attributes, dtypes, dtype, target
+        return None
+
+    def inputs_to_copy(
+        self, operator: str, attributes: Mapping[str, str], dtype: str, reads: Sequence[str | None]
+    ) -> frozenset[int]:
+        """Return the positions of inputs that have to be copied before their cast to `reads`."""
+        del operator, attributes, dtype, reads
+        return frozenset()
+
+    # ------------------------------------------------------------------ graphs
+
+    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
+        """Return which operators shapes and neighbors keep in float32, or replace by faster ones.
+
+        Graphs of equal choices share a compiled graph; `NONE` if there is nothing to do.
+        """
+        del graph, policy, usage
+        return NONE
+
+    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
+        """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
+        del choices, training
+        return graph
+
+    def reason_to_keep_call(
+        self,
+        rule: Rule,
+        attrs: dict[str, str],
+        shapes: Sequence[Any],
+        training: bool,
+        casts_weight: bool,
+    ) -> Reason | None:
+        """Return why an eager call stays in float32 by the shapes of its inputs.
+
+        `casts_weight`: the call records, and its second input would be cast.
+        """
+        del rule, attrs, shapes, training, casts_weight
+        return None
+
+    def with_ordered_inputs(self, graph: Graph) -> Graph:
+        """Return a graph to run, with its inputs in the order that takes the least memory."""
+        return graph
+
+    def without_wrong_fusion(self, graph: Graph) -> Graph:
+        """Return an inference graph for an executor, in which MXNet fuses only what it may."""
+        return graph
+
+    def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
+        """Return the flags of a block's cached op, without those that make `graph` run wrong."""
+        del graph
+        return flags
+
+    def binding(self, groups: Any) -> AbstractContextManager[Any]:
+        """Return the context in which to bind an executor; `groups` is its `group2ctx`."""
+        del groups
+        return nullcontext()
+
+    # ------------------------------------------------------------------ saved models
+
+    def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
+        """Return graph and parameters of a model with fused operators, and a policy for it."""
+        del graph, params
+        dtype = policy.target_dtype if policy.lowers else "float32"
+        raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
+
+    def check_fused(self, graph: Graph, policy: Policy) -> None:
+        """Raise where a graph has fused operators that `policy` would leave in float32."""
+        del graph, policy
+
+    # ------------------------------------------------------------------ eager calls and patches
+
+    def steps(self, operator: str) -> Sequence[Step]:
+        """Return what eager calls of an operator do before the cast: see `patches.eager`."""
+        del operator
+        return ()
+
+    def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return rows for `patches.table`: owner, attribute, builder of the replacement."""
+        return ()
+
+
+@lru_cache(maxsize=None)
+def backend_of(device: str) -> Backend:
+    """Return the backend of a kind of device, "cpu" or "gpu"."""
+    module, _, name = _CLASSES[device].partition(":")
+    backend: Backend = getattr(import_module(module), name)()
+    return backend
+
+
+def prepare_import() -> None:
+    """Prepare the import of MXNet, before which no device is known."""
+    import_module("mxamp.backends.cuda.libraries").preload()
+
+
+# ---------------------------------------------------------------------- rules by shape
+
+
+class ShapeCheck(NamedTuple):
+    """A rule that operator lists name: it keeps an operator in float32 at some `Site`s."""
+
+    holds: Callable[[Any, int], bool]
+    exact: bool  #: it changes results, not only speed
+    detours: bool  #: it stands for a missing kernel, whatever the class of the operator is
+    in_calls: bool  #: eager calls follow it too
+
+
+_shape_checks: dict[str, ShapeCheck] = {}
+
+
+def rule(
+    name: str, *, exact: bool = False, detours: bool = False, in_calls: bool = False
+) -> Callable[[Callable[[Any, int], bool]], Callable[[Any, int], bool]]:
+    """Return a decorator that registers a rule by shape: a function of a site and a limit."""
+
+    def register(holds: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+        _shape_checks[name] = ShapeCheck(holds, exact, detours, in_calls)
+        return holds
+
+    return register
+
+
+def substitutions() -> frozenset[str]:
+    """Return the names of the faster equivalents of all backends."""
+    return frozenset().union(*(backend_of(device).substitutions for device in DEVICES))
+
+
+def shape_checks() -> Mapping[str, ShapeCheck]:
+    """Return the rules by shape of all backends, by the names that operator lists have for them."""
+    for device in DEVICES:
+        backend_of(device)
+    return _shape_checks

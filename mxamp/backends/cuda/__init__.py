@@ -1,0 +1,1 @@
+"""GPUs. `backend` is the entry; `libraries` needs no MXNet, and prepares its import."""

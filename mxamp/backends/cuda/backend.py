@@ -1,0 +1,72 @@
+"""The backend of GPUs: sums in half precision, MXNet's fusion, products that may use TF32.
+
+float16 alone: MXNet has no bfloat16 kernel on GPUs.
+"""
+
+# ruff: noqa: D102  # `Backend` says what the methods do
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, Sequence
+
+from ...framework.environment import variable
+from ...framework.machine import default_device
+from ...graph.ir import Graph, Usage
+from ...policy.policy import Policy
+from ...policy.rules import Reason, Rule
+from .. import Backend
+from .. import choices as chosen
+from . import libraries, products
+
+NO_GPU = (
+    "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
+    "so nothing runs in mixed precision. For the CPU leave ctx out, or give ctx=mx.cpu(); for a "
+    "GPU run `mxamp doctor`, which checks the driver and the wheel"
+)
+
+
+class Cuda(Backend):
+    """The backend of GPUs."""
+
+    name = "CUDA"
+    dtypes = ("float16",)
+    casts_empty_arrays = False  # amp_cast launches an empty grid, which is an error
+    on_demand = MappingProxyType({products.GEMM2: products.ABOUT_GEMM2})
+    substitutions = frozenset(products.PASSES.by_name)
+
+    def fast_dtype(self) -> str:
+        return libraries.fast_dtype()
+
+    def why_float32(self) -> str:
+        return libraries.why_float32()
+
+    def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
+        sees_none = default_device() == "cpu" and not of_model
+        return ("gpu", NO_GPU) if sees_none else None
+
+    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
+        return chosen.choose(graph, policy, usage, products.PASSES, products.choose_nodes)
+
+    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
+        return chosen.with_choices(graph, choices, training, products.PASSES) if choices else graph
+
+    def reason_to_keep_call(
+        self,
+        rule: Rule,
+        attrs: dict[str, str],
+        shapes: Sequence[Any],
+        training: bool,
+        casts_weight: bool,
+    ) -> Reason | None:
+        return chosen.reason_to_keep_call(rule, attrs, shapes, training, casts_weight)
+
+    def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
+        unset = any(map(chosen.reads_unset_flag, graph.nodes))
+        return [flag for flag in flags if flag[0] != "static_shape" or not unset]
+
+    def binding(self, groups: Any) -> AbstractContextManager[Any]:
+        # MXNet's fusion fails for some graphs on several devices, or ends the process, without
+        # casts too.
+        return variable(libraries.FUSION, "0" if groups else None)

@@ -1,0 +1,76 @@
+"""Batched matrix products on GPUs: sums in float16, and products that may use TF32."""
+
+from __future__ import annotations
+
+from typing import Mapping, Sequence
+
+from ...graph.ir import Graph, Usage, infer_dtypes
+from ...policy.policy import Policy
+from ...policy.rules import Reason
+from ...policy.values import same_value
+from .. import rule
+from ..choices import Match, Passes, Site, reason_to_keep
+from ..passes import Call, Detail, Parts, Pass, Shapes
+
+#: A substitution on demand: nobody has measured it yet.
+GEMM2 = "gemm2"
+ABOUT_GEMM2 = "float32 batch_dot by linalg.gemm2, with TF32 from compute capability 8.0 on"
+
+
+@rule("long_sums", exact=True, in_calls=True)
+def has_long_sums(site: Site, limit: int) -> bool:
+    """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
+
+    Some kernels sum in half precision, which loses digits in long sums. A product of M by K and K
+    by N sums K terms, and its gradients sum N and M.
+    """
+    shapes = (*site.shapes, None, None)[:2]
+    if site.training:
+        return not all(shapes) or max(n for one in shapes for n in (one or ())[-2:]) > limit
+    transposed = same_value(site.node.attrs.get("transpose_a", "0"), "1")
+    first = shapes[0]
+    return not first or first[-2 if transposed else -1] > limit
+
+
+def match_long_products(call: Call) -> Detail | None:
+    """Return () for a batch_dot that stays in float32 for its long sums; else None."""
+    rules = call.policy.rule(call.operator).by_shape
+    kept = reason_to_keep(Site(call.node, call.shapes, call.training), rules)
+    return () if kept is not None else None
+
+
+def gemm2(parts: Parts, _detail: Detail) -> None:
+    """Before: batch_dot in float32. After: linalg.gemm2, which may use TF32.
+
+    Conditions: the product's sums are long.
+    """
+    sides = {name: parts.attrs.get(name, "False") for name in ("transpose_a", "transpose_b")}
+    parts.add("_linalg_gemm2", "", *parts.inputs, **sides)
+
+
+PASSES = Passes([
+    Pass(GEMM2, gemm2, frozenset({"batch_dot"}), match_long_products, float32="float32 sums"),
+])  # fmt: skip
+
+
+def choose_nodes(
+    graph: Graph,
+    policies: Sequence[Policy],
+    _policy: Policy,
+    usage: Usage,
+    known: Mapping[int, Shapes],
+) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+    """Return why products stay in float32, and the matches of those to substitute."""
+    kept, substituted = {}, {}
+    for i, node in enumerate(graph.nodes):
+        rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
+        reason = reason_to_keep(Site(node, known.get(i, ()), usage.training), rules)
+        if reason is not None:
+            kept[i] = reason
+        call = Call(node, policies[i], usage.training, known.get(i, ()))
+        match = None if usage.converting else PASSES.match(call)
+        if match is not None:
+            dtypes = infer_dtypes(graph, usage)
+            if PASSES.by_name[match[0]].fits([dtypes[output] for output in node.inputs]):
+                substituted[i] = match
+    return kept, substituted

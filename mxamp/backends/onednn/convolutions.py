@@ -1,0 +1,104 @@
+"""Equivalents of convolutions whose channels don't fit oneDNN's blocks of 16.
+
+A first layer has 3 input channels, for which oneDNN has no blocked bfloat16 kernel. A grouped
+convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNorm next to it falls
+back to a reference kernel, about 20 times slower, in float32 too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..passes import Call, Detail, Parts
+from .layouts import BLOCK, COLORS, PLANAR_AXES
+
+# With larger kernels, the products of the fourth channel cost more than the layout saves.
+_LARGEST_KERNEL = 7
+# Channels per group. In inference, groups of 8 have fast kernels too.
+_NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
+# The least multiplications of a call that gains.
+_LEAST, _LEAST_WHEN_TRAINING = 2**22, 2**19
+
+
+def match_narrow_groups(call: Call) -> Detail | None:
+    """Return the weight's shape of a convolution that `merged_groups` makes faster; else None."""
+    weight = _planar_weight(call)
+    if weight is None or (call.training and call.behind_concat):
+        return None
+    groups, narrow = int(call.attrs.get("num_group", "1")), weight[1]
+    fits = (
+        narrow in (_NARROW_WHEN_TRAINING if call.training else _NARROW)
+        and weight[0] == groups * narrow
+        and weight[0] % BLOCK == 0
+    )
+    least = _LEAST_WHEN_TRAINING if call.training else _LEAST
+    size = math.prod(call.shape or (least,)) * math.prod(weight) // weight[0]
+    return weight if fits and size >= least else None
+
+
+def merged_groups(parts: Parts, detail: Detail) -> None:
+    """Before: narrow groups. After: a convolution with groups of 16 channels, padded with zeros.
+
+    Conditions: float32 inputs. In training it is not behind a Concat of channels, since the
+    gradient of its data is in blocks of 16 channels.
+
+    The result takes no more time, since narrow kernels leave most of each vector unused. The weight
+    is repeated for each of the merged groups and multiplied by a mask.
+    """
+    channels, narrow, height, width = detail
+    merged, groups = BLOCK // narrow, channels // BLOCK
+    data, weight, *bias = parts.inputs
+    # A copy, since other operators can't read a weight in oneDNN's layout.
+    weight = parts.add_float32("_copy", "weight", weight)
+    repeated = parts.add_float32(
+        "Concat", "repeated", *[weight] * merged, num_args=str(merged), dim="1"
+    )
+    eye = parts.add_float32("_eye", "eye", N=str(merged))
+    shape = (groups, merged, narrow, merged, narrow * height * width)
+    apart = parts.add_float32("Reshape", "apart", eye, shape=str((1, merged, 1, merged, 1)))
+    whole = parts.add_float32("broadcast_to", "whole", apart, shape=str(shape))
+    mask = parts.add_float32("Reshape", "mask", whole, shape=str((channels, BLOCK, height, width)))
+    masked = parts.add_float32("elemwise_mul", "masked", repeated, mask)
+    attrs = {**parts.attrs, "num_group": str(groups)}
+    parts.add("Convolution", "", data, masked, *bias, **attrs)
+
+
+def _planar_weight(call: Call) -> tuple[int, ...] | None:
+    """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
+    plain = call.attrs.get("layout", "None") in ("None", "NCHW")
+    return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
+
+
+def match_image_convolution(call: Call) -> Detail | None:
+    """Return () for a convolution of color images that `image_convolution` fits; else None."""
+    weight = _planar_weight(call)
+    fits = (
+        weight is not None
+        and weight[1] == COLORS
+        and weight[0] % BLOCK == 0
+        and max(weight[2:]) <= _LARGEST_KERNEL
+        and call.attrs.get("num_group", "1") == "1"
+        and call.lowers("Convolution")
+    )
+    return () if fits else None
+
+
+def image_convolution(parts: Parts, _detail: Detail) -> Any:
+    """Before: 3 input channels. After: 4, with a channel of zeros in images and weight.
+
+    Conditions: the number of filters is a multiple of 16, and convolutions compute in bfloat16.
+
+    oneDNN's bfloat16 convolution works on pairs of channels. For 3 channels it falls back to a
+    matrix product per image, whose output has the plain layout.
+    """
+    data, weight, *bias = parts.inputs
+    padded = [_add_zero_channel(parts, *one) for one in (("data", data), ("weight", weight))]
+    return [parts.add("Convolution", "", *padded, *bias, **parts.attrs)]
+
+
+def _add_zero_channel(parts: Parts, name: str, tensor: Any) -> Any:
+    """Append a channel of zeros to a tensor; return the result."""
+    channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
+    zeros = parts.add("zeros_like", f"{name}_zeros", channel)
+    return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")

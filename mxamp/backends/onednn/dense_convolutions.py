@@ -1,0 +1,136 @@
+"""Large dense layers as 1x1 convolutions, in fused models.
+
+The rows of the data become the pixels of one image. oneDNN packs the weight of a convolution once,
+but the weight of a dense layer in each call, which takes longer than the product with a few rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import mxnet as mx
+from mxnet.ndarray.ndarray import NDArray
+
+from ...graph.edit import Edit, without_shape
+from ...graph.ir import Node, Output
+from ...policy.active import suspended
+from ...policy.values import flattens_data
+from .fusible import FusionView
+
+#: The least elements of a weight, and its least rows and columns. With fewer, turning rows into
+#: pixels and back costs more than the convolution saves.
+_LARGE, _WIDE = 2**20, 1000
+
+#: Elementwise operators, which take any shape.
+_ELEMENTWISE = frozenset(
+    {"Activation", "relu", "sigmoid", "tanh", "_copy", "BlockGrad", "_npx_relu", "_npi_tanh"}
+)
+_LEAKY = frozenset({"leaky", "elu", "gelu", "selu"})
+
+_TO_IMAGE = {"shape": "(-4, 1, -1, -4, -1, 1)"}  # (channels, rows) to (1, channels, rows, 1)
+_TO_MATRIX = {"shape": "(-3, -3)"}  # and back
+
+# The attributes that a convolution lacks.
+_DENSE_ONLY = frozenset({"num_hidden", "flatten"})
+
+
+def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
+    """Before: dense layers with large weights. After: convolutions, in bfloat16.
+
+    Conditions: the policy does not keep the layer in float32, it flattens its data, and its weight
+    has no other consumer. Activations between two convolutions read the image. Float32 models stay
+    unchanged, because oneDNN's float32 convolution with a sigmoid turns NaN into 0.
+    """
+    is_set_by_user = any(view.policy.rule(op).given for op in ("Convolution", "FullyConnected"))
+    if is_set_by_user or not view.policy.lowers:
+        return
+    images = _Images(view, edit)
+    for i, node in enumerate(view.graph.nodes):
+        name = _large_weight_name(view, node)
+        if name is not None:
+            variable = node.inputs[1][0]
+            edit.params[name] = _with_kernel_axes(view.params[name])
+            edit.change(variable, attrs=without_shape(view.graph.nodes[variable]))
+            images.add_convolution(i, node)
+        elif _is_elementwise(node) and node.inputs[0] in images.by_output:
+            images.add_elementwise(i, node)
+    images.restore_matrices()
+
+
+def _large_weight_name(view: FusionView, node: Node) -> str | None:
+    """Return the name of the weight of a dense layer to replace; None for other nodes."""
+    if node.op != "FullyConnected" or not flattens_data(node.attrs):
+        return None
+    name = view.own_parameter(node, 1)
+    if name is None:
+        return None
+    shape = view.params[name].shape
+    large = math.prod(shape) >= _LARGE and min(shape) >= _WIDE
+    kept = view.stays_float32(node) or view.stays_float32(_as_convolution(node))
+    return name if large and not kept else None
+
+
+def _as_convolution(dense: Node) -> Node:
+    """Return the 1x1 convolution with the inputs and units of a dense layer."""
+    attrs = {name: text for name, text in dense.attrs.items() if name not in _DENSE_ONLY}
+    attrs.update(kernel="(1, 1)", num_filter=dense.attrs["num_hidden"])
+    return replace(dense, op="Convolution", attrs=attrs)
+
+
+def _with_kernel_axes(weight: NDArray) -> NDArray:
+    """Return a copy of a dense weight with two axes of length 1 for a kernel, from any layout."""
+    with suspended():
+        return mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
+
+
+def _is_elementwise(node: Node) -> bool:
+    """Return whether a node applies one function to each element."""
+    kind = node.attrs.get("act_type", "leaky")
+    return node.op in _ELEMENTWISE or (node.op == "LeakyReLU" and kind in _LEAKY)
+
+
+class _Images:
+    """Matrices turned into images, and back for consumers that need a matrix."""
+
+    def __init__(self, view: FusionView, edit: Edit) -> None:
+        self._view, self._edit = view, edit
+        self.by_output: dict[Output, Output] = {}  #: by output of the source graph
+        self._read: dict[Output, Output] = {}  # by matrix of the source graph
+        self._on_images: set[int] = set()  # nodes of the source graph that read an image
+
+    def add_convolution(self, i: int, node: Node) -> None:
+        """Replace dense layer i of the source graph with a convolution."""
+        data, *parameters = node.inputs
+        self._replace(i, _as_convolution(node), [self._image_of(node, data), *parameters])
+
+    def add_elementwise(self, i: int, node: Node) -> None:
+        """Replace elementwise node i of the source graph with one that reads its input's image."""
+        self._replace(i, node, [self.by_output[node.inputs[0]]])
+
+    def restore_matrices(self) -> None:
+        """Turn images back into matrices for consumers that read no image."""
+        for output, image in self.by_output.items():
+            readers = self._view.consumers.get(output, [])
+            if all(i in self._on_images and k == 0 for i, k in readers):
+                continue
+            name = self._view.graph.nodes[output[0]].name
+            matrix = self._edit.add("Reshape", f"{name}_matrix", [image], **_TO_MATRIX)
+            self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
+
+    def _replace(self, i: int, node: Node, inputs: list[Output]) -> None:
+        """Replace node i of the source graph with `node`, whose output is an image."""
+        self._on_images.add(i)
+        self.by_output[i, 0] = self._edit.add_node(node.with_inputs(inputs))
+        self._edit.redirect((i, 0), self.by_output[i, 0])
+
+    def _image_of(self, node: Node, data: Output) -> Output:
+        """Return the image of the matrix `data` that `node` reads, adding it unless it exists."""
+        if data in self.by_output:
+            return self.by_output[data]
+        if data not in self._read:
+            rows = self._edit.add("Flatten", f"{node.name}_data_rows", [data])
+            columns = self._edit.add("transpose", f"{node.name}_data_columns", [rows])
+            image = self._edit.add("Reshape", f"{node.name}_data_image", [columns], **_TO_IMAGE)
+            self._read[data] = image
+        return self._read[data]

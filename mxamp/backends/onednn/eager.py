@@ -1,0 +1,148 @@
+"""What eager calls on CPUs need around the casts of the policy: see `patches.eager`.
+
+Each step takes the action that follows it, and the site that it is made for, and returns an action:
+a function of MXNet's own `_imperative_invoke` and the arguments of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Mapping, Sequence
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.ndarray.ndarray import NDArray
+
+from ...framework import arrays as mx_arrays
+from ...framework.arrays import cast, dtype_code, dtypes_of, on_device
+from ...framework.machine import DTYPE_CODES
+from ...framework.operators import handle_of
+from ...framework.patching import Original
+from ...graph.ir import Node
+from ...policy.active import current_policy
+from .. import Action, CallSite, Step
+from ..passes import Call, Parts
+from .convolutions import image_convolution
+from .layouts import COLORS
+from .substitutions import PASSES
+
+_BFLOAT16, _FLOAT32 = DTYPE_CODES["bfloat16"], DTYPE_CODES["float32"]
+_ADD = handle_of("elemwise_add")
+
+#: The mark of views' handles.
+_IS_VIEW = "is_view"
+#: The methods that return views.
+VIEWS = (
+    (NDArray, ("_at", "_slice", "reshape", "detach", "as_np_ndarray")),
+    (mx.np.ndarray, ("reshape_view", "detach", "as_nd_ndarray")),
+)
+
+
+def build_view(original: Original) -> Original:
+    """Return a method for views; it marks the handles of bfloat16: arrays take no attributes."""
+
+    @functools.wraps(original)
+    def method(self: NDArray, *args: Any, **keywords: Any) -> NDArray:
+        view = original(self, *args, **keywords)
+        if dtype_code(view) == _BFLOAT16 and current_policy() is not None:
+            if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
+                return cast(view, "float32", isinstance(view, mx.np.ndarray))
+            setattr(view.handle, _IS_VIEW, True)
+        return view
+
+    return method
+
+
+def copy_views(then: Action, _site: CallSite) -> Action:
+    """Read copies of views: oneDNN falls back for some arrays, on kernels that read no views."""
+
+    def action(original: Any, arguments: Sequence[Any]) -> Any:
+        views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
+        if any(views):
+            handle, arrays, keys, vals, out, is_np_op, many = arguments
+            copy = functools.partial(mx_arrays.copy, is_np_op=is_np_op)
+            copies = [copy(a) if is_view else a for a, is_view in zip(arrays, views)]
+            arguments = handle, copies, keys, vals, out, is_np_op, many
+        return then(original, arguments)
+
+    return action
+
+
+def add_in_place_of_broadcast(then: Action, site: CallSite) -> Action:
+    """Call `elemwise_add` in place of `broadcast_add` on two bfloat16 arrays of one shape.
+
+    It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
+    """
+    if site.rule.missing is None or site.rule.op_class == "fp32":
+        return then
+
+    def action(original: Any, arguments: Sequence[Any]) -> Any:
+        _, (first, second), _, _, out, *rest = arguments
+        alike = dtype_code(first) == dtype_code(second) == _BFLOAT16 and first.shape == second.shape
+        if not (alike and first.size and first.ndim and on_device([first, second], "cpu")):
+            return then(original, arguments)
+        return site.write(original(_ADD, [first, second], (), (), None, *rest), out)
+
+    return action if site.policy.target_dtype == "bfloat16" else then
+
+
+class _Calls(Parts):
+    """The parts of an equivalent, called at once instead of added to a graph."""
+
+    def __init__(self, site: CallSite, original: Any, arguments: Sequence[Any]) -> None:
+        _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments
+        self.attrs = dict(zip(keys, map(str, vals)))
+        self._site, self._original = site, original
+
+    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
+        """Call an operator under the policy; return its output."""
+        return self._site.call(self._original, op, inputs, attrs, self._is_np_op)
+
+
+def add_fourth_channel(then: Action, site: CallSite) -> Action:
+    """Convolve color images, cast to bfloat16, with a fourth channel of zeros, as graphs do."""
+
+    def action(original: Any, arguments: Sequence[Any]) -> Any:
+        arrays = arguments[1]
+        if len(arrays) < 2 or arrays[1].shape[1:2] != (COLORS,):  # noqa: PLR2004
+            return then(original, arguments)
+        calls, shapes = _Calls(site, original, arguments), [array.shape for array in arrays]
+        training, dtypes = autograd.is_recording(), {*dtypes_of(arrays)}
+        call = Call(Node("Convolution", "", dict(calls.attrs)), site.policy, training, shapes)
+        match = PASSES.match(call) if "float32" in dtypes <= {"float32", "bfloat16"} else None
+        fits = match is not None and match[0] == "image_convolution" and on_device(arrays, "cpu")
+        if not fits or site.kept(arguments) is not None:
+            return then(original, arguments)
+        return site.write(image_convolution(calls, ())[0], arguments[4])
+
+    return action
+
+
+def keep_layout(then: Action, site: CallSite) -> Action:
+    """Call convolutions on a cast weight in training mode, in which oneDNN leaves it alone.
+
+    In inference oneDNN also writes the weight back in its own layout, for later calls. They never
+    read this array, since each call casts the weight anew.
+    """
+    if not site.rule.lowers:
+        return then
+
+    def trained(original: Any, *arguments: Any) -> Any:
+        with autograd.train_mode():
+            return original(*arguments)
+
+    def action(original: Any, arguments: Sequence[Any]) -> Any:
+        casts = len(arguments[1]) > 1 and dtype_code(arguments[1][1]) == _FLOAT32
+        if casts and not autograd.is_training() and site.kept(arguments) is None:
+            original = functools.partial(trained, original)
+        return then(original, arguments)
+
+    return action
+
+
+#: The steps before the cast, by operator.
+STEPS: Mapping[str, Sequence[Step]] = {
+    "Convolution": (add_fourth_channel, keep_layout),
+    "broadcast_add": (copy_views, add_in_place_of_broadcast),
+    **dict.fromkeys(("Concat", "Pooling", "Reshape", "Flatten", "expand_dims"), (copy_views,)),
+}

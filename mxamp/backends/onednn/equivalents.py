@@ -1,0 +1,157 @@
+"""Equivalents of operators, made of operators with faster kernels on CPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Sequence
+
+from ...policy.decision import CASTABLE
+from ...policy.values import is_true, parse_integers
+from ..passes import Attributes, Call, Detail, Parts, has_elements
+
+# The least elements of a LayerNorm whose equivalent is faster.
+_LEAST_NORM = 2**11
+
+
+def match_relu6(call: Call) -> Detail | None:
+    """Return () for a `clip` that is min(max(x, 0), 6) of an array with elements; else None."""
+    bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
+    is_safe = not call.training or call.feeds_products
+    return () if bounds == (0, 6) and is_safe and has_elements(call) else None
+
+
+def relu6(parts: Parts, _detail: Detail) -> None:
+    """Before: clip(x, 0, 6). After: min(relu(x), 6), exact in every float dtype.
+
+    Conditions: x has elements. In training the result leads only to layers with weights, because
+    the gradient of the minimum multiplies an infinite gradient by 0, where `clip` returns 0. An
+    infinite gradient reaches the weights anyway there.
+
+    The minimum has a faster kernel in float32. Its gradient reads the output of the relu: with both
+    in float32, training keeps one tensor instead of two.
+    """
+    relu = parts.add_float32("Activation", "relu", *parts.inputs, act_type="relu")
+    parts.add("_minimum_scalar", "", relu, scalar="6")
+
+
+def match_layer_norm(call: Call) -> Detail | None:
+    """Return () for a LayerNorm over the last axis, unless it is known to be small; else None."""
+    if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
+        return None
+    attrs = call.attrs
+    plain = attrs.get("axis", "-1") == "-1" and not is_true(attrs.get("output_mean_var", "False"))
+    return () if plain else None
+
+
+def layer_norm(parts: Parts, _detail: Detail) -> None:
+    """Before: LayerNorm(x). After: the same by products with vectors, for sums and broadcasts.
+
+    Conditions: training, the last axis, and nobody reads mean and variance.
+
+    The products' gradients are products too. The gradients of MXNet's LayerNorm and broadcasts are
+    reductions that add one element at a time. The sums are a `batch_dot` of a single pair, whose
+    gradient reads the vector alone: that of `dot` would keep the other input for the backward pass.
+    """
+    x, gamma, beta = parts.inputs
+    add = parts.add
+    rows = add("Reshape", "rows", x, shape="(1, -1, 0)", reverse="True")
+    ones = add("ones_like", "ones", gamma)
+    row = add("Reshape", "row", ones, shape="(1, -1)")
+    share = add("broadcast_div", "share", ones, add("sum", "count", ones))
+    weights = add("Reshape", "weights", share, shape="(1, -1, 1)")
+    mean = add("batch_dot", "mean", rows, weights)
+    centered = add("elemwise_sub", "centered", rows, add("dot", "means", mean, row))
+    variance = add("batch_dot", "variance", add("square", "square", centered), weights)
+    padded = add("_plus_scalar", "padded", variance, scalar=parts.attrs.get("eps", "1e-05"))
+    inverse = add("rsqrt", "inverse", padded)
+    scale = add("dot", "scale", inverse, add("Reshape", "gammas", gamma, shape="(1, -1)"))
+    one = add("ones_like", "one", inverse)
+    shift = add("dot", "shift", one, add("Reshape", "betas", beta, shape="(1, -1)"))
+    made = add("elemwise_add", "sum", add("elemwise_mul", "scaled", centered, scale), shift)
+    add("reshape_like", "", made, x)
+
+
+def match_masked_softmax(call: Call) -> Detail | None:
+    """Return () for a softmax of rows with lengths, along the last axis; else None."""
+    attrs = call.attrs
+    plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
+    masked = is_true(attrs.get("use_length", "False"))
+    return () if masked and plain and has_elements(call) else None
+
+
+def has_integer_lengths(dtypes: Sequence[str]) -> bool:
+    """Return whether the second input is integers, and the first castable floats."""
+    return dtypes[0] in CASTABLE and dtypes[1] in ("int32", "int64")
+
+
+def masked_softmax(parts: Parts, _detail: Detail) -> None:
+    """Before: softmax(x, lengths). After: oneDNN's softmax, which takes no lengths, and masks.
+
+    Conditions: inference, the last axis, no temperature and no other dtype.
+
+    Elements past the length are replaced, not added to: they may be NaN. The second mask makes
+    zeros of rows of length 0, for which the softmax gives NaN.
+    """
+    x, length = parts.inputs
+    add = parts.add
+    places = add("_contrib_arange_like", "places", x, axis="-1")
+    zero = add("slice_axis", "zero", places, axis="0", begin="0", end="1")
+    ends = add("_plus_scalar", "ends", places, scalar="1")
+    lengths = add("Concat", "lengths", zero, ends, dim="0", num_args="2")
+    row = add("Reshape", "row", places, shape="(1, -1)")
+    column = add("Reshape", "column", lengths, shape="(-1, 1)")
+    # One mask for each length; copying rows of it is faster than comparing every element.
+    masks = add("broadcast_lesser", "masks", row, column)
+    mask = add("take", "mask", masks, length, mode="clip")
+    zeros = add("zeros_like", "zeros", x)
+    least = add("_plus_scalar", "least", zeros, scalar="-inf")
+    shares = add("softmax", "shares", add("where", "apart", mask, x, least))
+    add("where", "", mask, shares, zeros)
+
+
+def match_split(call: Call) -> Detail | None:
+    """Return (number of axes or 0, *bounds) for a split along the last axis; else None.
+
+    Along the last axis, MXNet copies element by element. In training, equal parts are split along a
+    new axis before the last one, so that the gradient is copied row by row: the gradient of slices
+    is a sum of arrays that are mostly zeros. The number of axes is 0 for slices.
+    """
+    shape, attrs = call.shape, call.attrs
+    if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
+        return None
+    if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
+        return None
+    axes, *bounds = _split_bounds(shape, attrs, call.training)
+    # Parts of NumPy's splits may be empty, and MXNet has no empty slices.
+    return (axes, *bounds) if all(a < b for a, b in zip(bounds, bounds[1:])) else None
+
+
+def _split_bounds(shape: tuple[int, ...], attrs: Attributes, training: bool) -> Detail:
+    """Return the detail of `match_split`, also where parts are empty."""
+    sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
+    if sections:
+        # As in NumPy's array_split, the first parts are longer by one.
+        size, longer = divmod(shape[-1], sections)
+        axes = len(shape) if training and not longer else 0
+        return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
+    starts = parse_integers(attrs["indices"])
+    return (0, *starts, shape[-1])
+
+
+def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
+    """Before: a split along the last axis. After: slices, or a split along a new axis.
+
+    Conditions: no part is empty.
+    """
+    axes, *bounds = detail
+    [data] = parts.inputs
+    if not axes:
+        return [
+            parts.add("slice_axis", f"slice{i}", data, axis="-1", begin=str(a), end=str(b))
+            for i, (a, b) in enumerate(zip(bounds, bounds[1:]))
+        ]
+    count = str(len(bounds) - 1)
+    shape = ", ".join(["0"] * (axes - 1) + ["-4", count, "-1"])
+    rows = parts.add("Reshape", "parts", data, shape=f"({shape})")
+    parts.add("SliceChannel", "", rows, axis=str(axes - 1), num_outputs=count, squeeze_axis="True")
+    return None

@@ -1,0 +1,150 @@
+"""Limits of MXNet's fusion for oneDNN: what it can fuse, and barriers against its errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import AbstractSet, Any, Container, Mapping
+
+import mxnet as mx
+import numpy as np
+from mxnet.ndarray.ndarray import NDArray
+
+from ...errors import ArgumentError
+from ...framework.machine import dtype_name
+from ...framework.wording import shortened
+from ...graph.edit import Edit, View
+from ...graph.ir import Graph, Node, Usage
+from ...policy.decision import decide
+from ...policy.policy import Policy
+from ...policy.regions import policy_for_node
+from ...policy.values import is_true
+from .. import NOT_FUSIBLE
+from ..choices import Choices, choose
+from .shape_rules import choose_nodes
+from .substitutions import PASSES
+
+NO_KERNELS = (
+    "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
+    "it): use `fuse` with `target_dtype='float32'`, or convert without it"
+)
+
+DOUBLE = (
+    "oneDNN has no float64 kernels, and {names} have the dtype float64: cast the model to float32, "
+    "or convert without `fuse`"
+)
+
+FOUND_FUSED = (
+    "these layers are fused or quantized already, and can't become bfloat16: {names}. Convert the "
+    "model as it was before `fuse`, get_backend_symbol or optimize_for; or keep these layers as "
+    "they are by `excluded_sym_names`"
+)
+
+#: oneDNN's fused operators.
+FUSED = ("_sg_mkldnn_conv", "_sg_mkldnn_fully_connected")
+
+#: The operators that begin a fused operator.
+PRODUCTS = frozenset({"Convolution", "FullyConnected"})
+
+_BARRIER = "BlockGrad"  # the identity in inference; MXNet runs it in place
+
+
+@dataclass(frozen=True)
+class FusionView(View):
+    """A float32 model that is being fused, and the policy that decides its precision."""
+
+    policy: Policy
+
+    @cached_property
+    def _kept_by_shape(self) -> frozenset[str]:
+        """The names of the operators that shape rules keep in float32."""
+        shapes = {name: array.shape for name, array in self.params.items()}
+        usage = Usage(shapes=shapes, converting=True)
+        choices = choose(self.graph, self.policy, usage, PASSES, choose_nodes) or Choices()
+        return frozenset(self.graph.nodes[i].name for i, _ in choices.kept)
+
+    def stays_float32(self, node: Node) -> bool:
+        """Return whether the policy keeps a product `node` in float32, by class, shape or name."""
+        if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
+            return True
+        if node.op not in PRODUCTS:
+            return False
+        inside = policy_for_node(self.policy, node.attrs)
+        if inside.target_dtype != self.policy.target_dtype:
+            return self.policy.lowers  # fused operators support only one half precision
+        inputs = ["float32"] * len(node.inputs)
+        return not decide(node.op, node.attrs, inputs, inside).changes
+
+
+def float32_array(values: Any) -> NDArray:
+    """Return NumPy values as a float32 array on the CPU."""
+    return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
+
+
+def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
+    """Raise where the device or dtype has no fused operators, or a parameter is float64."""
+    dtype = policy.target_dtype if policy.lowers else "float32"
+    if policy.device != "cpu" or dtype == "float16":
+        raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
+    if policy.lowers and policy.rule("Convolution").missing:
+        raise ArgumentError(NO_KERNELS)
+    double = [name for name, array in params.items() if dtype_name(array.dtype) == "float64"]
+    if double:
+        raise ArgumentError(DOUBLE.format(names=shortened(double)))
+
+
+def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
+    """Raise where a fused operator outside `layers` has no bfloat16 kernel.
+
+    The graph may have contained such operators before the conversion. In float32 they would run,
+    but silently slower than the caller expects. With `layers` None, nothing lowers any of them.
+    """
+    fixed = [
+        node.name
+        for node in graph.nodes
+        if (node.op in FUSED if layers is None else _has_no_bfloat16(node, layers))
+        and not policy.keeps_layer(node.name)
+    ]
+    if fixed:
+        raise ArgumentError(FOUND_FUSED.format(names=shortened(fixed)))
+
+
+def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
+    """Return whether a node outside `layers` is a fused operator without a bfloat16 kernel."""
+    # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
+    fixed = any(is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized"))
+    return fixed and node.op in FUSED and node.name not in layers
+
+
+# ---------------------------------------------------------------------- barriers
+
+
+def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, AbstractSet[str]]:
+    """Return an inference graph with no-ops as barriers against wrong fusion, and their names.
+
+    MXNet fuses a product with the operator that reads it, in executors and in
+    `get_backend_symbol`, even where the product is a graph output or has a second consumer. A
+    barrier behind each output with several consumers prevents that. `before_norms` also puts a
+    barrier before each BatchNorm, which MXNet would otherwise fold in the dtype of the weight.
+    """
+    view, edit = View(graph, {}), Edit(graph, {})
+    barriers: set[str] = set()
+    for i, node in enumerate(graph.nodes):
+        for position, output in enumerate(node.inputs):
+            source = graph.nodes[output[0]]
+            fusible = not source.is_variable and source.num_outputs == 1
+            shared = fusible and view.reads(output[0]) > 1
+            if shared or (before_norms and node.op == "BatchNorm" and position == 0):
+                name = edit.unique_name(f"{node.name}_{position}_amp_apart")
+                barriers.add(name)
+                edit.set_input(i, position, edit.add_node(Node(_BARRIER, name, {}, [output])))
+    return edit.applied(), barriers
+
+
+def without_barriers(graph: Graph, barriers: AbstractSet[str]) -> Graph:
+    """Return a graph without the barriers named in `barriers`."""
+    edit = Edit(graph, {})
+    for i, node in enumerate(graph.nodes):
+        if node.name in barriers:
+            edit.redirect((i, 0), node.inputs[0])
+    return edit.applied()

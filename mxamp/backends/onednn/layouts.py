@@ -1,0 +1,219 @@
+"""oneDNN's memory layouts of a graph's tensors: blocked channels, and views of volumes.
+
+From them, `shape_rules` decides which operators stay in float32 and which get a faster equivalent.
+"""
+
+from __future__ import annotations
+
+from typing import AbstractSet, Mapping, Sequence
+
+from ...graph.casts.builder import is_inserted_cast
+from ...graph.ir import Graph, Node, Output, Shape, Usage
+from ...policy.policy import Policy
+from ...policy.regions import policy_for_node
+from ...policy.values import kernel_axes
+from ..choices import Site
+
+#: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
+COLORS = 3
+#: The channels in a block of oneDNN's bfloat16 convolutions.
+BLOCK = 16
+#: The axes of a batch of images (NCHW), and of the weight of a 2-D convolution (OIHW).
+PLANAR_AXES = 4
+
+NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
+
+# oneDNN's kernels for these operators write their output in the layout of their input.
+_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
+
+# oneDNN's kernels for these operators write a blocked output, where the channels allow it.
+CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+
+_VOLUME_AXES = 5  # of a batch of volumes, NCDHW
+_VOLUME_KERNEL_AXES = 3
+
+
+# ---------------------------------------------------------------------- blocked layouts
+
+
+def channel_counts(site: Site) -> tuple[int, int] | None:
+    """Return the numbers of input and output channels of a convolution; None if unknown."""
+    weight = site.shapes[1] if site.shapes[1:] else None
+    if weight is None:
+        return None
+    per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))
+    transposed = site.node.operator == "Deconvolution"
+    return (weight[0], per_group) if transposed else (per_group, weight[0])
+
+
+def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
+    """Return whether oneDNN has a blocked kernel for these numbers of input and output channels."""
+    read, written = counts
+    groups = int(site.node.attrs.get("num_group", "1"))
+    if groups not in (1, read, written):
+        # Half blocks are as fast as whole blocks, except for the gradient of a BatchNorm.
+        block = BLOCK if site.training else BLOCK // 2
+        return all(channel % groups == 0 and channel // groups % block == 0 for channel in counts)
+    return (read % BLOCK == 0 or read == COLORS + 1) and written % BLOCK == 0
+
+
+def has_blocked_output(
+    site: Site, running: Node, op_class: str, blocked: Mapping[Output, bool]
+) -> bool:
+    """Return whether an operator that may compute in bfloat16 has a blocked output then.
+
+    `running` is the node of the site, or the single operator that replaces it. `blocked` holds
+    which outputs before it are blocked.
+    """
+    if running.operator in CONVOLUTIONS:
+        found = channel_counts(site)
+        return op_class == "low" and (found is None or has_blocked_kernel(site, found))
+    if not _keeps_layout(running) or running.attrs.get("dim", "1") != "1":
+        return False
+    tensors = running.inputs[:1] if running.operator in NORMS else running.inputs
+    return all(blocked.get(output, False) for output in tensors)
+
+
+def may_be_blocked(node: Node) -> bool:
+    """Return whether the output of a node may be in oneDNN's blocked layout."""
+    return node.operator in CONVOLUTIONS or _keeps_layout(node)
+
+
+def _keeps_layout(node: Node) -> bool:
+    """Return whether a node's output has the layout of its input."""
+    # The rewrite removes the casts of an earlier conversion.
+    return node.operator in _KEEP_LAYOUT or is_inserted_cast(node)
+
+
+def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
+    """Return whether a node is a Concat of channels, or keeps the layout of a node `behind` one.
+
+    A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
+    oneDNN fails, or crashes the process, if an input ends within a block of channels.
+    """
+    if node.operator == "Concat" and node.attrs.get("dim", "1") == "1":
+        return True
+    return _keeps_layout(node) and any(source in behind for source, _ in node.inputs)
+
+
+def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
+    """Return the indexes of nodes whose output reaches a BatchNorm in an unchanged layout."""
+    reaching: set[int] = set()
+    for i in range(len(nodes) - 1, -1, -1):
+        node = nodes[i]
+        keeps = i in reaching and _keeps_layout(node)
+        if not node.is_variable and (node.operator in NORMS or keeps):
+            reaching.update(source for source, _ in node.inputs)
+    return frozenset(reaching)
+
+
+# ---------------------------------------------------------------------- gradients
+
+#: An infinite gradient of the output makes the gradient of the weight infinite or NaN too.
+_PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected"})
+#: The gradient of the data is finite where the data and the gradient of the output are.
+_STEADY = frozenset({
+    "BatchNorm", "Pooling", "_contrib_AdaptiveAvgPooling2D", "Activation", "relu", "clip",
+    "Dropout", "Concat", "elemwise_mul", "broadcast_mul", "_mul_scalar", "_div_scalar",
+    "_plus_scalar", "mean", "sum",
+})  # fmt: skip
+
+#: The gradient of an input is the gradient of the output.
+_PASSING = frozenset({
+    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape", "_npx_reshape",
+    "_np_squeeze", "_copy", "_np_copy", "_identity_with_attr_like_rhs", "Cast", "amp_cast",
+    "amp_multicast", "elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "_npi_add",
+    "_npi_subtract", "_grad_add", "add_n",
+})  # fmt: skip
+
+
+def nodes_before_products(graph: Graph) -> frozenset[int]:
+    """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
+    feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        passes = node.operator in _PASSING or node.operator in _STEADY
+        if node.is_variable or node.operator in _PRODUCTS or (passes and i in feeding):
+            continue
+        feeding.difference_update(source for source, _ in node.inputs)
+    return frozenset(feeding)
+
+
+# ---------------------------------------------------------------------- views of volumes
+# In a graph, a view of a 3-D convolution's output keeps the blocked layout of five axes under a
+# shape with other axes. In bfloat16, oneDNN's next operator can't read the view: "could not create
+# a primitive descriptor for a reorder primitive". In float32 it reads the view, but not a view of
+# the view.
+
+
+def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
+    """Return the indexes of nodes that may read a 3-D convolution's output in a blocked layout.
+
+    Operators that follow their inputs may keep the layout, whatever the shape. An input of five
+    axes may be the result of an eager call.
+    """
+    readers: set[int] = set()
+    giving: set[int] = set()
+    for i, node in enumerate(nodes):
+        if node.is_variable:
+            held_low = usage.dtypes.get(node.name) == policy.target_dtype
+            if held_low and _is_volume(usage.shapes.get(node.name)):
+                giving.add(i)
+            continue
+        if any(source in giving for source, _ in node.inputs):
+            readers.add(i)
+        inside = policy_for_node(policy, node.attrs, usage.off)
+        if _is_volume_product(node) or (i in readers and _keeps_volume_layout(node, inside)):
+            giving.add(i)
+    return frozenset(readers)
+
+
+def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
+    """Return the indexes of nodes that may read a view of a 3-D convolution's output.
+
+    An equivalent that begins with a view can't replace these nodes.
+    """
+    readers: set[int] = set()
+    volumes: set[int] = set()
+    views: set[int] = set()
+    for i, node in enumerate(nodes):
+        if node.is_variable:
+            if _is_volume(usage.shapes.get(node.name)):
+                volumes.add(i)
+            continue
+        sources = [source for source, _ in node.inputs if source in volumes]
+        if views.intersection(sources):
+            readers.add(i)
+        if _is_volume_product(node):
+            volumes.add(i)
+        if not sources:
+            continue
+        rule = policy_for_node(policy, node.attrs, usage.off).rule(node.operator)
+        if rule.has_shape_rule("volume_views"):
+            views.add(i)
+        if rule.op_class != "low":
+            volumes.add(i)
+    return frozenset(readers)
+
+
+def _is_volume(shape: Shape | None) -> bool:
+    """Return whether a shape is that of a batch of volumes."""
+    return shape is not None and len(shape) == _VOLUME_AXES
+
+
+def _is_volume_product(node: Node) -> bool:
+    """Return whether a node is a 3-D convolution, maybe a fused one."""
+    if node.operator not in CONVOLUTIONS:
+        return False
+    # An operator fused by oneDNN holds its convolution in a subgraph.
+    inner = [one for body in node.subgraphs for one in body.nodes]
+    return any(kernel_axes(one.attrs) == _VOLUME_KERNEL_AXES for one in (node, *inner))
+
+
+def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
+    """Return whether a node may keep a 3-D convolution's blocked layout, whatever its shape."""
+    # The rewrite removes the casts of an earlier conversion.
+    if node.operator in CONVOLUTIONS or is_inserted_cast(node):
+        return is_inserted_cast(node)
+    rule = policy.rule(node.operator)
+    return rule.op_class in ("neutral", "widest") and not rule.has_shape_rule("volume_views")

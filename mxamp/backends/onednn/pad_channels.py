@@ -1,0 +1,400 @@
+"""Pad the output channels of convolutions to oneDNN's blocks of 16, for inference.
+
+For other numbers of output channels oneDNN falls back to slower kernels: in bfloat16 to a matrix
+product per image in the plain layout, between two reorders. A padded convolution gets filters of
+zeros, and its consumers get zero weights for the added channels. The original channels keep their
+values, since only zeros are added to their sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import AbstractSet, Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from ...graph.edit import Edit, View, without_shape
+from ...graph.ir import Graph, Node, Output
+from ...policy.values import flattens_data, parse_integers
+from .fusible import FusionView, float32_array
+from .layouts import BLOCK, COLORS, NORMS, PLANAR_AXES
+
+#: Pairs of (number of original channels, number of padding channels after them), in order.
+Runs = Tuple[Tuple[int, int], ...]
+
+#: The largest bound allowed: padding channels must stay finite, as zero times infinity is NaN.
+_LARGEST = 1e4
+
+
+class Channels(NamedTuple):
+    """The channels of a tensor, on its axis 1."""
+
+    runs: Runs
+    added_by: frozenset[int] = frozenset()  #: the padded convolutions
+    bound: float = 0.0  #: the largest magnitude that a padding channel may have
+
+    @property
+    def own(self) -> int:
+        """The number of original channels."""
+        return sum(own for own, _ in self.runs)
+
+    @property
+    def added(self) -> int:
+        """The number of padding channels."""
+        return sum(added for _, added in self.runs)
+
+    @property
+    def total(self) -> int:
+        """The number of all channels."""
+        return self.own + self.added
+
+    def times(self, count: int) -> Channels:
+        """Return channels with `count` channels in place of each."""
+        return self._replace(runs=tuple((own * count, added * count) for own, added in self.runs))
+
+
+def concatenated_channels(parts: Sequence[Channels]) -> Channels:
+    """Return the channels of a concatenation of tensors with channels `parts`."""
+    runs = [parts[0].runs[0]]
+    for own, added in [run for part in parts for run in part.runs][1:]:
+        before, between = runs[-1]
+        if between:
+            runs.append((own, added))
+        else:
+            runs[-1] = (before + own, added)
+    added_by: frozenset[int] = frozenset().union(*(part.added_by for part in parts))
+    return Channels(tuple(runs), added_by, max(part.bound for part in parts))
+
+
+def padded_weight(values: Any, axis: int, runs: Runs, fill: float) -> Any:
+    """Return a weight with padding channels on an axis, filled with `fill`."""
+    sizes = [own + added for own, added in runs]
+    starts = np.cumsum([0, *sizes[:-1]])
+    own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
+    each = values.shape[axis] // len(own)
+    places = (own[:, None] * each + np.arange(each)).ravel()
+    shape = list(values.shape)
+    shape[axis] = sum(sizes) * each
+    result = np.full(shape, fill, values.dtype)
+    result[(slice(None),) * axis + (places,)] = values
+    return result
+
+
+# ---------------------------------------------------------------------- operators
+
+#: Returns the bound of an operator's output, from its attributes and the bound of its input.
+_BoundRule = Callable[[Mapping[str, str], float], float]
+
+
+def _scalar(attrs: Mapping[str, str]) -> float:
+    """Return the magnitude of an operator's scalar."""
+    return abs(float(attrs.get("scalar", "1")))
+
+
+def _bound_after_activation(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after an Activation of values up to `bound`; inf if unknown."""
+    kind = attrs["act_type"]
+    if kind in ("sigmoid", "softrelu", "log_sigmoid"):
+        return bound + 1
+    return bound if kind in ("relu", "tanh", "softsign", "mish") else math.inf
+
+
+def _bound_after_dropout(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Dropout of values up to `bound`; inf if unknown."""
+    # The random mask of a seed depends on the number of channels.
+    return math.inf if attrs.get("mode", "training") == "always" else bound
+
+
+def _bound_after_leaky(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a LeakyReLU of values up to `bound`; inf if unknown."""
+    kind, slope = attrs.get("act_type", "leaky"), abs(float(attrs.get("slope", "0.25")))
+    return bound * max(1, slope) if kind in ("leaky", "elu", "gelu") else math.inf
+
+
+def _bound_after_clip(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a clip of values up to `bound`; inf if unknown."""
+    low, high = float(attrs["a_min"]), float(attrs["a_max"])
+    return bound if low <= 0 <= high else max(abs(low), abs(high))
+
+
+def _bound_after_pad(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Pad of values up to `bound`; inf if unknown."""
+    if attrs["mode"] != "constant" or any(parse_integers(attrs["pad_width"])[:4]):
+        return math.inf
+    return max(bound, abs(float(attrs.get("constant_value", "0"))))
+
+
+def _bound_after_pooling(attrs: Mapping[str, str], bound: float) -> float:
+    """Return the largest magnitude after a Pooling of values up to `bound`; inf if unknown."""
+    if attrs.get("layout", "None") not in ("None", "NCHW"):
+        return math.inf
+    return bound if not bound or attrs.get("pool_type", "max") in ("max", "avg") else math.inf
+
+
+#: Operators that treat all channels alike, with the bound of their output for one of their input.
+_ELEMENTWISE: Mapping[str, _BoundRule] = {
+    "Activation": _bound_after_activation, "LeakyReLU": _bound_after_leaky,
+    "clip": _bound_after_clip, "Pooling": _bound_after_pooling,
+    "Dropout": _bound_after_dropout, "Pad": _bound_after_pad,
+    **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), lambda _attrs, bound: bound),
+    **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), lambda _attrs, bound: bound),
+    **dict.fromkeys(("sigmoid", "_npx_sigmoid", "hard_sigmoid"), lambda _attrs, _bound: 1.0),
+    **dict.fromkeys(
+        ("_plus_scalar", "_minus_scalar", "_rminus_scalar", "_maximum_scalar", "_minimum_scalar"),
+        lambda attrs, bound: bound + _scalar(attrs),
+    ),
+    "_mul_scalar": lambda attrs, bound: bound * _scalar(attrs),
+    "_div_scalar": lambda attrs, bound: bound / _scalar(attrs) if _scalar(attrs) else math.inf,
+}  # fmt: skip
+
+_SUMS = frozenset(
+    {"elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "add_n", "_npi_add"}
+)
+_PRODUCTS = frozenset({"elemwise_mul", "broadcast_mul", "_npi_multiply"})
+
+#: Operators of several tensors with the same channels.
+_SAME_CHANNELS = _SUMS | _PRODUCTS
+
+
+def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Channels | None:
+    """Return the output channels of a node that treats all channels alike; else None."""
+    operator, first = node.operator, inputs[0]
+    bounds = [one.bound for one in inputs]
+    if operator in _SAME_CHANNELS:
+        bound = math.prod(bounds) if operator in _PRODUCTS else sum(bounds)
+    elif operator in _ELEMENTWISE and len(inputs) == 1:
+        bound = _ELEMENTWISE[operator](node.attrs, bounds[0])
+    else:
+        return None
+    if not bound <= _LARGEST or any(one.runs != first.runs for one in inputs):
+        return None
+    return concatenated_channels(inputs)._replace(runs=first.runs, bound=bound)
+
+
+# At most a third more arithmetic: as much as the slower kernels lose, without the reorders.
+_MOST = 4 / 3
+# Numbers of input channels that oneDNN's kernels read besides multiples of 16.
+_FEW = frozenset({2, COLORS, 4, 8, 12})
+
+#: Operators that leave the blocked layout anyway, so that a slice before them costs little.
+_REORDERS = frozenset(
+    {"Flatten", "Reshape", "transpose", "SwapAxis", "_np_reshape", "_npx_reshape", "_np_transpose"}
+)
+# The values of padding channels in a BatchNorm's gamma, beta, mean and variance.
+_OF_NORMS = (0.0, 0.0, 0.0, 1.0)
+
+
+def pad_channels(view: FusionView, edit: Edit) -> None:
+    """Before: any number of filters. After: multiples of 16, and padded weights of consumers.
+
+    Conditions: inference, and convolutions compute in the target dtype. Graph outputs and operators
+    that reorder axes get a slice without the padding. A convolution with any other consumer that
+    can't read padding channels stays as it is.
+    """
+    rule = view.policy.rule("Convolution")
+    if rule.given or rule.missing is not None:
+        return
+    unpadded: set[int] = set()
+    while True:
+        plan = _Plan(view, unpadded)
+        plan.propagate()
+        if not plan.refused:
+            break
+        unpadded |= plan.refused
+    plan.write(edit)
+
+
+Inputs = Sequence[Optional[Channels]]  #: the channels of a node's inputs, None where unknown
+
+
+class _Padding(NamedTuple):
+    """Padding for one axis of a parameter."""
+
+    axis: int
+    runs: Runs
+    fill: float = 0.0
+
+
+class _Plan:
+    """The channels of each tensor, and the padding of parameters and attributes that they need."""
+
+    def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
+        self.view, self.graph, self.unpadded = view, view.graph, unpadded
+        self.refused: set[int] = set()  #: more convolutions to leave unpadded
+        self._channels: dict[Output, Channels] = {}
+        self._paddings: dict[int, list[_Padding]] = {}  # by index of the variable
+        self._attrs: dict[int, dict[str, str]] = {}
+        self._sliced_inputs: set[tuple[int, int]] = set()  # (node, position)
+        self._read_by_dense_layers = _nodes_read_by_dense(view.graph)
+
+    def propagate(self) -> None:
+        """Record the channels of all tensors, and the convolutions that refuse padding."""
+        for i, node in enumerate(self.graph.nodes):
+            if not node.is_variable:
+                self._propagate(i, node)
+        for output in self.graph.heads:
+            self._refuse_inner_padding(output)
+
+    def write(self, edit: Edit) -> None:
+        """Record the padding of the graph and its parameters in `edit`."""
+        for i, paddings in self._paddings.items():
+            variable = self.graph.nodes[i]
+            array = self.view.params[variable.name].asnumpy()
+            for axis, runs, fill in paddings:
+                array = padded_weight(array, axis, runs, fill)
+            edit.params[variable.name] = float32_array(array)
+            edit.change(i, attrs=without_shape(variable))
+        for i, attrs in self._attrs.items():
+            edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
+        slices: dict[Output, Output] = {}
+        for i, k in sorted(self._sliced_inputs):
+            edit.set_input(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
+        for place, output in enumerate(self.graph.heads):
+            if self._added(output):
+                edit.set_head(place, self._sliced(edit, slices, output))
+
+    def _sliced(self, edit: Edit, slices: dict[Output, Output], output: Output) -> Output:
+        """Return an output without padding, adding a slice to `slices` unless it has one."""
+        if output not in slices:
+            name = f"{self.graph.nodes[output[0]].name}_channels"
+            end = str(self._channels[output].own)
+            slices[output] = edit.add("slice_axis", name, [output], axis="1", begin="0", end=end)
+        return slices[output]
+
+    # ------------------------------------------------------------------ the walk over nodes
+
+    def _propagate(self, i: int, node: Node) -> None:
+        """Record the output channels of node i, or slice or refuse padding that it can't read."""
+        inputs = [self._channels.get(output) for output in node.inputs]
+        channels_after = self._CHANNELS_AFTER.get(node.operator, _Plan._channels_after_other)
+        outputs = channels_after(self, i, node, inputs)
+        if outputs is not None:
+            self._channels[i, 0] = outputs
+            return
+        for k, output in enumerate(node.inputs):
+            if self._added(output) and node.operator not in _REORDERS:
+                self.refused |= self._channels[output].added_by
+            elif self._added(output):
+                self._sliced_inputs.add((i, k))
+                self._refuse_inner_padding(output)
+
+    def _refuse_inner_padding(self, output: Output) -> None:
+        """Refuse padding of `output` between original channels, which no single slice removes."""
+        if self._added(output) and len(self._channels[output].runs) > 1:
+            self.refused |= self._channels[output].added_by
+
+    def _added(self, output: Output) -> int:
+        """Return the number of padding channels of an output."""
+        return self._channels[output].added if output in self._channels else 0
+
+    # ------------------------------------------------------------------ operators
+    # Each method returns the output channels for the channels of the inputs. None means that they
+    # are unknown, or that the operator can't read its input's padding.
+
+    def _channels_after_other(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of an elementwise operator; None for other operators."""
+        known = [one for one in inputs if one is not None]
+        are_all_known = known and len(known) == len(inputs)
+        return _channels_after_elementwise(node, known) if are_all_known else None
+
+    def _channels_after_concat(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of a Concat; None unless it joins known channels."""
+        known = [one for one in inputs if one is not None]
+        on_channels = node.attrs.get("dim", "1") == "1" and len(known) == len(inputs)
+        return concatenated_channels(known) if on_channels else None
+
+    def _channels_after_flatten(self, i: int, _node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of a Flatten that only dense layers read; None for others."""
+        return inputs[0] if i in self._read_by_dense_layers else None
+
+    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of a convolution; None if it can't read padded data."""
+        data, weight = inputs[0], self._weight_shape(node)
+        own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
+        if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
+            if groups == 1:
+                return self._channels_after_ungrouped(i, node, data or Channels(((weight[1], 0),)))
+            if data is not None and weight[1] == 1 and data.own == groups:
+                return self._channels_after_depthwise(i, node, data)
+        return None if data is not None and data.added else Channels(((own, 0),))
+
+    def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
+        """Return the output channels of a convolution without groups, padded to blocks of 16."""
+        if data.added:
+            self._pad_input(node, 1, _Padding(1, data.runs))
+        own = int(node.attrs["num_filter"])
+        total = -(-own // BLOCK) * BLOCK
+        reads_blocks = data.total % BLOCK == 0 or data.total in _FEW
+        if total == own or total > own * _MOST or not reads_blocks or i in self.unpadded:
+            return Channels(((own, 0),))
+        outputs = Channels(((own, total - own),), frozenset({i}))
+        self._add_filters(i, node, outputs, {"num_filter": str(total)})
+        return outputs
+
+    def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
+        """Return the output channels of a depthwise convolution, padded as its input."""
+        outputs = data.times(int(node.attrs["num_filter"]) // data.own)._replace(bound=0.0)
+        if outputs.added:
+            filters, groups = str(outputs.total), str(data.total)
+            self._add_filters(i, node, outputs, {"num_filter": filters, "num_group": groups})
+        return outputs
+
+    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of a dense layer; None if it can't read padded data."""
+        data, weight = inputs[0], self._weight_shape(node)
+        flatten = flattens_data(node.attrs)
+        if data is not None and data.added:
+            if weight is None or not flatten or weight[1] % data.own:
+                return None
+            self._pad_input(node, 1, _Padding(1, data.runs))
+        return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else None
+
+    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
+        """Return the output channels of a BatchNorm; None if unknown."""
+        data = inputs[0]
+        changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
+        if data is None or node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
+            return None
+        if data.added:
+            for k, fill in enumerate(_OF_NORMS, 1):
+                self._pad_input(node, k, _Padding(0, data.runs, fill))
+        return data
+
+    _CHANNELS_AFTER: Mapping[str, Callable[..., Channels | None]] = {
+        "Convolution": _channels_after_convolution,
+        "FullyConnected": _channels_after_dense,
+        "Concat": _channels_after_concat,
+        "Flatten": _channels_after_flatten,
+        **dict.fromkeys(NORMS, _channels_after_norm),
+    }
+
+    # ------------------------------------------------------------------ parameters
+
+    def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: dict[str, str]) -> None:
+        """Pad axis 0 of convolution i's weight and bias for `outputs`, and change its `attrs`."""
+        self._attrs[i] = attrs
+        for k in range(1, len(node.inputs)):
+            self._pad_input(node, k, _Padding(0, outputs.runs))
+
+    def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
+        """Return the shape of a node's weight if no other node reads its parameters; else None."""
+        names = self.view.own_parameters(node)
+        return self.view.params[names[0]].shape if names else None
+
+    def _pad_input(self, node: Node, position: int, padding: _Padding) -> None:
+        """Record the padding of the parameter that is input `position` of a node."""
+        self._paddings.setdefault(node.inputs[position][0], []).append(padding)
+
+
+def _nodes_read_by_dense(graph: Graph) -> set[int]:
+    """Return the nodes that only dense layers read as data, directly or through a Flatten."""
+    found: set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    read: set[int] = set()
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        passes = not node.is_variable and node.operator in ("Flatten", "Dropout") and i in found
+        for k, (source, _) in enumerate(node.inputs):
+            read.add(source)
+            if k or not (passes or node.operator == "FullyConnected"):
+                found.discard(source)
+    return found & read

@@ -1,0 +1,433 @@
+"""MXNet's fused `RNN` operator as one per layer, or unrolled into steps.
+
+MXNet's RNN has no bfloat16 kernel. The unrolled layer, for large states in inference, computes one
+product for the inputs of all steps, and one product per step for the state. Gates and cells are
+computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any, Callable, Sequence
+
+from ...graph.ir import Graph, Node, Output
+from ...policy.values import is_true
+from ..passes import Attributes, Call, Detail, Parts
+
+#: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
+#: GRU reset, update and new.
+_GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
+# The least elements of the recurrent weight, reached by an LSTM of 363 units and a GRU of 419. With
+# fewer, or with fewer multiplications in a step, an `RNN` per layer in float32 is faster (measured
+# with avx512_bf16, 1 to 64 rows).
+_LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**19, "gru": 2**19}
+_LARGE_STEP = 2**23
+# The least parameters of each layer from which an `RNN` per layer is faster, and the least per
+# element that a backward layer reverses.
+_LEAST_LAYER, _LEAST_STACKED, _LEAST_REVERSED = 2**18, 2**16, 2
+# The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
+_MOST_STEPS = 256
+# Reshapes keep the order of elements.
+_RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
+# The least elements of rows that MXNet copies at once.
+_WIDE_ROW = 16
+
+
+def opened_inputs(graph: Graph, node: Node) -> list[Output]:
+    """Return a node's inputs; for an RNN with joined parameters, each parameter in their place.
+
+    A parameter that is only reshaped to be joined is read before the reshape.
+    """
+    if node.operator != "RNN" or graph.nodes[node.inputs[1][0]].operator != "_rnn_param_concat":
+        return node.inputs
+    data, (joined, _), *states = node.inputs
+    parameters = []
+    for output in graph.nodes[joined].inputs:
+        source = graph.nodes[output[0]]
+        parameters.append(source.inputs[0] if source.operator in _RESHAPES else output)
+    return [data, *parameters, *states]
+
+
+def match_rnn(call: Call) -> Detail | None:
+    """Return (steps, rows, width, tensors, shaped) of an RNN that is faster unrolled; else None.
+
+    Unrolled are calls with large states and few steps. `tensors` is the number of
+    inputs that hold parameters: one vector, or a weight or bias each. `shaped` is 1 if weights are
+    matrices, and 0 if they are vectors.
+    """
+    attrs, shape = call.attrs, call.shape
+    if shape is None or not all(shape) or _is_special(attrs) or not call.lowers("FullyConnected"):
+        return None
+    layers = int(attrs["num_layers"]) * _directions(attrs)
+    weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
+    steps, rows, _ = shape
+    if weight < _LARGE_WEIGHT[attrs["mode"]] or weight * rows < _LARGE_STEP:
+        return None
+    if steps * layers > _MOST_STEPS:
+        return None
+    if len(call.shapes) == 2 + _state_count(attrs):
+        return (*shape, 1, 0)
+    shaped = _are_shaped(call)
+    return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
+
+
+def match_layers(call: Call) -> Detail | None:
+    """Return (rows, width, shaped) of an RNN that is faster as an RNN per layer; else None.
+
+    Each layer's parameters are tensors of their own, which rows can hold. `shaped` is that of
+    `match_rnn`.
+    """
+    attrs, shape = call.attrs, call.shape
+    if shape is None or not all(shape) or _is_special(attrs):
+        return None
+    # MXNet's RNN drops elements between layers.
+    between = int(attrs["num_layers"]) > 1 and float(attrs.get("p", "0")) > 0
+    shaped = None if between else _are_shaped(call)
+    if shaped is None:
+        return None
+    shapes = _shapes(attrs, shape[-1])
+    weights = [shapes[k : k + 2] for k in range(0, len(shapes) // 2, 2)]
+    if any(_row_width(pair) < _WIDE_ROW for pair in weights):
+        return None
+    size = sum(math.prod(one) for pair in weights for one in pair) / len(weights)
+    least = _LEAST_STACKED if len(weights) > 1 and not call.training else _LEAST_LAYER
+    backward = (_directions(attrs) - 1) * math.prod(shape[:2]) * sum(n for _, n in weights[0])
+    return None if size < max(least, _LEAST_REVERSED * backward) else (*shape[1:], shaped)
+
+
+def _is_special(attrs: Attributes) -> bool:
+    """Return whether an RNN has a projection, clips its cells or knows the sequences' lengths."""
+    names = ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
+    lengths = is_true(attrs.get("use_sequence_length", "False"))
+    return lengths or any(attrs.get(name, "None") != "None" for name in names)
+
+
+def _are_shaped(call: Call) -> int | None:
+    """Return 1 if an RNN's parameters are matrices and biases, 0 if vectors, None if neither."""
+    found = list(call.shapes[1 : -_state_count(call.attrs)])
+    wanted = _shapes(call.attrs, (call.shape or ())[-1])
+    if found == wanted:
+        return 1
+    return 0 if found == [(math.prod(shape),) for shape in wanted] else None
+
+
+def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
+    """Return the width of rows that hold a layer's weights, of these shapes, and its biases.
+
+    It is the width of the weights if that fits, so that they need no other shape.
+    """
+    units = weights[0][0]
+    width = reduce(math.gcd, (columns for _, columns in weights), units)
+    return width if width >= _WIDE_ROW else units
+
+
+def match_parameters(call: Call) -> Detail | None:
+    """Return (width,) where the joined vectors can be matrices with rows of this width; else None.
+
+    The width is the greatest common divisor of the vectors' lengths.
+    """
+    vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
+    if not vectors or call.attrs.get("dim") != "0":
+        return None
+    width = reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0)
+    return (width,) if width >= _WIDE_ROW else None
+
+
+def joined_parameters(parts: Parts, detail: Detail) -> None:
+    """Before: vectors of parameters joined element by element. After: joined row by row."""
+    rows = f"(-1, {detail[0]})"
+    matrices = [
+        parts.add("Reshape", f"rows{k}", one, shape=rows) for k, one in enumerate(parts.inputs)
+    ]
+    joined = _add_concat(parts, "rows", matrices, axis=0)
+    parts.add("Reshape", "", joined, shape="(-1,)")
+
+
+def _directions(attrs: Attributes) -> int:
+    """Return the number of directions of an RNN: 2 if it is bidirectional."""
+    return 2 if is_true(attrs.get("bidirectional", "False")) else 1
+
+
+def _state_count(attrs: Attributes) -> int:
+    """Return the number of an RNN's states: a cell too in an LSTM."""
+    return 2 if attrs["mode"] == "lstm" else 1
+
+
+def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
+    """Return the shapes of an RNN's parameters in MXNet's order, for data of this width.
+
+    Each direction of a layer has a weight for the input and one for the state. The biases of all
+    layers follow.
+    """
+    size, directions = int(attrs["state_size"]), _directions(attrs)
+    rows = size * _GATES[attrs["mode"]]
+    widths = [width] + [size * directions] * (int(attrs["num_layers"]) - 1)
+    weights = [(rows, one) for below in widths for _ in range(directions) for one in (below, size)]
+    return [*weights, *[(rows,)] * len(weights)]
+
+
+def rnn(parts: Parts, detail: Detail) -> Sequence[Any] | None:
+    """Before: an RNN. After: dense layers for the inputs of all steps, and for each step's state.
+
+    Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
+    is that of `match_rnn`.
+    """
+    steps, rows, width, tensors, shaped = detail
+    attrs, (data, *others) = parts.attrs, parts.inputs
+    shapes = _shapes(attrs, width)
+    parameters = _add_parameters(parts, others[:tensors], shapes, bool(shaped))
+    begins = _add_begins(parts, others[tensors:], rows)
+
+    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
+        run = _Layer(parts, f"l{k}", _of_layer(parameters, k))
+        begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
+        order = range(steps)[:: -1 if k % _directions(attrs) else 1]
+        states, end = run.steps(below, order, begin)
+        return _add_concat(parts, f"l{k}", states, axis=0), end
+
+    return _add_layers(parts, data, add_layer)
+
+
+def layers(parts: Parts, detail: Detail) -> Sequence[Any] | None:
+    """Before: an RNN of several layers or directions. After: an RNN for each.
+
+    Conditions: each parameter is a tensor of its own, and no elements drop between layers.
+    `detail` is that of `match_layers`.
+
+    MXNet's RNN joins the weights of several layers or directions element by element, in each call
+    in training. The RNN of a single one copies its weights at once.
+    """
+    rows, width, shaped = detail
+    attrs, (data, *others) = parts.attrs, parts.inputs
+    shapes = _shapes(attrs, width)
+    parameters = _add_parameters(parts, others[: len(shapes)], shapes, bool(shaped))
+    begins = _add_begins(parts, others[len(shapes) :], rows)
+    single = {**attrs, "num_layers": "1", "bidirectional": "False"}
+
+    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
+        own = _of_layer(parameters, k)
+        vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
+        begin = [
+            parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
+            for n, states in enumerate(begins)
+        ]
+        backward = bool(k % _directions(attrs))
+        read = _add_reverse(parts, f"l{k}_reversed", below) if backward else below
+        count = 1 + _state_count(attrs) if _has_ends(attrs) else 1
+        out, *end = parts.add_all("RNN", f"l{k}", count, read, vector, *begin, **single)
+        return _add_reverse(parts, f"l{k}_out", out) if backward else out, end
+
+    return _add_layers(parts, data, add_layer)
+
+
+def _add_layers(
+    parts: Parts, data: Any, add_layer: Callable[[int, Any], tuple[Any, Sequence[Any]]]
+) -> Sequence[Any] | None:
+    """Add all layers and the operator's outputs: also the last states, if it has them.
+
+    `add_layer(k, below)` adds layer k, directions counted as layers, which reads `below`; it
+    returns the layer's output and its last state (and cell).
+    """
+    directions, ends = _directions(parts.attrs), []  # type: int, list[Sequence[Any]]
+    below = data
+    for layer in range(int(parts.attrs["num_layers"])):
+        first = layer * directions
+        made = [add_layer(k, below) for k in range(first, first + directions)]
+        ends += [end for _, end in made]
+        below = _add_concat(parts, f"l{layer}_sides", [out for out, _ in made], axis=2)
+    if not _has_ends(parts.attrs):
+        parts.add("_copy", "", below)
+        return None
+    joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
+    outputs = [parts.add("_copy", "out", below)]
+    return outputs + [parts.add("_copy", f"end{k}", tensor) for k, tensor in enumerate(joined)]
+
+
+def _has_ends(attrs: Attributes) -> bool:
+    """Return whether an RNN has its last states among its outputs."""
+    return is_true(attrs.get("state_outputs", "False"))
+
+
+def _of_layer(parameters: Sequence[Any], k: int) -> Sequence[Any]:
+    """Return the two weights and two biases of layer k, directions counted as layers."""
+    biases = len(parameters) // 2
+    return [*parameters[2 * k :][:2], *parameters[biases + 2 * k :][:2]]
+
+
+def _add_reverse(parts: Parts, name: str, tensor: Any) -> Any:
+    """Add the reverse of a tensor in time."""
+    return parts.add("reverse", name, tensor, axis="0")
+
+
+def _add_vector(
+    parts: Parts, name: str, own: Sequence[Any], weights: Sequence[tuple[int, ...]]
+) -> Any:
+    """Add the vector of a layer's parameters `own`, joined row by row.
+
+    MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
+    """
+    width = _row_width(weights)
+    joined = [
+        tensor
+        if shape[1:] == (width,)
+        else parts.add("Reshape", f"{name}_rows{k}", tensor, shape=f"(-1, {width})")
+        for k, (tensor, shape) in enumerate(zip(own, [*weights, (), ()]))
+    ]
+    rows = _add_concat(parts, f"{name}_rows", joined, axis=0)
+    return parts.add("Reshape", name, rows, shape="(-1,)")
+
+
+def _add_begins(parts: Parts, states: Sequence[Any], rows: int) -> Sequence[Any]:
+    """Give the states before the first step their shape.
+
+    MXNet often infers the shape of begin states from their consumers, but not from slices.
+    """
+    count = int(parts.attrs["num_layers"]) * _directions(parts.attrs)
+    shape = f"({count}, {rows}, {parts.attrs['state_size']})"
+    first = len(parts.inputs) - len(states)
+    return [
+        parts.add("Reshape", f"begins{k}", one, shape=shape) for k, one in enumerate(states, first)
+    ]
+
+
+def _add_concat(parts: Parts, name: str, tensors: Sequence[Any], axis: int) -> Any:
+    """Add a Concat of tensors, unless there is only one."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
+
+
+def _add_parameters(
+    parts: Parts, tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], shaped: bool
+) -> Sequence[Any]:
+    """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
+
+    MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
+    and an element of each weight, which the first product reads, keeps their order.
+    """
+    added: list[Any] = []
+    source, begin = tensors[0], 0
+    if len(tensors) > 1:
+        begin = len(tensors) // 2
+        weights, biases = tensors[:begin], tensors[begin:]
+        added += weights
+        if not shaped:
+            added = [
+                parts.add("Reshape", f"weight{k}", one, shape=str(shape))
+                for k, (one, shape) in enumerate(zip(weights, shapes), 1)
+            ]
+        ones = [_add_element(parts, f"one{k}", one, shaped) for k, one in enumerate(weights, 1)]
+        source = _add_concat(parts, "biases", [*ones, *biases], axis=0)
+    for k in range(len(added), len(shapes)):
+        end = begin + math.prod(shapes[k])
+        piece = parts.add("slice_axis", f"piece{k}", source, **_bounds(begin, end))
+        added.append(parts.add("Reshape", f"parameter{k}", piece, shape=str(shapes[k])))
+        begin = end
+    return added
+
+
+def _add_element(parts: Parts, name: str, tensor: Any, shaped: bool) -> Any:
+    """Add a vector of one element of a weight, which gets no gradient."""
+    begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
+    element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
+    element = parts.add("BlockGrad", f"{name}_constant", element)
+    return parts.add("Reshape", name, element, shape="(1,)")
+
+
+def _bounds(begin: int, end: int) -> Attributes:
+    """Return the attributes of a slice of the first axis."""
+    return {"axis": "0", "begin": str(begin), "end": str(end)}
+
+
+class _Layer:
+    """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
+
+    def __init__(self, parts: Parts, name: str, weights: Sequence[Any]) -> None:
+        self._parts, self._name = parts, name
+        self._mode, self._size = parts.attrs["mode"], int(parts.attrs["state_size"])
+        self._read, self._recur, self._read_bias, self._bias = weights
+
+    def steps(
+        self, data: Any, order: Sequence[int], begin: Sequence[Any]
+    ) -> tuple[list[Any], Sequence[Any]]:
+        """Add all steps; return the states by time, and the last state (and cell).
+
+        `data` is the layer's input, and `begin` the state (and cell) before the first step.
+        """
+        biases = [self._read_bias, self._bias]
+        # The gates of a GRU read the products apart, the second one with its bias.
+        apart = self._mode == "gru"
+        if not apart:
+            biases = [self._add("elemwise_add", "bias", *biases)]
+        gates = self._product("reads", data, self._read, *biases[:1])
+        state = begin
+        states = {}
+        for t in order:
+            before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
+            step = {"lstm": self._lstm, "gru": self._gru}.get(self._mode, self._simple)
+            state = step(self.slice_at(f"step{t}", gates, t, float32=apart), before, state)
+            states[t] = state[0]
+        return [states[t] for t in sorted(states)], state
+
+    def slice_at(self, name: str, tensor: Any, position: int, float32: bool = False) -> Any:
+        """Add the slice of a tensor at a position of its first axis."""
+        bounds, name = _bounds(position, position + 1), f"{self._name}_{name}"
+        keep = self._parts.float32 if float32 else None
+        return self._parts.add("slice_axis", name, tensor, keep=keep, **bounds)
+
+    def _lstm(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
+        """Add one LSTM step from the products of input and state; return new state and cell."""
+        gates = self._add_products(from_input, from_state)
+        open_gates = self._add_activation(gates, "sigmoid")
+        into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
+        new = self._add_activation(self._gate(gates, 2), "tanh")
+        kept = self._add("elemwise_mul", "kept", forget, state[1])
+        cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
+        return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
+
+    def _gru(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
+        """Add one GRU step from the products of input and state; return the new state."""
+        gates = self._add("elemwise_add", "gates", from_input, from_state)
+        gates = self._add_activation(gates, "sigmoid")
+        reset, update = self._gate(gates, 0), self._gate(gates, 1)
+        new_from_input, new_from_state = self._gate(from_input, 2), self._gate(from_state, 2)
+        part = self._add("elemwise_mul", "reset", reset, new_from_state)
+        new = self._add_activation(self._add("elemwise_add", "sum", new_from_input, part), "tanh")
+        # new + update * (state - new)
+        change = self._add("elemwise_sub", "change", state[0], new)
+        part = self._add("elemwise_mul", "update", update, change)
+        return [self._add("elemwise_add", "state", new, part)]
+
+    def _simple(self, from_input: Any, from_state: Any, _state: Sequence[Any]) -> Sequence[Any]:
+        """Add one relu or tanh step from the products of input and state; return the new state."""
+        total = self._add_products(from_input, from_state)
+        return [self._add_activation(total, self._mode.replace("rnn_", ""))]
+
+    def _add(self, op: str, name: str, *inputs: Any, **attrs: str) -> Any:
+        """Add a float32 operator with the layer's name before its own."""
+        return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
+
+    def _add_activation(self, tensor: Any, act_type: str) -> Any:
+        return self._add("Activation", act_type, tensor, act_type=act_type)
+
+    def _gate(self, tensor: Any, k: int) -> Any:
+        """Add the slice of gate k of all gates."""
+        begin, end = str(k * self._size), str((k + 1) * self._size)
+        return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
+
+    def _product(self, name: str, tensor: Any, *parameters: Any) -> Any:
+        """Add a dense layer whose units are all gates, and maybe a bias."""
+        attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
+        attrs["no_bias"] = str(len(parameters) == 1)
+        name = f"{self._name}_{name}"
+        return self._parts.add("FullyConnected", name, tensor, *parameters, **attrs)
+
+    def _add_products(self, from_input: Any, from_state: Any) -> Any:
+        """Add the sum of two products in the dtype that they have."""
+        return self._parts.add("elemwise_add", f"{self._name}_gates", from_input, from_state)
+
+
+def is_divided(node: Node) -> bool:
+    """Return whether a node is an RNN that `rnn_layers` may make several of."""
+    return node.op == "RNN" and int(node.attrs["num_layers"]) * _directions(node.attrs) > 1

@@ -1,0 +1,235 @@
+"""Sums, means and broadcasts as products with vectors of ones.
+
+MXNet's own kernels add one element after the other, in sums and in the gradients of broadcasts.
+BLAS is about 20 times as fast.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Mapping
+
+from ...policy.values import is_true, parse_integers
+from ..passes import Attributes, Call, Detail, Parts
+from .layouts import BLOCK, PLANAR_AXES
+
+# The least elements of the summed array: with fewer, starting the additional operators takes
+# longer than the sum.
+_LEAST_ELEMENTS = 1024
+# The most terms of a sum: in longer sums MXNet compensates rounding errors, and BLAS does not.
+_MOST_TERMS = 2**16
+
+#: Operators of `mx.np`, and the values of their attributes that a product needs.
+_OF_NUMPY = frozenset({"_np_sum", "_npi_mean"})
+_UNSET = {"dtype": "None", "initial": "None", "where": "None"}
+
+
+def match_sum(call: Call) -> Detail | None:
+    """Return (first axis, end axis, *shape) for a sum or mean that a product can do; else None.
+
+    The axes are adjacent, the array has at least `_LEAST_ELEMENTS` elements, and each sum has at
+    most `_MOST_TERMS` terms. The shape has a 0 for a batch of any size.
+    """
+    attrs, shape = call.attrs, call.shape
+    if not shape or not all(shape) or is_true(attrs.get("exclude", "False")):
+        return None
+    if any(attrs.get(name, unset) != unset for name, unset in _UNSET.items()):
+        return None
+    if call.operator in _OF_NUMPY and attrs.get("axis") == "()":
+        return None  # no axis; the operators of mx.nd take it for all axes
+    span = _summed_span(attrs, len(shape))
+    if span is None or math.prod(shape) < _LEAST_ELEMENTS:
+        return None
+    first, last = span
+    # Reshape can't make an output without axes.
+    some_left = last - first < len(shape) or is_true(attrs.get("keepdims", "False"))
+    if not some_left or not 1 < math.prod(shape[first:last]) <= _MOST_TERMS:
+        return None
+    return (first, last, 0 if first else shape[0], *shape[1:])
+
+
+def _summed_span(attrs: Attributes, axis_count: int) -> tuple[int, int] | None:
+    """Return the first summed axis and the end of the summed axes; None if not adjacent."""
+    summed = sorted(axis % axis_count for axis in parse_integers(attrs.get("axis", "()")))
+    if not summed:
+        return 0, axis_count
+    first, last = summed[0], summed[-1] + 1
+    return (first, last) if summed == list(range(first, last)) else None
+
+
+def total(parts: Parts, detail: Detail) -> None:
+    """Before: a sum over axes. After: a product with a vector of ones.
+
+    Conditions: those of `match_sum`.
+    """
+    _add_result(parts, _add_sums(parts, detail), parts.attrs, detail)
+
+
+def mean(parts: Parts, detail: Detail) -> None:
+    """Before: a mean over axes. After: a product with a vector of ones, divided by their number.
+
+    Conditions: those of `match_sum`.
+    """
+    _add_mean(parts, parts.attrs, detail)
+
+
+def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: str | None = None) -> None:
+    """Add the operators of a mean with these attributes."""
+    first, last, *shape = detail
+    sums = _add_sums(parts, detail, keep)
+    count = str(math.prod(shape[first:last]))
+    means = parts.add("_div_scalar", "mean", sums, keep=keep, scalar=count)
+    _add_result(parts, means, attrs, detail, keep)
+
+
+def _add_sums(parts: Parts, detail: Detail, keep: str | None = None) -> Any:
+    """Add operators that sum the first input by a product with ones; return the sums."""
+    first, last, *shape = detail
+    [data] = parts.inputs
+    add = partial(parts.add, keep=keep)
+    summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
+    outer = "-1" if first else "1"
+    if inner == 1:
+        # One pair of matrices: the gradient of `dot` would keep the rows for the backward pass.
+        rows = add("Reshape", "rows", data, shape=f"(1, {outer}, {summed})")
+        row = add("slice_axis", "row", rows, axis="1", begin="0", end="1")
+        return add("batch_dot", "sums", rows, add("ones_like", "ones", row), transpose_b="True")
+    planes = add("Reshape", "planes", data, shape=f"({outer}, {summed}, {inner})")
+    column = add("slice_axis", "column", planes, axis="2", begin="0", end="1")
+    return add("batch_dot", "sums", add("ones_like", "ones", column), planes, transpose_a="True")
+
+
+def _add_result(
+    parts: Parts, sums: Any, attrs: Attributes, detail: Detail, keep: str | None = None
+) -> None:
+    """Give the sums the shape of a sum's or a mean's output."""
+    first, last, *shape = detail
+    before = [-1, *shape[1:first]] if first else []
+    kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
+    after = [*before, *kept, *shape[last:]] or [1]
+    parts.add("Reshape", "", sums, keep=keep, shape=str(tuple(after)))
+
+
+_GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
+
+
+def match_pool(call: Call) -> Detail | None:
+    """Return (height, width) of the parts of a map to average first; None for other calls.
+
+    The call is a global average Pooling with a slow gradient. Where parts don't help, return the
+    shape without the batch: `pool_in_parts` then uses a product.
+    """
+    attrs, shape = call.attrs, call.shape
+    if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
+        return None
+    if shape is None or len(shape) != PLANAR_AXES or not all(shape):
+        return None
+    _, channels, *sides = shape
+    blocks = channels // BLOCK
+    plain = attrs.get("layout", "None") in ("None", "NCHW")
+    if not plain or channels % BLOCK or max(sides) <= blocks:
+        return None
+    fewest = [_least_divisor(side) for side in sides]
+    if max(fewest) > blocks:
+        return shape[1:]
+    return tuple([side // count for side, count in zip(sides, fewest)])
+
+
+def pool_in_parts(parts: Parts, detail: Detail) -> None:
+    """Before: a global average. After: averages of parts and their average, or a product.
+
+    Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
+    """
+    if len(detail) == PLANAR_AXES - 1:
+        attrs = {"axis": "(2, 3)", "keepdims": "True"}
+        _add_mean(parts, attrs, (2, 4, 0, *detail), keep=parts.float32)
+        return
+    size = f"({detail[0]}, {detail[1]})"
+    small = {"kernel": size, "stride": size, "pool_type": "avg"}
+    averages = parts.add("Pooling", "parts", *parts.inputs, **small)
+    parts.add("Pooling", "", averages, **_GLOBAL)
+
+
+def _least_divisor(side: int) -> int:
+    """Return the least divisor of `side` above 1; 1 for 1."""
+    return next((count for count in range(2, side) if side % count == 0), side)
+
+
+_SUM = "sum"
+#: The elementwise operator for equal shapes.
+OPERATORS: Mapping[str, str] = {
+    "broadcast_add": _SUM, "_npi_add": _SUM,
+    "broadcast_sub": "elemwise_sub", "_npi_subtract": "elemwise_sub",
+    "broadcast_mul": "elemwise_mul", "_npi_multiply": "elemwise_mul",
+    "broadcast_div": "elemwise_div", "_npi_true_divide": "elemwise_div",
+}  # fmt: skip
+_KINDS = tuple(dict.fromkeys(OPERATORS.values()))
+
+# The least elements of a broadcast's result: with fewer, starting the additional operators takes
+# longer than the sum in its gradient.
+_LEAST_RESULT = 2**15
+
+
+def match_broadcast(call: Call) -> Detail | None:
+    """Return the detail of a call that repeats an input along outer axes; else None.
+
+    The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats
+    along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
+    """
+    one, other = call.shape, call.weight
+    if not one or not other or math.prod(one) == math.prod(other):
+        return None
+    which = int(math.prod(other) < math.prod(one))
+    small, large = (other, one) if which else (one, other)
+    aligned = (*[1] * (len(large) - len(small)), *small)
+    if len(aligned) > len(large) or not all(large) or math.prod(large) < _LEAST_RESULT:
+        return None
+    kept = [k for k, length in enumerate(aligned) if length != 1]
+    if not kept or aligned[kept[0] : kept[-1] + 1] != tuple(large[kept[0] : kept[-1] + 1]):
+        return None
+    before, behind = math.prod(large[: kept[0]]), math.prod(large[kept[-1] + 1 :])
+    kind = _KINDS.index(OPERATORS[call.operator])
+    return (kind, which, before, behind, large[0] if kept[0] else 0, *large[1:])
+
+
+def broadcast(parts: Parts, detail: Detail) -> None:
+    """Before: a broadcast. After: one or two products that repeat an input, then equal shapes.
+
+    Conditions: training, float32 inputs, and a large result.
+
+    The products are exact, since each of their sums has one term. A sum becomes a difference with
+    the sign of its second input changed, because the gradients of MXNet's `elemwise_add` share
+    memory. The inputs keep their order, in which MXNet lists the graph's variables.
+    """
+    kind, which, before, behind, *shape = detail
+    inputs = list(parts.inputs)
+    repeated, operator = inputs[which], _KINDS[kind]
+    sign = -1 if operator == _SUM and which else 1
+    if behind > 1:
+        rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
+        row = _add_constant(parts, "row", behind, sign)
+        repeated, sign = _add_product(parts, "behind", rows, row, behind), 1
+    if before > 1:
+        length = math.prod(shape) // before  # of a known batch: the first axis is repeated
+        columns = parts.add("Reshape", "columns", repeated, shape="(-1, 1)")
+        rows = _add_constant(parts, "rows", before, sign)
+        repeated = _add_product(parts, "before", rows, columns, length)
+    like = (shape[0] or -1, *shape[1:])
+    repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
+    inputs[which] = repeated
+    if operator == _SUM:
+        operator = "elemwise_sub"
+        inputs[1] = inputs[1] if which else parts.add("negative", "negative", inputs[1])
+    parts.add(operator, "", *inputs)
+
+
+def _add_constant(parts: Parts, name: str, count: int, value: int) -> Any:
+    """Add a column of `count` equal values."""
+    return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
+
+
+def _add_product(parts: Parts, name: str, data: Any, weight: Any, width: int) -> Any:
+    """Add a dense layer of `width` units without a bias."""
+    attrs = {"no_bias": "True", "flatten": "False", "num_hidden": str(width)}
+    return parts.add("FullyConnected", name, data, weight, **attrs)

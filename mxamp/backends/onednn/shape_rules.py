@@ -1,0 +1,343 @@
+"""oneDNN's rules by shape: operators kept in float32, and which equivalents graphs get.
+
+Some bfloat16 kernels are fast or slow depending on shapes and on the memory layout of their input.
+The rules here keep a slow operator in float32, and the few exact ones an operator that oneDNN gets
+wrong. The operator lists say which rules apply to which operators, and the measurements behind
+them. Rules about speed don't apply where a shape that they need is unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Mapping, Sequence
+
+from ...graph.ir import Graph, Node, Output, Usage, infer_dtypes
+from ...policy.policy import Policy
+from ...policy.rules import Reason
+from ...policy.values import flattens_data
+from .. import rule
+from ..choices import Match, Site, reason_to_keep
+from ..passes import Call, Shapes
+from . import layouts
+from .layouts import BLOCK, COLORS
+from .substitutions import ACTIVATIONS, BLOCKED, PASSES
+
+SMALL_LAYERS = "small_layers"
+# Dense layers in training gain with more rows than this, whatever the size of the weight.
+_MANY_ROWS = 256
+_WEIGHTS_A_ROW = 2**15
+# In training, layers that share a weight gain if there are as many (measured: 16 to 20).
+_UNROLLED = 16
+# In inference, casting a weight costs as much as multiplying it by this many rows saves.
+_ROWS_A_CAST = 24
+# Elements of such a weight from which any number of rows gains.
+_LARGE_SHARED = 2**16
+# Convolutions with as many channels gain without a blocked kernel: in inference, in training, and
+# in training with 1 x 1 kernels.
+_MANY_CHANNELS, _MANY_TRAINED, _MANY_POINTWISE = 32, 40, 48
+# Dense layers with fewer outputs lose. With fewer rows the layer takes no time worth a rule.
+_FEW_COLUMNS, _ROWS_OF_COLUMNS = 32, 128
+# The limit of small dense layers in training relative to inference: gradients are cast too.
+# Measured on nets of 1 to 6 layers: at 2 to 4 million multiplications a layer 0.95 to 1.07 of
+# float32's time, the more in large first layers, which compute no gradient of their data.
+_TIMES_IN_TRAINING = 2
+# The limit of small layers in eager calls relative to graphs.
+_TIMES_IN_CALLS = 8
+
+
+def choose_nodes(
+    graph: Graph,
+    policies: Sequence[Policy],
+    policy: Policy,
+    usage: Usage,
+    known: Mapping[int, Shapes],
+) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+    """Return why nodes of a graph stay in float32, and the matches of those to substitute."""
+    substituted = _matches(graph, policies, policy, usage, known)
+    kept = _kept_reasons(graph, policies, policy, usage, known, substituted)
+    for i in kept.keys() & substituted.keys():
+        if substituted[i][0] == "image_convolution":  # it is for bfloat16 kernels
+            del substituted[i]
+    return kept, substituted
+
+
+def _matches(
+    graph: Graph,
+    policies: Sequence[Policy],
+    policy: Policy,
+    usage: Usage,
+    known: Mapping[int, Shapes],
+) -> dict[int, Match]:
+    """Return the match of each node to substitute, by index; none when converting."""
+    found: dict[int, Match] = {}
+    if usage.converting or not any(one.substitutions for one in policies):
+        return found
+    views = layouts.volume_view_readers(graph.nodes, policy, usage)
+    feeding = layouts.nodes_before_products(graph) if usage.training else ()
+    concats: set[int] = set()
+    dtypes: Mapping[Output, str] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.operator in PASSES.by_operator and i not in views:
+            behind = bool(node.inputs) and node.inputs[0][0] in concats
+            call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
+            if (match := PASSES.match(call)) is not None:
+                dtypes = dtypes or infer_dtypes(graph, usage)
+                one = PASSES.by_name[match[0]]
+                if one.fits([dtypes[output] for output in one.inputs(graph, node)]):
+                    found[i] = match
+        if layouts.follows_concat(_running(node, found.get(i)), concats):
+            concats.add(i)
+    return found
+
+
+def _running(node: Node, match: Match | None) -> Node:
+    """Return a node, as an `Activation` if that replaces it."""
+    return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
+
+
+def _kept_reasons(
+    graph: Graph,
+    policies: Sequence[Policy],
+    policy: Policy,
+    usage: Usage,
+    known: Mapping[int, Shapes],
+    substituted: Mapping[int, Match],
+) -> dict[int, Reason]:
+    """Return why operators stay in float32, by index of the operators that do."""
+    sites = _Sites(graph, policies, policy, usage, known, substituted)
+    kept, small, excess = sites.walk({})
+    # All or none: a single layer in float32 may have large arrays cast that it is added to.
+    return sites.walk(small)[0] if excess < 0 else kept
+
+
+class _Sites:
+    """The sites of a graph's operators, in the order of a walk that tracks blocked layouts."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        policies: Sequence[Policy],
+        policy: Policy,
+        usage: Usage,
+        known: Mapping[int, Shapes],
+        substituted: Mapping[int, Match],
+    ) -> None:
+        self._graph, self._policies, self._usage, self._known = graph, policies, usage, known
+        self._running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
+        self._norms = layouts.nodes_before_norms(self._running)
+        self._readers = Counter(output for node in graph.nodes for output in node.inputs)
+        self._of_volumes = layouts.volume_readers(self._running, policy, usage)
+        self._substituted = substituted
+
+    def walk(
+        self, small_layers: Mapping[int, Reason]
+    ) -> tuple[dict[int, Reason], dict[int, Reason], float]:
+        """Return the reasons of kept nodes, those of `small_layers`, and the sum of their excess.
+
+        The layers of the argument stay in float32. Their excess is that of the multiplications over
+        the limit of the rule, relative to it.
+        """
+        kept, small, excess = {}, {}, 0.0  # type: dict[int, Reason], dict[int, Reason], float
+        blocked: dict[Output, bool] = {}
+        for i, node in enumerate(self._graph.nodes):
+            rules = () if node.is_variable else self._policies[i].rule(node.operator).by_shape
+            is_read = rules or i in self._substituted or layouts.may_be_blocked(node)
+            if node.is_variable or not is_read:
+                continue
+            site = self._site(i, node, blocked)
+            reason = small_layers.get(i)
+            if reason is None:
+                reason = reason_to_keep(site, [one for one in rules if one.name != SMALL_LAYERS])
+            if reason is not None:
+                kept[i] = reason
+            elif not self._policies[i].keeps_layer(node.name):
+                for one in rules:
+                    if one.name == SMALL_LAYERS:
+                        small[i] = one.reason
+                        excess += _relative_size(site, one.limit * _times(site)) - 1
+            blocked[i, 0] = reason is None and self._is_blocked(i, site, blocked)
+        return kept, small, excess
+
+    def _site(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
+        """Return node i and its surroundings; `blocked` holds the outputs before it that are."""
+        uses = self._uses_of_weight(i, node)
+        return Site(
+            node,
+            self._known.get(i, ()),
+            self._usage.training,
+            uses,
+            casts_weight=self._casts_weight(node, uses),
+            feeds_norm=i in self._norms,
+            blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
+            reads_volume=i in self._of_volumes,
+            has_blocks=i in self._substituted and self._substituted[i][0] in BLOCKED,
+        )
+
+    def _is_blocked(self, i: int, site: Site, blocked: Mapping[Output, bool]) -> bool:
+        """Return whether the output of a node that may compute in bfloat16 is blocked."""
+        op_class = self._policies[i].rule(site.node.operator).op_class
+        return site.has_blocks or layouts.has_blocked_output(
+            site, self._running[i], op_class, blocked
+        )
+
+    def _uses_of_weight(self, i: int, node: Node) -> int:
+        """Return the number of readers of a node's second input; 0 if it needs no cast."""
+        if not node.inputs[1:]:
+            return 0
+        weight, usage = self._graph.nodes[node.inputs[1][0]], self._usage
+        held = usage.dtypes.get(weight.name) == self._policies[i].target_dtype
+        stored = weight.is_variable and (weight.name in usage.stored or held)
+        return 0 if stored else self._readers[node.inputs[1]]
+
+    def _casts_weight(self, node: Node, uses: int) -> bool:
+        """Return whether the graph may be trained and casts the second input, read `uses` times."""
+        if not uses or not (self._usage.training or self._usage.converting):
+            return False
+        weight = self._graph.nodes[node.inputs[1][0]]
+        return not (weight.is_variable and weight.name in self._usage.offline and uses == 1)
+
+
+def _times(site: Site) -> int:
+    """Return by how much the limit of small layers grows for a layer."""
+    doubles = site.training and site.node.operator == "FullyConnected"
+    return _TIMES_IN_TRAINING if doubles else 1
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+def _row_count(site: Site, data: tuple[int, ...]) -> int:
+    """Return the number of rows of a dense layer's data."""
+    return data[0] if flattens_data(site.node.attrs) else math.prod(data[:-1])
+
+
+@rule("few_rows", in_calls=True)
+def has_few_rows(site: Site, _limit: int = 0) -> bool:
+    """Return whether the weight of a dense layer is large for the number of rows.
+
+    In training, the backward pass moves and casts the gradient of the weight. Measured: slower
+    with up to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096. The layers of an unrolled
+    cell share one cast of the weight and of its gradient, and gain with any number of rows.
+
+    In inference, casting the weight costs as much time as bfloat16 saves on about 23 rows, unless
+    the weight is stored in bfloat16.
+    """
+    if site.sizes is None:
+        return False
+    data, weight = site.sizes
+    rows = _row_count(site, data)
+    if not site.training:
+        return 0 < rows * site.uses <= _ROWS_A_CAST
+    if site.uses >= _UNROLLED:
+        return False
+    return rows <= min(math.prod(weight) / _WEIGHTS_A_ROW, _MANY_ROWS)
+
+
+@rule("few_columns", in_calls=True)
+def has_few_columns(site: Site, _limit: int = 0) -> bool:
+    """Return whether a dense layer has few outputs for many rows.
+
+    Casting the data costs more than bfloat16 saves. Measured on 64 to 2048 rows of 64 to 1024
+    features: 1.1 to 3 times slower than float32 with 1 to 16 outputs, even at 24 to 32.
+    """
+    if site.sizes is None:
+        return False
+    data, weight = site.sizes
+    return weight[0] < _FEW_COLUMNS and _row_count(site, data) >= _ROWS_OF_COLUMNS
+
+
+@rule(SMALL_LAYERS, in_calls=True)
+def is_small(site: Site, limit: int) -> bool:
+    """Return whether a layer is small. In graphs, all layers count together."""
+    return _relative_size(site, limit * (_TIMES_IN_CALLS if site.in_call else 1)) < 1
+
+
+def _relative_size(site: Site, limit: int) -> float:
+    """Return the multiplications of a layer relative to a limit; infinity for unknown shapes.
+
+    Of a convolution it is an upper bound, exact for strides of 1. It is at least 1 if the weight
+    needs no cast, or many layers share its cast and the sum of its gradients.
+    """
+    if site.sizes is None:
+        return math.inf
+    data, weight = site.sizes
+    groups = int(site.node.attrs.get("num_group", "1"))
+    places = math.prod(data) // max(1, weight[1] * groups)
+    size = places * math.prod(weight) / max(1, limit)
+    shared = site.training and site.uses >= _UNROLLED and math.prod(weight) >= _LARGE_SHARED
+    return max(size, 1.0) if shared or not site.uses else size
+
+
+@rule("odd_channels")
+def has_odd_channels(site: Site, _limit: int = 0) -> bool:
+    """Return whether a convolution lacks a blocked bfloat16 kernel, where that costs most.
+
+    If a number of channels is not a multiple of 16, the output has the plain layout, in which a
+    BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
+    itself is slower. With few channels, float32 has a faster kernel for multiples of 8, and for
+    kernels of 1 x 1.
+    """
+    both = layouts.channel_counts(site)
+    if both is None or site.has_blocks:
+        return False
+    if both[0] <= COLORS:
+        return True
+    pointwise = math.prod((site.shapes[1] or ())[2:]) == 1
+    trained = _MANY_POINTWISE if pointwise else _MANY_TRAINED
+    few = min(both) < (trained if site.training else _MANY_CHANNELS)
+    fast = few and (pointwise or not any(n % (BLOCK // 2) for n in both))
+    return (site.feeds_norm or fast) and not layouts.has_blocked_kernel(site, both)
+
+
+@rule("padded_kernel", exact=True, in_calls=True)
+def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
+    """Return whether places of a convolution's kernel may read only padding, in training.
+
+    oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
+    stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
+    Where shapes are unknown, as in bodies of loops, places may for any padding or stride.
+    """
+
+    def numbers(name: str, default: int) -> list[int]:
+        return [*map(int, re.findall(r"\d+", site.node.attrs.get(name, "")))] or [default] * 3
+
+    strides, pads = numbers("stride", 1), numbers("pad", 0)
+    if not site.training:
+        return False
+    if site.sizes is None:
+        return any(stride > 1 for stride in strides) or any(pads)
+    data, weight = (sizes[2:] for sizes in site.sizes)
+    axes = [*zip(data, weight, strides, pads, numbers("dilate", 1))]
+    # The axis before the last two is the depth of volumes.
+    return any(a[2] > 1 for a in axes[:-2]) or any(_misses(*a) for a in axes)
+
+
+def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
+    """Return whether places of a kernel, or of a stride, read no data along one axis."""
+    starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
+    missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
+    return stride > size or any(missed)
+
+
+@rule("plain_layout")
+def has_plain_layout(site: Site, _limit: int = 0) -> bool:
+    """Return whether the first input of a normalization is not in oneDNN's blocked layout."""
+    return not site.blocked
+
+
+@rule("cast_weight", exact=True, in_calls=True)
+def casts_weight(site: Site, _limit: int = 0) -> bool:
+    """Return whether gradients may be computed for a weight that would be cast.
+
+    oneDNN's gradient for such a weight of a transposed convolution writes out of bounds.
+    """
+    return site.casts_weight
+
+
+@rule("volume_views", exact=True, detours=True)
+def reads_volume(site: Site, _limit: int = 0) -> bool:
+    """Return whether a view may be of a 3-D convolution's output, which oneDNN can't read."""
+    return site.reads_volume

@@ -1,1 +1,0 @@
-"""Faster graphs on CPUs: substitutions, choices by shape, and fusion."""
