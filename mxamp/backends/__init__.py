@@ -46,6 +46,37 @@ NOT_FUSIBLE = (
 )
 
 
+class DecidedCall(NamedTuple):
+    """A call of an operator, for which `policy.decision` asks the backend."""
+
+    rule: Rule
+    attributes: Mapping[str, str]
+    dtypes: Sequence[str]  #: of its inputs
+    target: str  #: the policy's dtype
+
+
+class Site(NamedTuple):
+    """An operator and its surroundings, for rules by shape. Unknown shapes are None."""
+
+    operator: str
+    attrs: Mapping[str, str]
+    shapes: Sequence[tuple[int, ...] | None]  #: of its inputs
+    training: bool
+    uses: int = 1  #: how often the graph reads its second input; 0 if that input needs no cast
+    casts_weight: bool = False  #: gradients may be computed, and its second input would be cast
+    feeds_norm: bool = False  #: a BatchNorm reads its output, without a change of layout between
+    blocked: bool = False  #: its first input is in oneDNN's blocked layout
+    reads_volume: bool = False  #: an input may be a 3-D convolution's output, in that layout
+    has_blocks: bool = False  #: it will be replaced by a convolution with a blocked kernel
+    in_call: bool = False  #: an eager call, whose casts take several times as long as a node's
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The shapes of its data and its weight; None unless both are known."""
+        data, weight = (*self.shapes, None, None)[:2]
+        return None if data is None or weight is None else (data, weight)
+
+
 class Quirk(NamedTuple):
     """The dtype in which an operator computes on values of another, and why: a detour."""
 
@@ -113,37 +144,27 @@ class Backend:
 
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
         """Return a log line, its key before it, its values after it, if `policy` won't be fast."""
-        del policy, of_model
         return None
 
     # ------------------------------------------------------------------ decisions
 
-    def reason_to_widen(self, rule: Rule, attributes: Mapping[str, str]) -> str | None:
+    def reason_to_widen(self, call: DecidedCall) -> str | None:
         """Return why an operator with these attributes computes in float32, whatever its class."""
-        del rule, attributes
         return None
 
-    def quirk(
-        self,
-        rule: Rule,
-        attributes: Mapping[str, str],
-        dtypes: Sequence[str],
-        dtype: str,
-        target: str,
-    ) -> Quirk | None:
-        """Return the detour of an operator that is to compute in `dtype` on inputs of `dtypes`.
-
-        `target` is the policy's dtype.
-        """
-        del rule, attributes, dtypes, dtype, target
+    def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
+        """Return the detour of an operator that is to compute in `dtype`."""
         return None
 
     def inputs_to_copy(
-        self, operator: str, attributes: Mapping[str, str], dtype: str, reads: Sequence[str | None]
+        self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
         """Return the positions of inputs that have to be copied before their cast to `reads`."""
-        del operator, attributes, dtype, reads
         return frozenset()
+
+    def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
+        """Return why an eager call stays in float32 by the shapes of its inputs."""
+        return None
 
     # ------------------------------------------------------------------ graphs
 
@@ -152,28 +173,11 @@ class Backend:
 
         Graphs of equal choices share a compiled graph; `NONE` if there is nothing to do.
         """
-        del graph, policy, usage
         return NONE
 
     def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
         """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
-        del choices, training
         return graph
-
-    def reason_to_keep_call(
-        self,
-        rule: Rule,
-        attrs: dict[str, str],
-        shapes: Sequence[Any],
-        training: bool,
-        casts_weight: bool,
-    ) -> Reason | None:
-        """Return why an eager call stays in float32 by the shapes of its inputs.
-
-        `casts_weight`: the call records, and its second input would be cast.
-        """
-        del rule, attrs, shapes, training, casts_weight
-        return None
 
     def with_ordered_inputs(self, graph: Graph) -> Graph:
         """Return a graph to run, with its inputs in the order that takes the least memory."""
@@ -185,31 +189,26 @@ class Backend:
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
         """Return the flags of a block's cached op, without those that make `graph` run wrong."""
-        del graph
         return flags
 
     def binding(self, groups: Any) -> AbstractContextManager[Any]:
         """Return the context in which to bind an executor; `groups` is its `group2ctx`."""
-        del groups
         return nullcontext()
 
     # ------------------------------------------------------------------ saved models
 
     def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
         """Return graph and parameters of a model with fused operators, and a policy for it."""
-        del graph, params
         dtype = policy.target_dtype if policy.lowers else "float32"
         raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:
         """Raise where a graph has fused operators that `policy` would leave in float32."""
-        del graph, policy
 
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
         """Return what eager calls of an operator do before the cast: see `patches.eager`."""
-        del operator
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
@@ -233,10 +232,14 @@ def prepare_import() -> None:
 # ---------------------------------------------------------------------- rules by shape
 
 
+#: A rule by shape: whether it keeps a site, with a limit, in float32.
+Holds = Callable[[Site, int], bool]
+
+
 class ShapeCheck(NamedTuple):
     """A rule that operator lists name: it keeps an operator in float32 at some `Site`s."""
 
-    holds: Callable[[Any, int], bool]
+    holds: Holds
     exact: bool  #: it changes results, not only speed
     detours: bool  #: it stands for a missing kernel, whatever the class of the operator is
     in_calls: bool  #: eager calls follow it too
@@ -247,10 +250,10 @@ _shape_checks: dict[str, ShapeCheck] = {}
 
 def rule(
     name: str, *, exact: bool = False, detours: bool = False, in_calls: bool = False
-) -> Callable[[Callable[[Any, int], bool]], Callable[[Any, int], bool]]:
+) -> Callable[[Holds], Holds]:
     """Return a decorator that registers a rule by shape: a function of a site and a limit."""
 
-    def register(holds: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    def register(holds: Holds) -> Holds:
         _shape_checks[name] = ShapeCheck(holds, exact, detours, in_calls)
         return holds
 

@@ -6,8 +6,8 @@ rules and passes read, bodies of loops, and the graph with what was chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Mapping, NamedTuple, Sequence, Tuple
+from dataclasses import replace
+from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple
 
 from ..graph.edit import Edit
 from ..graph.ir import (
@@ -24,7 +24,7 @@ from ..graph.ir import (
 from ..policy.policy import Policy
 from ..policy.regions import REGION, policy_for_node
 from ..policy.rules import Reason, Rule, ShapeRule
-from . import NONE, shape_checks
+from . import NONE, Backend, Site, shape_checks
 from .passes import INFERENCE, TRAINING, Call, Detail, Parts, Pass, Shapes
 
 Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the call
@@ -41,26 +41,14 @@ class Choices(NamedTuple):
     bodies: frozenset[tuple[tuple[int, int], Choices]] = frozenset()
 
 
-@dataclass
-class Site:
-    """An operator and its surroundings in the graph. Unknown shapes are None."""
+class Setting(NamedTuple):
+    """A graph to choose for, and what the choices depend on."""
 
-    node: Node
-    shapes: Shapes  #: of its inputs
-    training: bool
-    uses: int = 1  #: how often the graph reads its second input; 0 if that input needs no cast
-    casts_weight: bool = False  #: gradients may be computed, and its second input would be cast
-    feeds_norm: bool = False  #: a BatchNorm reads its output, without a change of layout between
-    blocked: bool = False  #: its first input is in oneDNN's blocked layout
-    reads_volume: bool = False  #: an input may be a 3-D convolution's output, in that layout
-    has_blocks: bool = False  #: it will be replaced by a convolution with a blocked kernel
-    in_call: bool = False  #: an eager call, whose casts take several times as long as a node's
-
-    @property
-    def sizes(self) -> tuple[Shape, Shape] | None:
-        """The shapes of its data and its weight; None unless both are known."""
-        data, weight = (*self.shapes, None, None)[:2]
-        return None if data is None or weight is None else (data, weight)
+    graph: Graph
+    policies: Sequence[Policy]  #: of each node
+    policy: Policy  #: of the graph
+    usage: Usage
+    shapes: Mapping[int, Shapes]  #: the known shapes of inputs, by node index
 
 
 class Passes:
@@ -92,41 +80,6 @@ class Passes:
         """Return the tensors that a pass reads in place of a node's inputs."""
         passes = self.by_operator.get(node.operator)
         return passes[0].inputs(graph, node) if passes else node.inputs
-
-
-#: Returns what stays in float32 and what is substituted, for a graph, the policies of its nodes,
-#: the graph's policy, its usage, and the known shapes of inputs by node index.
-Chooser = Callable[
-    [Graph, Sequence[Policy], Policy, Usage, Mapping[int, Shapes]],
-    Tuple[Mapping[int, Reason], Mapping[int, Match]],
-]
-
-
-def choose(graph: Graph, policy: Policy, usage: Usage, passes: Passes, chooser: Chooser) -> Any:
-    """Return the choices for a graph and the bodies of its loops; `NONE` for none."""
-    inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
-    if not any(one.depends_on_shapes for one in (policy, *inside)):
-        return NONE
-    return _choose(graph, policy, usage, _input_shapes(graph, policy, usage, passes), chooser)
-
-
-def _choose(
-    graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes], chooser: Chooser
-) -> Any:
-    """Return the choices for a graph whose operators have the input shapes `known`, by index."""
-    policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
-    kept, substituted = chooser(graph, policies, policy, usage, known)
-    bodies = {}
-    for i, node in enumerate(graph.nodes):
-        if rewrites_bodies(node, usage.training):
-            dtypes = infer_dtypes(graph, usage)
-            for k, body in enumerate(node.subgraphs):
-                inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
-                inner = replace(inner, offline=frozenset())
-                bodies[i, k] = _choose(body, policy, inner, {}, chooser)
-    chosen = frozenset((key, body) for key, body in bodies.items() if body != NONE)
-    choices = Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
-    return choices if any(choices) else NONE
 
 
 def _input_shapes(
@@ -165,18 +118,6 @@ def reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     return next(kept, None)
 
 
-def reason_to_keep_call(
-    rule: Rule, attrs: dict[str, str], shapes: Shapes, training: bool, casts_weight: bool
-) -> Reason | None:
-    """Return why an eager call stays in float32 by the shapes of its inputs; None without a reason.
-
-    `casts_weight`: the call records, and its second input would be cast.
-    """
-    checks = shape_checks()
-    site = Site(Node(rule.operator, "", attrs), shapes, training, 1, casts_weight, in_call=True)
-    return reason_to_keep(site, [one for one in rule.by_shape if checks[one.name].in_calls])
-
-
 def reads_unset_flag(node: Node) -> bool:
     """Return whether an RNN runs wrong under static_shape, which leaves its training flag unset.
 
@@ -190,14 +131,14 @@ def reads_unset_flag(node: Node) -> bool:
     )
 
 
-def with_choices(graph: Graph, choices: Choices, training: bool, passes: Passes) -> Graph:
+def _with_choices(graph: Graph, choices: Choices, training: bool, passes: Passes) -> Graph:
     """Return the graph with the chosen equivalents and with the reasons of kept nodes."""
     edit = Edit(graph, {})
     for i, reason in choices.kept:
         edit.change(i, kept=reason)
     for (i, k), body in choices.bodies:
         bodies = list(edit.node(i).subgraphs)
-        bodies[k] = with_choices(bodies[k], body, training, passes)
+        bodies[k] = _with_choices(bodies[k], body, training, passes)
         edit.change(i, subgraphs=bodies)
     for i, (name, detail) in sorted(choices.substituted):
         one = passes.by_name[name]
@@ -206,3 +147,48 @@ def with_choices(graph: Graph, choices: Choices, training: bool, passes: Passes)
             if output != (i, k):
                 edit.redirect((i, k), output)
     return edit.applied()
+
+
+class ChoosingBackend(Backend):
+    """A backend that chooses by the shapes and neighbors of operators."""
+
+    passes: ClassVar[Passes]  #: for graphs that run
+
+    def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+        """Return why nodes stay in float32, and the matches of those to substitute, by index."""
+        raise NotImplementedError
+
+    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
+        """Return the `Choices` for a graph and the bodies of its loops; `NONE` for none."""
+        inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
+        if not any(one.depends_on_shapes for one in (policy, *inside)):
+            return NONE
+        known = _input_shapes(graph, policy, usage, self.passes)
+        return self._choose(graph, policy, usage, known)
+
+    def _choose(
+        self, graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]
+    ) -> Any:
+        """Return the choices for a graph whose operators have the input shapes `known`."""
+        policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
+        kept, substituted = self.choose_nodes(Setting(graph, policies, policy, usage, known))
+        bodies = {}
+        for i, node in enumerate(graph.nodes):
+            if rewrites_bodies(node, usage.training):
+                dtypes = infer_dtypes(graph, usage)
+                for k, body in enumerate(node.subgraphs):
+                    inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
+                    inner = replace(inner, offline=frozenset())
+                    bodies[i, k] = self._choose(body, policy, inner, {})
+        chosen = frozenset((key, body) for key, body in bodies.items() if body != NONE)
+        choices = Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
+        return choices if any(choices) else NONE
+
+    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
+        """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
+        return _with_choices(graph, choices, training, self.passes) if choices else graph
+
+    def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
+        """Return why an eager call stays in float32 by the shapes of its inputs."""
+        checks = shape_checks()
+        return reason_to_keep(site, [one for one in rule.by_shape if checks[one.name].in_calls])

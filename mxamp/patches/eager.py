@@ -21,7 +21,7 @@ from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
-from ..backends import Action, CallSite, Step, backend_of, shape_checks
+from ..backends import Action, CallSite, Site, Step, backend_of, shape_checks
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import (
@@ -368,9 +368,10 @@ class _Site:
     ) -> Reason | None:
         """Return why a call stays in float32; None if only for its speed, and MXNet may raise."""
         casts = recording and dtype_code(arrays[1]) != self._target
-        shapes, backend = [arrays[0].shape, arrays[1].shape], backend_of(self.policy.device)
+        shapes = [arrays[0].shape, arrays[1].shape]
+        site = Site(self.operator.name, attrs, shapes, recording, 1, casts, in_call=True)
         try:
-            return backend.reason_to_keep_call(self.rule, attrs, shapes, recording, casts)
+            return backend_of(self.policy.device).reason_to_keep(self.rule, site)
         except (IndexError, ValueError):
             return None  # MXNet raises an error of its own
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
-from ..backends import Quirk, backend_of
+from ..backends import DecidedCall, Quirk, backend_of
 from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
 from .rules import UNLISTED, Reason, Rule
@@ -94,7 +94,8 @@ def decide(
     """
     rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
     detours = kept is not None and kept.detours
-    why = backend.reason_to_widen(rule, attributes)
+    call = DecidedCall(rule, attributes, dtypes, policy.target_dtype)
+    why = backend.reason_to_widen(call)
     if why is None and kept is not None and not detours:
         why = kept.text
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
@@ -115,9 +116,9 @@ def decide(
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
     missing = kept.text if kept is not None and detours else rule.missing
     quirk = Quirk(rule.computes, missing) if dtype == target and missing is not None else None
-    quirk = quirk or backend.quirk(rule, attributes, dtypes, dtype, target)
+    quirk = quirk or backend.quirk(call, dtype)
     reads = _reads(floats, len(dtypes), dtype, quirk)
-    guards = backend.inputs_to_copy(operator, attributes, dtype, reads)
+    guards = backend.inputs_to_copy(call, dtype, reads)
     if quirk is None:
         return Decision(reads, reason, dtype, guards=guards)
     reason = f"{reason}; but here in {quirk.computes} on {dtype} values: {quirk.reason}"

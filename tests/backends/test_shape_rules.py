@@ -5,8 +5,7 @@ import pytest
 
 import mxamp as amp
 from helpers import chosen, kept, substitutions, with_avx512
-from mxamp.backends import shape_checks
-from mxamp.backends.choices import reason_to_keep_call
+from mxamp.backends import Site, backend_of, shape_checks
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
 
@@ -51,7 +50,8 @@ def test_kernels_that_read_only_padding_train_in_float32(
         shapes = [usage["shapes"]["data"], (16, 16, kernel, kernel)]
         attrs = layer.attr_dict()["conv"]
         rule = policy.untuned().rule("Convolution")
-        reason = reason_to_keep_call(rule, attrs, shapes, training, False)
+        site = Site("Convolution", attrs, shapes, training, in_call=True)
+        reason = backend_of("cpu").reason_to_keep(rule, site)
         assert (reason is not None) == bool(expected)
 
 
@@ -193,7 +193,8 @@ def test_what_surrounds_small_convolutions_stays_in_float32_too(channels, side, 
     ("Convolution", {"num_group": "2"}, [(1, 32, 26, 201), (32, 16, 3, 3)], False),
 ])  # fmt: skip
 def test_calls_count_as_small_up_to_eight_times_the_size(operator, attrs, shapes, small, training):
-    reason = reason_to_keep_call(B.rule(operator), attrs, shapes, training, False)
+    site = Site(operator, attrs, shapes, training, in_call=True)
+    reason = backend_of("cpu").reason_to_keep(B.rule(operator), site)
     assert (reason and reason.kind) == ("small_layers" if small else None)
 
 

@@ -4,7 +4,7 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from mxamp.backends import backend_of
+from mxamp.backends import Site, backend_of
 
 GPU = amp.Policy.default("float16", "gpu")
 
@@ -37,7 +37,7 @@ def test_sums_of_products_and_their_gradients_are_short(attributes, a, b, infere
     for mode, wanted in (("inference", inference), ("training", training)):
         assert precisions(symbol, mode, a=a, b=b)["scores"] == wanted
         rule, training = GPU.rule("batch_dot"), mode == "training"
-        kept = backend_of("gpu").reason_to_keep_call(rule, texts, (a, b), training, False)
+        kept = backend_of("gpu").reason_to_keep(rule, Site("batch_dot", texts, (a, b), training))
         assert (kept is None) == (wanted == "float16")
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from ...framework.environment import variable
 from ...framework.machine import default_device
-from ...graph.ir import Graph, Usage
+from ...graph.ir import Graph
 from ...policy.policy import Policy
-from ...policy.rules import Reason, Rule
-from .. import Backend
-from .. import choices as chosen
+from ...policy.rules import Reason
+from ..choices import ChoosingBackend, Match, Setting, reads_unset_flag
 from . import libraries, products
 
 NO_GPU = (
@@ -27,14 +26,15 @@ NO_GPU = (
 )
 
 
-class Cuda(Backend):
+class Cuda(ChoosingBackend):
     """The backend of GPUs."""
 
     name = "CUDA"
     dtypes = ("float16",)
     casts_empty_arrays = False  # amp_cast launches an empty grid, which is an error
     on_demand = MappingProxyType({products.GEMM2: products.ABOUT_GEMM2})
-    substitutions = frozenset(products.PASSES.by_name)
+    passes = products.PASSES
+    substitutions = frozenset(passes.by_name)
 
     def fast_dtype(self) -> str:
         return libraries.fast_dtype()
@@ -46,24 +46,11 @@ class Cuda(Backend):
         sees_none = default_device() == "cpu" and not of_model
         return ("gpu", NO_GPU) if sees_none else None
 
-    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
-        return chosen.choose(graph, policy, usage, products.PASSES, products.choose_nodes)
-
-    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
-        return chosen.with_choices(graph, choices, training, products.PASSES) if choices else graph
-
-    def reason_to_keep_call(
-        self,
-        rule: Rule,
-        attrs: dict[str, str],
-        shapes: Sequence[Any],
-        training: bool,
-        casts_weight: bool,
-    ) -> Reason | None:
-        return chosen.reason_to_keep_call(rule, attrs, shapes, training, casts_weight)
+    def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+        return products.choose_nodes(setting)
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        unset = any(map(chosen.reads_unset_flag, graph.nodes))
+        unset = any(map(reads_unset_flag, graph.nodes))
         return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def binding(self, groups: Any) -> AbstractContextManager[Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Sequence
+from typing import Mapping
 
-from ...graph.ir import Graph, Usage, infer_dtypes
-from ...policy.policy import Policy
+from ...graph.ir import infer_dtypes
 from ...policy.rules import Reason
 from ...policy.values import same_value
-from .. import rule
-from ..choices import Match, Passes, Site, reason_to_keep
-from ..passes import Call, Detail, Parts, Pass, Shapes
+from .. import Site, rule
+from ..choices import Match, Passes, Setting, reason_to_keep
+from ..passes import Call, Detail, Parts, Pass
 
 #: A substitution on demand: nobody has measured it yet.
 GEMM2 = "gemm2"
@@ -27,7 +26,7 @@ def has_long_sums(site: Site, limit: int) -> bool:
     shapes = (*site.shapes, None, None)[:2]
     if site.training:
         return not all(shapes) or max(n for one in shapes for n in (one or ())[-2:]) > limit
-    transposed = same_value(site.node.attrs.get("transpose_a", "0"), "1")
+    transposed = same_value(site.attrs.get("transpose_a", "0"), "1")
     first = shapes[0]
     return not first or first[-2 if transposed else -1] > limit
 
@@ -35,7 +34,7 @@ def has_long_sums(site: Site, limit: int) -> bool:
 def match_long_products(call: Call) -> Detail | None:
     """Return () for a batch_dot that stays in float32 for its long sums; else None."""
     rules = call.policy.rule(call.operator).by_shape
-    kept = reason_to_keep(Site(call.node, call.shapes, call.training), rules)
+    kept = reason_to_keep(Site(call.operator, call.attrs, call.shapes, call.training), rules)
     return () if kept is not None else None
 
 
@@ -53,21 +52,17 @@ PASSES = Passes([
 ])  # fmt: skip
 
 
-def choose_nodes(
-    graph: Graph,
-    policies: Sequence[Policy],
-    _policy: Policy,
-    usage: Usage,
-    known: Mapping[int, Shapes],
-) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
     """Return why products stay in float32, and the matches of those to substitute."""
+    graph, policies, _, usage, known = setting
     kept, substituted = {}, {}
     for i, node in enumerate(graph.nodes):
         rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
-        reason = reason_to_keep(Site(node, known.get(i, ()), usage.training), rules)
+        shapes = known.get(i, ())
+        reason = reason_to_keep(Site(node.operator, node.attrs, shapes, usage.training), rules)
         if reason is not None:
             kept[i] = reason
-        call = Call(node, policies[i], usage.training, known.get(i, ()))
+        call = Call(node, policies[i], usage.training, shapes)
         match = None if usage.converting else PASSES.match(call)
         if match is not None:
             dtypes = infer_dtypes(graph, usage)

@@ -1,4 +1,4 @@
-"""The backend of CPUs: exact rules and rules of speed, equivalents, and fused models."""
+"""The backend of CPUs: quirks of oneDNN's kernels, rules by shape, equivalents, fused models."""
 
 # ruff: noqa: D102  # `Backend` says what the methods do
 
@@ -8,21 +8,32 @@ from typing import Any, Mapping, Sequence
 
 from mxnet.optimizer import SGD
 
+from ...errors import ArgumentError
 from ...framework.patching import wrapping
-from ...graph.ir import Graph, Usage
+from ...graph.ir import Graph
+from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
-from ...policy.rules import Reason, Rule
-from .. import Backend, Quirk, Step
-from .. import choices as chosen
-from . import cpu, eager, fuse, fusible, inputs, optimizers, quirks, recurrent, shape_rules
+from ...policy.rules import Reason
+from ...policy.values import is_dilated, kernel_axes
+from .. import DecidedCall, Quirk, Step
+from ..choices import ChoosingBackend, Match, Setting, reads_unset_flag
+from . import cpu, eager, fuse, fusible, inputs, optimizers, recurrent, shape_rules
 from .substitutions import PASSES
 
+CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes out of bounds"
+NO_FLOAT64 = "3-D and dilated ones have no kernel in half precision, and a wrong one in float64"
+HALF_WEIGHT = (
+    "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: keep "
+    "the weight in float32"
+)
 
-class OneDNN(Backend):
-    """The backend of CPUs."""
+
+class OneDNN(ChoosingBackend):
+    """The backend of CPUs, whose fast kernels are oneDNN's."""
 
     name = "oneDNN"
     dtypes = ("bfloat16", "float16")
+    passes = PASSES
     substitutions = frozenset(
         [*PASSES.by_name, *(str(one.name) for one in fuse.PASSES if one.name), optimizers.SGD_STEP]
     )
@@ -39,39 +50,40 @@ class OneDNN(Backend):
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
         return cpu.speed_warning(policy, of_model)
 
-    def reason_to_widen(self, rule: Rule, attributes: Mapping[str, str]) -> str | None:
-        return quirks.reason_to_widen(rule, attributes)
+    # ------------------------------------------------------------------ decisions
 
-    def quirk(
-        self,
-        rule: Rule,
-        attributes: Mapping[str, str],
-        dtypes: Sequence[str],
-        dtype: str,
-        target: str,
-    ) -> Quirk | None:
-        return quirks.weight_quirk(rule, attributes, dtypes, dtype, target)
+    def reason_to_widen(self, call: DecidedCall) -> str | None:
+        # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
+        if call.rule.operator != "Deconvolution" or not call.rule.missing:
+            return None
+        is_volume = kernel_axes(call.attributes) == len("DHW")
+        return NO_FLOAT64 if is_volume or is_dilated(call.attributes) else None
+
+    def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
+        casts = {*call.dtypes[1:2]} & (CASTABLE - {dtype})
+        # The rule `cast_weight` keeps calls with a gradient in float32.
+        guarded = dtype == call.target and call.rule.has_shape_rule("cast_weight")
+        if call.rule.operator != "Deconvolution" or not casts or guarded:
+            return None
+        if is_dilated(call.attributes):
+            raise ArgumentError(HALF_WEIGHT.format(dtype=call.dtypes[1]))
+        # MXNet's own kernel, which float64 selects, computes that gradient.
+        return Quirk("float64", CAST_WEIGHT)
 
     def inputs_to_copy(
-        self, operator: str, attributes: Mapping[str, str], dtype: str, reads: Sequence[str | None]
+        self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
-        return quirks.inputs_to_copy(operator, attributes, dtype, reads)
+        # After a float32 inference pass, oneDNN leaves the weight of a grouped convolution in a
+        # blocked layout that it can't reorder to bfloat16; a copy has the plain layout.
+        grouped = str(call.attributes.get("num_group", "1")) != "1"
+        convolution = call.rule.operator in ("Convolution", "Deconvolution")
+        copies = convolution and dtype == "bfloat16" and grouped and reads[1] is not None
+        return frozenset({1} if copies else ())
 
-    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
-        return chosen.choose(graph, policy, usage, PASSES, shape_rules.choose_nodes)
+    # ------------------------------------------------------------------ graphs
 
-    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
-        return chosen.with_choices(graph, choices, training, PASSES) if choices else graph
-
-    def reason_to_keep_call(
-        self,
-        rule: Rule,
-        attrs: dict[str, str],
-        shapes: Sequence[Any],
-        training: bool,
-        casts_weight: bool,
-    ) -> Reason | None:
-        return chosen.reason_to_keep_call(rule, attrs, shapes, training, casts_weight)
+    def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+        return shape_rules.choose_nodes(setting)
 
     def with_ordered_inputs(self, graph: Graph) -> Graph:
         return inputs.with_reversed_inputs(graph)
@@ -80,7 +92,7 @@ class OneDNN(Backend):
         return fusible.with_barriers(graph)[0]
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        unset = any(chosen.reads_unset_flag(n) or recurrent.is_divided(n) for n in graph.nodes)
+        unset = any(reads_unset_flag(n) or recurrent.is_divided(n) for n in graph.nodes)
         return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
@@ -88,6 +100,8 @@ class OneDNN(Backend):
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:
         fusible.check_fused(graph, policy)
+
+    # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
         return eager.STEPS.get(operator, ())

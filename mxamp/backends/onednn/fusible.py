@@ -19,10 +19,8 @@ from ...policy.decision import decide
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import is_true
-from .. import NOT_FUSIBLE
-from ..choices import Choices, choose
-from .shape_rules import choose_nodes
-from .substitutions import PASSES
+from .. import NOT_FUSIBLE, backend_of
+from ..choices import Choices
 
 NO_KERNELS = (
     "oneDNN has no bfloat16 kernels for this CPU, which has no avx512 (or DNNL_MAX_CPU_ISA hides "
@@ -60,8 +58,8 @@ class FusionView(View):
         """The names of the operators that shape rules keep in float32."""
         shapes = {name: array.shape for name, array in self.params.items()}
         usage = Usage(shapes=shapes, converting=True)
-        choices = choose(self.graph, self.policy, usage, PASSES, choose_nodes) or Choices()
-        return frozenset(self.graph.nodes[i].name for i, _ in choices.kept)
+        chosen = backend_of(self.policy.device).choose(self.graph, self.policy, usage)
+        return frozenset(self.graph.nodes[i].name for i, _ in (chosen or Choices()).kept)
 
     def stays_float32(self, node: Node) -> bool:
         """Return whether the policy keeps a product `node` in float32, by class, shape or name."""

@@ -12,7 +12,7 @@ from ...graph.ir import Graph, Node, Output, Shape, Usage
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import kernel_axes
-from ..choices import Site
+from .. import Site
 
 #: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
 COLORS = 3
@@ -41,15 +41,15 @@ def channel_counts(site: Site) -> tuple[int, int] | None:
     weight = site.shapes[1] if site.shapes[1:] else None
     if weight is None:
         return None
-    per_group = weight[1] * int(site.node.attrs.get("num_group", "1"))
-    transposed = site.node.operator == "Deconvolution"
+    per_group = weight[1] * int(site.attrs.get("num_group", "1"))
+    transposed = site.operator == "Deconvolution"
     return (weight[0], per_group) if transposed else (per_group, weight[0])
 
 
 def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
     """Return whether oneDNN has a blocked kernel for these numbers of input and output channels."""
     read, written = counts
-    groups = int(site.node.attrs.get("num_group", "1"))
+    groups = int(site.attrs.get("num_group", "1"))
     if groups not in (1, read, written):
         # Half blocks are as fast as whole blocks, except for the gradient of a BatchNorm.
         block = BLOCK if site.training else BLOCK // 2

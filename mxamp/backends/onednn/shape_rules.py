@@ -12,15 +12,14 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Mapping, Sequence
+from typing import Mapping
 
-from ...graph.ir import Graph, Node, Output, Usage, infer_dtypes
-from ...policy.policy import Policy
+from ...graph.ir import Node, Output, infer_dtypes
 from ...policy.rules import Reason
 from ...policy.values import flattens_data
-from .. import rule
-from ..choices import Match, Site, reason_to_keep
-from ..passes import Call, Shapes
+from .. import Site, rule
+from ..choices import Match, Setting, reason_to_keep
+from ..passes import Call
 from . import layouts
 from .layouts import BLOCK, COLORS
 from .substitutions import ACTIVATIONS, BLOCKED, PASSES
@@ -48,30 +47,23 @@ _TIMES_IN_TRAINING = 2
 _TIMES_IN_CALLS = 8
 
 
-def choose_nodes(
-    graph: Graph,
-    policies: Sequence[Policy],
-    policy: Policy,
-    usage: Usage,
-    known: Mapping[int, Shapes],
-) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
+def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
     """Return why nodes of a graph stay in float32, and the matches of those to substitute."""
-    substituted = _matches(graph, policies, policy, usage, known)
-    kept = _kept_reasons(graph, policies, policy, usage, known, substituted)
+    substituted = _matches(setting)
+    sites = _Sites(setting, substituted)
+    kept, small, excess = sites.walk({})
+    if excess < 0:
+        # All or none: a single layer in float32 may have large arrays cast that it is added to.
+        kept, *_ = sites.walk(small)
     for i in kept.keys() & substituted.keys():
         if substituted[i][0] == "image_convolution":  # it is for bfloat16 kernels
             del substituted[i]
     return kept, substituted
 
 
-def _matches(
-    graph: Graph,
-    policies: Sequence[Policy],
-    policy: Policy,
-    usage: Usage,
-    known: Mapping[int, Shapes],
-) -> dict[int, Match]:
+def _matches(setting: Setting) -> dict[int, Match]:
     """Return the match of each node to substitute, by index; none when converting."""
+    graph, policies, policy, usage, known = setting
     found: dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
         return found
@@ -98,39 +90,16 @@ def _running(node: Node, match: Match | None) -> Node:
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
-def _kept_reasons(
-    graph: Graph,
-    policies: Sequence[Policy],
-    policy: Policy,
-    usage: Usage,
-    known: Mapping[int, Shapes],
-    substituted: Mapping[int, Match],
-) -> dict[int, Reason]:
-    """Return why operators stay in float32, by index of the operators that do."""
-    sites = _Sites(graph, policies, policy, usage, known, substituted)
-    kept, small, excess = sites.walk({})
-    # All or none: a single layer in float32 may have large arrays cast that it is added to.
-    return sites.walk(small)[0] if excess < 0 else kept
-
-
 class _Sites:
     """The sites of a graph's operators, in the order of a walk that tracks blocked layouts."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        policies: Sequence[Policy],
-        policy: Policy,
-        usage: Usage,
-        known: Mapping[int, Shapes],
-        substituted: Mapping[int, Match],
-    ) -> None:
-        self._graph, self._policies, self._usage, self._known = graph, policies, usage, known
+    def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
+        graph, self._policies, policy, self._usage, self._known = setting
+        self._graph, self._substituted = graph, substituted
         self._running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
         self._norms = layouts.nodes_before_norms(self._running)
         self._readers = Counter(output for node in graph.nodes for output in node.inputs)
-        self._of_volumes = layouts.volume_readers(self._running, policy, usage)
-        self._substituted = substituted
+        self._of_volumes = layouts.volume_readers(self._running, policy, self._usage)
 
     def walk(
         self, small_layers: Mapping[int, Reason]
@@ -165,7 +134,8 @@ class _Sites:
         """Return node i and its surroundings; `blocked` holds the outputs before it that are."""
         uses = self._uses_of_weight(i, node)
         return Site(
-            node,
+            node.operator,
+            node.attrs,
             self._known.get(i, ()),
             self._usage.training,
             uses,
@@ -178,7 +148,7 @@ class _Sites:
 
     def _is_blocked(self, i: int, site: Site, blocked: Mapping[Output, bool]) -> bool:
         """Return whether the output of a node that may compute in bfloat16 is blocked."""
-        op_class = self._policies[i].rule(site.node.operator).op_class
+        op_class = self._policies[i].rule(site.operator).op_class
         return site.has_blocks or layouts.has_blocked_output(
             site, self._running[i], op_class, blocked
         )
@@ -202,7 +172,7 @@ class _Sites:
 
 def _times(site: Site) -> int:
     """Return by how much the limit of small layers grows for a layer."""
-    doubles = site.training and site.node.operator == "FullyConnected"
+    doubles = site.training and site.operator == "FullyConnected"
     return _TIMES_IN_TRAINING if doubles else 1
 
 
@@ -211,7 +181,7 @@ def _times(site: Site) -> int:
 
 def _row_count(site: Site, data: tuple[int, ...]) -> int:
     """Return the number of rows of a dense layer's data."""
-    return data[0] if flattens_data(site.node.attrs) else math.prod(data[:-1])
+    return data[0] if flattens_data(site.attrs) else math.prod(data[:-1])
 
 
 @rule("few_rows", in_calls=True)
@@ -264,7 +234,7 @@ def _relative_size(site: Site, limit: int) -> float:
     if site.sizes is None:
         return math.inf
     data, weight = site.sizes
-    groups = int(site.node.attrs.get("num_group", "1"))
+    groups = int(site.attrs.get("num_group", "1"))
     places = math.prod(data) // max(1, weight[1] * groups)
     size = places * math.prod(weight) / max(1, limit)
     shared = site.training and site.uses >= _UNROLLED and math.prod(weight) >= _LARGE_SHARED
@@ -302,7 +272,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
     """
 
     def numbers(name: str, default: int) -> list[int]:
-        return [*map(int, re.findall(r"\d+", site.node.attrs.get(name, "")))] or [default] * 3
+        return [*map(int, re.findall(r"\d+", site.attrs.get(name, "")))] or [default] * 3
 
     strides, pads = numbers("stride", 1), numbers("pad", 0)
     if not site.training:
