@@ -7,7 +7,7 @@ from ..backends import DEVICES, backend_of
 from ..framework.machine import default_device
 from ..graph.ir import Graph
 from ..policy.overrides import unknown_layers
-from ..policy.policy import Policy
+from ..policy.policy import PerPolicy, Policy
 
 logger = logging.getLogger("mxamp")
 
@@ -50,10 +50,21 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
         warn_once(*warning)
 
 
+class _Seen:
+    """The layers of graphs that ran under a policy, and whether `fp32_layers` were compared."""
+
+    def __init__(self, _policy: Policy) -> None:
+        self.layers: Set[str] = set()
+        self.is_compared = False
+
+
+_seen = PerPolicy(_Seen)
+
+
 def record_layers(policy: Policy, graph: Graph) -> None:
     """Record the layers of a graph that is about to run under a policy with `fp32_layers`."""
-    if policy.fp32_layers and policy.caches.layers is not None:
-        policy.caches.layers.update(graph.layer_names)
+    if policy.fp32_layers:
+        _seen(policy).layers.update(graph.layer_names)
 
 
 def warn_of_unknown_layers(policy: Policy) -> None:
@@ -61,9 +72,11 @@ def warn_of_unknown_layers(policy: Policy) -> None:
 
     A policy may serve several graphs, so call this when graphs begin to run again.
     """
-    layers, policy.caches.layers = policy.caches.layers, None
-    for error in unknown_layers(policy.fp32_layers, sorted(layers or ())) if layers else ():
-        logger.warning(UNKNOWN_LAYER, error)
+    seen = _seen(policy)
+    if policy.fp32_layers and seen.layers and not seen.is_compared:
+        seen.is_compared = True
+        for error in unknown_layers(policy.fp32_layers, sorted(seen.layers)):
+            logger.warning(UNKNOWN_LAYER, error)
 
 
 def warn_once(key: str, line: str, *values: Any) -> None:

@@ -257,7 +257,7 @@ class PolicyCachedOp:
             op = self._ops[key] = self._build(call, graph, usage, choices)
             if self._policy is None:
                 record_layers(policy, self._graph)
-        elif policy.fp32_layers and policy.caches.layers:
+        elif policy.fp32_layers:
             warn_of_unknown_layers(policy)
         return op
 

@@ -41,7 +41,7 @@ from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
-from ..policy.policy import Policy
+from ..policy.policy import PerPolicy, Policy
 from ..policy.rules import Reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
@@ -99,7 +99,7 @@ def build_invoke(original: Invoke) -> Invoke:
     def _imperative_invoke(*arguments: Any) -> Any:
         policy = current_policy()
         # Every microsecond counts: a small call takes ten.
-        actions = _OFF if policy is None else policy.caches.eager or _actions_of(policy)
+        actions = _OFF if policy is None else _actions_of(policy)
         action = actions[arguments[0]]
         if action is None or not arguments[1]:
             return original(*arguments)
@@ -177,12 +177,7 @@ class _Actions(Dict[int, Optional[Action]]):
 _OFF = _Actions(None)
 
 
-def _actions_of(policy: Policy) -> _Actions:
-    """Return the actions of a policy on eager calls, by operator handle."""
-    made: _Actions | None = policy.caches.eager
-    if made is None:
-        made = policy.caches.eager = _Actions(policy)
-    return made
+_actions_of: PerPolicy[_Actions] = PerPolicy(_Actions)
 
 
 def _plain(original: Invoke, arguments: Sequence[Any]) -> Any:

@@ -9,7 +9,18 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, FrozenSet, Iterable, Literal, Mapping, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    FrozenSet,
+    Generic,
+    Iterable,
+    Literal,
+    Mapping,
+    Tuple,
+    TypeVar,
+    Union,
+)
 
 from ..backends import backend_of
 from ..errors import ArgumentError, prefix_errors, unknown
@@ -27,6 +38,8 @@ from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 logger = logging.getLogger("mxamp")
 
+Value = TypeVar("Value")
+
 NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
 BESIDE_LISTS = (
     "a policy contains operator lists: change it with policy.override, give none beside it"
@@ -34,21 +47,6 @@ BESIDE_LISTS = (
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
 OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
-
-
-class Caches:
-    """Results that other modules derive from one policy, by module."""
-
-    __slots__ = ("eager", "layers", "regions")
-
-    def __init__(self) -> None:
-        #: `patches.eager`: the casts of each operator, by its handle.
-        self.eager: Any | None = None
-        #: `patches.announcements`: the layers of graphs under this policy; None once they have been
-        #: compared with `fp32_layers`.
-        self.layers: set[str] | None = set()
-        #: `policy.regions`: the policies of regions in graphs under this policy, by mark.
-        self.regions: dict[str, Policy] = {}
 
 
 #: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
@@ -178,11 +176,6 @@ class Policy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return policy_of, (self.target_dtype, self.device, self.changes)
-
-    @cached_property
-    def caches(self) -> Caches:
-        """Caches of other modules for this policy; freed with it."""
-        return Caches()
 
     @classmethod
     @checked_call
@@ -350,6 +343,21 @@ class Policy:
         """Return the policy after one more change; itself where that changes nothing."""
         policy = policy_of(self.target_dtype, self.device, (*self.changes, change), self._here)
         return self if policy._list == self._list else policy
+
+
+class PerPolicy(Generic[Value]):
+    """What another module derives from each policy: made when first asked for, freed with it."""
+
+    def __init__(self, make: Callable[[Policy], Value]) -> None:
+        self._make, self._name = make, f"_derived_{id(self)}"
+
+    def __call__(self, policy: Policy) -> Value:
+        """Return the value for a policy."""
+        # In the policy itself: a value may refer to the policy, and so would keep a weak key alive.
+        try:
+            return policy.__dict__[self._name]  # type: ignore[no-any-return]
+        except KeyError:
+            return policy.__dict__.setdefault(self._name, self._make(policy))  # type: ignore[no-any-return]
 
 
 def policy_of(

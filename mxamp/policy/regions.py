@@ -18,7 +18,7 @@ from ..framework.machine import default_device
 from .active import OFF, ON, Mark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import FLOAT32, Choice, Here, Policy, here, policy_from_data
+from .policy import FLOAT32, Choice, Here, PerPolicy, Policy, here, policy_from_data
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
 #: The attribute with the mark of the region that a node was made in.
@@ -56,6 +56,10 @@ def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
     return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
 
 
+#: The policies of regions in graphs under a policy, by mark.
+_policies_inside: PerPolicy[dict[str, Policy]] = PerPolicy(lambda _policy: {})
+
+
 def policy_for_node(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
     """Return the policy for a graph node with these attributes, in a graph under `policy`.
 
@@ -64,7 +68,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], off: bool = False)
     mark = attrs.get(REGION, OFF if off else None)
     if mark is None:
         return policy
-    regions = policy.caches.regions
+    regions = _policies_inside(policy)
     if mark not in regions:
         regions[mark] = _policy_in_region(policy, mark)
     return regions[mark]
