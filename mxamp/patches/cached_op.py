@@ -1,7 +1,8 @@
 """Hybridized blocks: their cached op runs the graph rewritten for the policy in force.
 
-The block keeps one `CachedOp` for each policy, dtypes and choices by shape. It exports the original
-graph.
+`PolicyCachedOp` takes a call: it finds the policy, and the op that ran last for such a call.
+`Variants` makes the ops: one `CachedOp` for each policy, dtypes and choices by shape. The block
+exports the original graph.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import replace
-from typing import Any, Hashable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Hashable, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -40,9 +41,13 @@ FUSED_ALREADY = (
     '"bfloat16", fuse=True)'
 )
 _gradients_of = operator.attrgetter("_grad")
-#: The most graphs that a block keeps for data of different shapes: each may hold memory.
-_MOST_GRAPHS = 32
+#: The most policies that a block keeps graphs for, and the most shapes of data in each: a graph may
+#: hold memory, and choosing takes milliseconds.
+_MOST = 32
 _ARRAYS = frozenset({NDArray, mx.np.ndarray})
+#: Functions of the symbol of a block's graph that is about to run, its inputs, and a callable that
+#: runs it: each returns what to run in its place. For tools that observe.
+graph_listeners: list[Callable[[Symbol, Sequence[NDArray], Any], Any]] = []
 #: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
 
@@ -134,159 +139,110 @@ class LastGraph(NamedTuple):
     training: bool
 
 
-class _Call(NamedTuple):
-    """The properties of a call that select its graph and its choices by shape: a cache key."""
+class CallKey(NamedTuple):
+    """The properties of a call, but for policy and shapes, that select its graph."""
 
-    policy: Policy
-    dtypes: tuple[str, ...]
-    graph_id: int
     off: bool  #: mixed precision is off outside the graph's regions
+    training: bool
+    dtypes: tuple[str, ...]
 
 
-class PolicyCachedOp:
-    """A block's cached op that runs the graph rewritten for the policy in force at each call.
+class _Made:
+    """What a block has made for one policy."""
 
-    It makes one `CachedOp` for each policy, dtypes of inputs and choices by shape, on demand.
-    Without a policy it runs the block's own cached op. The constructor reads the block's graph.
-    """
+    def __init__(self) -> None:
+        #: The ops, by call, graph, accumulated gradients and choices.
+        self.ops: dict[Any, _Op] = {}
+        #: By call and graph, the choices by shapes of data; those for any other shapes by None.
+        self.choices: dict[tuple[CallKey, int], dict[Any, Hashable]] = {}
 
-    def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
-        symbol = block._cached_graph[1]
-        self._unchanged = _Op(block._cached_op, symbol)
-        self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
+
+class Variants:
+    """The cached ops of a block, made on demand: by policy, call, choices by shape, gradients."""
+
+    def __init__(self, block: HybridBlock, source: Source | None) -> None:
+        symbol, op = block._cached_graph[1], block._cached_op
+        #: The block's own op, which runs without a policy.
+        self.unchanged = _Op(op, symbol)
         self._symbol_class = type(symbol)
-        source = source or Source(Graph.from_symbol(symbol), None, frozenset())
-        self._graph, self._policy, self._stored = source
-        fused = self._graph.has_fused_operators
-        if self._policy is None and fused and not is_converted(self._graph):
-            logger.warning(FUSED_ALREADY, block.name)
-        self._marks = frozenset() if is_converted(self._graph) else self._graph.marks
+        self.graph, self._policy, self._stored = source or Source(
+            Graph.from_symbol(symbol), None, frozenset()
+        )
         names = self._names = symbol.list_inputs()
-        args, output = block._in_format, block._out_format
-        #: The number of arguments if they and the output are arrays, not lists of arrays.
-        self.arrays = len(args) if [*args, output] == [0] * (len(args) + 1) else None
         places = block._cached_op_args
-        self._inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
-        self._parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
+        self.inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
+        self.parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
         self._flags = [*block._flags]
         # Without unsafe loops and without changes for training, training runs the inference graph.
-        self._loops = not UNSAFE_LOOPS.isdisjoint(self._graph.operators)
+        self._loops = not UNSAFE_LOOPS.isdisjoint(self.graph.operators)
         #: The graph with the loss scale among its inputs, in MXNet's order; None if unneeded.
-        self._scalable = with_scale_input(self._graph)
-        if self._scalable is not None:
-            self._scalable = Graph.from_symbol(self._scalable.to_symbol(self._symbol_class))
-        weights = weights_beside_biases(self._graph)
-        self._weights = [(names[i], p) for i, p in self._parameters.items() if names[i] in weights]
+        self.scalable = with_scale_input(self.graph)
+        if self.scalable is not None:
+            self.scalable = Graph.from_symbol(self.scalable.to_symbol(self._symbol_class))
+        weights = weights_beside_biases(self.graph)
+        self._weights = [(names[i], p) for i, p in self.parameters.items() if names[i] in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
-        self._passed_in = weights.intersection(names[i] for i in self._inputs)
+        self._passed_in = weights.intersection(names[i] for i in self.inputs)
         self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
-        self._ops: dict[Any, _Op] = {}
-        self._chosen: dict[Any, Hashable] = {}
-        #: What selected a device's last op, the op, and objects whose ids must stay valid: by the
-        #: id of the first parameter's array there.
-        self._last: dict[int, tuple[Any, _Op, Any]] = {}
+        #: By policy, the one used last at the end: a program may make new ones all the time.
+        self._made: dict[Policy, _Made] = {}
         self._hook: tuple[Any, bool] | None = None
-        # At exit, graphs have to be freed before the functions that their custom operators call.
-        self._callbacks = getattr(mx.operator, "_registry", None)
 
-    def __call__(self, *args: NDArray, out: Any = None) -> Any:
-        """Run the graph on these arguments, as MXNet's cached op does."""
-        op = self._select_op(args)
-        if type(op.run) is not CachedOp:
-            return op.run(*op.inputs(args), out=out)
-        call, handle = _LIB.MXInvokeCachedOpEx, op.run.handle
-        return call_library(call, handle, op.inputs(args), (), self.is_np_sym, False, out)
-
-    def graph_of(self, args: Sequence[NDArray]) -> tuple[Symbol, Sequence[NDArray]]:
-        """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
-        op = self._select_op(args)
-        return op.symbol, op.inputs(args)
-
-    def _select_op(self, args: Sequence[NDArray]) -> _Op:
-        """Return the op for the policy in force and these arguments."""
-        policy, off = self._policy or current_policy(), False
-        if policy is None and self._marks:
-            policy, off = policy_for_regions(self._marks), True
-        # Custom operators scale their results themselves there.
-        if policy is None and self._scalable is not None and "Custom" not in self._graph.operators:
-            policy, off = _records_under_policy(), True
-        if policy is None:
-            return self._unchanged
-        training = autograd.is_recording()
-        # Most calls take the last op again. An array keeps its dtype and shape: only those of the
-        # data are read in every call. New values of `grad_req` make new lists of gradients.
-        params = [args[i] for i in self._parameters]
-        objects = [policy, *params, *map(_gradients_of, self._parameters.values())]
-        values = [(kind_code(args[i]), shape_of(args[i])) for i in self._inputs]
-        key = [off, training, values, *map(id, objects)]
-        device = id(params[0]) if params else 0
-        last = self._last.get(device)
-        if last is not None and key == last[0]:
-            return last[1]
-        if not on_device(args[:1], policy.device):
-            return self._unchanged
-        op = self._find_op(policy, off, training, args)
-        # With `fp32_layers`, each call may have to warn of layers that no block has. Without
-        # parameters, a call may be on another device.
-        if params and not policy.fp32_layers:
-            held = [id(array) for array in next(iter(self._parameters.values()))._data or ()]
-            self._last = {i: last for i, last in self._last.items() if i in held}
-            self._last[device] = key, op, objects
-        return op
-
-    def _find_op(self, policy: Policy, off: bool, training: bool, args: Sequence[NDArray]) -> _Op:
-        """Return the op for a policy and these arguments, making it if it is new."""
+    def find(self, policy: Policy, call: CallKey, args: Sequence[NDArray]) -> _Op:
+        """Return the op for a policy and a call with these arguments, making it if it is new."""
+        made = self._made[policy] = self._made.pop(policy, _Made())
+        if len(self._made) > _MOST:
+            del self._made[next(iter(self._made))]
         added: tuple[int, ...] = ()
-        if training:
+        if call.training:
             self._drop_stale_ops()
-            added = tuple([i for i, p in self._parameters.items() if p._grad_req == "add"])
-        graph = self._graph_for(training)
-        call = _Call(policy, dtypes_of(args), id(graph), off)
-        if policy.depends_on_shapes or graph.marks:
-            choices = self._choices(call, graph, training, args)
-        else:
-            choices = self._chosen.setdefault((call, training), NONE)
-        differs = training and (self._loops or graph is not self._graph)
-        key = (call, added, differs, choices)
-        op = self._ops.get(key)
+            added = tuple([i for i, p in self.parameters.items() if p._grad_req == "add"])
+        graph = self._graph_for(call.training)
+        choices = self._choose(policy, call, graph, args)
+        differs = call.training and (self._loops or graph is not self.graph)
+        key = (call._replace(training=differs), id(graph), added, choices)
+        op = made.ops.get(key)
         if op is None:
             # Whether a passed-in array accumulates gradients is unknown: assume that it does.
-            accumulated = frozenset(self._names[i] for i in (*self._inputs, *added))
-            usage = replace(self._usage(call, differs), accumulated=accumulated)
-            op = self._ops[key] = self._build(call, graph, usage, choices)
+            accumulated = frozenset(self._names[i] for i in (*self.inputs, *added))
+            usage = replace(self._usage(call), training=differs, accumulated=accumulated)
+            op = made.ops[key] = self._build(policy, graph, usage, choices)
             if self._policy is None:
-                record_layers(policy, self._graph)
+                record_layers(policy, self.graph)
         elif policy.fp32_layers:
             warn_of_unknown_layers(policy)
         return op
 
     def last_graph(self, policy: Policy | None) -> LastGraph | None:
-        """Return what the last new graph under a policy, or any, was made for; None without any.
+        """Return what the last graph under a policy, or any, was made for; None without any.
 
         That is training if the block has trained. Only a policy that depends on shapes has shapes,
         of the inputs that are no parameters.
         """
-        made = [key for key in self._chosen if policy in (None, key[0].policy)]
-        if not made:
+        used = [one for one in self._made if policy in (None, one)]
+        if not used:
             return None
-        made = [key for key in made if key[0].policy == made[-1][0].policy]
-        call, training, *sizes = ([key for key in made if key[1]] or made)[-1]
-        shapes = dict(zip((self._names[i] for i in self._inputs), sizes))
-        return LastGraph(call.policy, dict(zip(self._names, call.dtypes)), shapes, training)
+        calls = self._made[used[-1]].choices
+        (call, _), known = (
+            [one for one in calls.items() if one[0][0].training] or [*calls.items()]
+        )[-1]
+        shapes = dict(zip((self._names[i] for i in self.inputs), [*known][-1] or ()))
+        return LastGraph(used[-1], dict(zip(self._names, call.dtypes)), shapes, call.training)
 
     def _drop_stale_ops(self) -> None:
         """Drop all ops if gradient arrays changed: static ops would write to the old arrays.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
-        before, self._gradients = self._gradients, [*map(_gradients_of, self._parameters.values())]
+        before, self._gradients = self._gradients, [*map(_gradients_of, self.parameters.values())]
         if all(map(operator.is_, self._gradients, before)):
             return
-        self._ops.clear()
-        symbol = self._unchanged.symbol
+        for made in self._made.values():
+            made.ops.clear()
+        symbol = self.unchanged.symbol
         own = self._cached_op(symbol, range(len(self._names)), self._flags)
-        self._unchanged = _Op(own, symbol)
+        self.unchanged = _Op(own, symbol)
 
     def _graph_for(self, training: bool) -> Graph:
         """Return the block's graph before casts; for training, one with the loss scale as an input.
@@ -294,61 +250,150 @@ class PolicyCachedOp:
         For training, biases are also separated from dense layers whose weight needs no gradient.
         """
         if not training:
-            return self._graph
+            return self.graph
         frozen = self._passed_in.union(n for n, p in self._weights if p._grad_req == "null")
         if frozen not in self._trained:
-            self._trained[frozen] = trained_graph(self._scalable or self._graph, frozen)
+            self._trained[frozen] = trained_graph(self.scalable or self.graph, frozen)
         return self._trained[frozen]
 
-    def _choices(
-        self, call: _Call, graph: Graph, training: bool, args: Sequence[NDArray]
+    def _choose(
+        self, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
     ) -> Hashable:
-        """Return the choices by shape for `graph` and the shapes of `args`, cached.
+        """Return the choices by shape for a call, cached.
 
-        Once `_MOST_GRAPHS` exist, data of new shapes shares the choices that hold for any shape.
+        Data of more than `_MOST` shapes shares the choices that hold for any shape.
         """
-        key: tuple[Any, ...] = (call, training, *[shape_of(args[i]) for i in self._inputs])
-        looked_at: Iterable[int] = range(len(args))
-        if key not in self._chosen and len(self._ops) >= _MOST_GRAPHS:
-            key, looked_at = (call, training), self._parameters
-        choices = self._chosen.get(key)
-        if choices is None:
+        known = self._made[policy].choices.setdefault((call, id(graph)), {})
+        depends = policy.depends_on_shapes or bool(graph.marks)
+        sizes = tuple([shape_of(args[i]) for i in self.inputs]) if depends else None
+        if sizes not in known and len(known) >= _MOST:
+            sizes = None
+        if sizes not in known:
+            looked_at = self.parameters if sizes is None else range(len(args))
             shapes = {self._names[i]: args[i].shape for i in looked_at}
-            usage = replace(self._usage(call, training), shapes=shapes)
-            choices = backend_of(call.policy.device).choose(graph, call.policy, usage)
-            self._chosen[key] = choices
-        return choices
+            usage = replace(self._usage(call), shapes=shapes)
+            backend = backend_of(policy.device)
+            known[sizes] = backend.choose(graph, policy, usage) if depends else NONE
+        return known[sizes]
 
-    def _usage(self, call: _Call, training: bool) -> Usage:
+    def _usage(self, call: CallKey) -> Usage:
         """Return the usage of the graph in a call, without shapes."""
         dtypes = {n: d for n, d in zip(self._names, call.dtypes) if n not in self._stored}
-        return Usage(dtypes, stored=self._stored, training=training, off=call.off)
+        return Usage(dtypes, stored=self._stored, training=call.training, off=call.off)
 
-    def _build(self, call: _Call, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
-        """Return a new op that runs `graph` rewritten for a call; the block's own if unchanged."""
-        backend = backend_of(call.policy.device)
-        rewritten = rewritten_graph(graph, call.policy, usage, choices)
+    def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
+        """Return a new op that runs `graph` rewritten; the block's own if nothing changes."""
+        backend = backend_of(policy.device)
+        rewritten = rewritten_graph(graph, policy, usage, choices)
         if rewritten is not graph:
             rewritten = backend.with_ordered_inputs(rewritten)
-        elif graph is self._graph and self._policy is None:
+        elif graph is self.graph and self._policy is None:
             # The plain op of a converted block has the casts for other dtypes.
-            return self._unchanged
+            return self.unchanged
         symbol = rewritten.to_symbol(self._symbol_class)
         places = {name: i for i, name in enumerate(self._names)}
         order = [places.get(name, _SCALE) for name in symbol.list_inputs()]
-        flags = backend.cached_op_flags(self._flags, self._graph)
+        flags = backend.cached_op_flags(self._flags, self.graph)
         return _Op(self._cached_op(symbol, order, flags), symbol, order)
 
     def _cached_op(self, symbol: Symbol, order: Sequence[int], flags: Sequence[Any]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
-        data = [place for place, i in enumerate(order) if i not in self._parameters]
-        params = [place for place, i in enumerate(order) if i in self._parameters]
+        data = [place for place, i in enumerate(order) if i not in self.parameters]
+        params = [place for place, i in enumerate(order) if i in self.parameters]
         op = CachedOp(symbol, [("data_indices", data), ("param_indices", params), *flags])
         if self._hook is not None:
             op._register_op_hook(*self._hook)
         return op
 
-    def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
+    def set_hook(self, callback: Any, monitor_all: bool) -> None:
+        """Register a hook of Gluon with all ops, those made later too; None removes it."""
         self._hook = (callback, monitor_all) if callback else None
-        for op in (self._unchanged, *self._ops.values()):
+        made = [op for one in self._made.values() for op in one.ops.values()]
+        for op in (self.unchanged, *made):
             op.run._register_op_hook(callback, monitor_all)
+
+
+class PolicyCachedOp:
+    """A block's cached op that runs the graph rewritten for the policy in force at each call.
+
+    Without a policy it runs the block's own cached op. The constructor reads the block's graph.
+    """
+
+    def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
+        self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
+        self._variants = Variants(block, source)
+        graph, self._policy = self._variants.graph, source.policy if source is not None else None
+        converted = is_converted(graph)
+        if self._policy is None and graph.has_fused_operators and not converted:
+            logger.warning(FUSED_ALREADY, block.name)
+        self._marks = frozenset() if converted else graph.marks
+        # Custom operators scale their results themselves where mixed precision is off.
+        self._scales = self._variants.scalable is not None and "Custom" not in graph.operators
+        args, output = block._in_format, block._out_format
+        #: The number of arguments if they and the output are arrays, not lists of arrays.
+        self.arrays = len(args) if [*args, output] == [0] * (len(args) + 1) else None
+        #: What selected a device's last op, the op, and objects whose ids must stay valid: by the
+        #: id of the first parameter's array there.
+        self._last: dict[int, tuple[Any, _Op, Any]] = {}
+        # At exit, graphs have to be freed before the functions that their custom operators call.
+        self._callbacks = getattr(mx.operator, "_registry", None)
+
+    def __call__(self, *args: NDArray, out: Any = None) -> Any:
+        """Run the graph on these arguments, as MXNet's cached op does."""
+        op = self._select(args)
+        inputs, run = op.inputs(args), op.run
+        for listener in graph_listeners:
+            run = listener(op.symbol, inputs, run)
+        if type(run) is not CachedOp:
+            return run(*inputs, out=out)
+        call = _LIB.MXInvokeCachedOpEx
+        return call_library(call, run.handle, inputs, (), self.is_np_sym, False, out)
+
+    def graph_of(self, args: Sequence[NDArray]) -> tuple[Symbol, Sequence[NDArray]]:
+        """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
+        op = self._select(args)
+        return op.symbol, op.inputs(args)
+
+    def last_graph(self, policy: Policy | None) -> LastGraph | None:
+        """Return what the last new graph under a policy, or any, was made for: see `Variants`."""
+        return self._variants.last_graph(policy)
+
+    def _select(self, args: Sequence[NDArray]) -> _Op:
+        """Return the op for the policy in force and these arguments."""
+        variants = self._variants
+        policy, off = self._policy_in_force()
+        if policy is None:
+            return variants.unchanged
+        training = autograd.is_recording()
+        # Most calls take the last op again. An array keeps its dtype and shape: only those of the
+        # data are read in every call. New values of `grad_req` make new lists of gradients.
+        params = [args[i] for i in variants.parameters]
+        objects = [policy, *params, *map(_gradients_of, variants.parameters.values())]
+        values = [(kind_code(args[i]), shape_of(args[i])) for i in variants.inputs]
+        key = [off, training, values, *map(id, objects)]
+        device = id(params[0]) if params else 0
+        last = self._last.get(device)
+        if last is not None and key == last[0]:
+            return last[1]
+        if not on_device(args[:1], policy.device):
+            return variants.unchanged
+        op = variants.find(policy, CallKey(off, training, dtypes_of(args)), args)
+        # With `fp32_layers`, each call may have to warn of layers that no block has. Without
+        # parameters, a call may be on another device.
+        if params and not policy.fp32_layers:
+            held = [id(array) for array in next(iter(variants.parameters.values()))._data or ()]
+            self._last = {i: last for i, last in self._last.items() if i in held}
+            self._last[device] = key, op, objects
+        return op
+
+    def _policy_in_force(self) -> tuple[Policy | None, bool]:
+        """Return a call's policy, and whether it is for the graph's regions or losses alone."""
+        policy = self._policy or current_policy()
+        if policy is not None:
+            return policy, False
+        if self._marks:
+            policy = policy_for_regions(self._marks)
+        return policy or (_records_under_policy() if self._scales else None), True
+
+    def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
+        self._variants.set_hook(callback, monitor_all)

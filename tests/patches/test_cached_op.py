@@ -199,7 +199,7 @@ def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
 
 def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
     """Each graph of a block with static_alloc holds memory: sequences may have any length."""
-    monkeypatch.setattr(cached_op, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(cached_op, "_MOST", 3)
 
     class Sum(gluon.HybridBlock):
         def hybrid_forward(self, F, x):
@@ -214,6 +214,23 @@ def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
             np.testing.assert_allclose(values(net(x)), expected, rtol=1e-4, atol=1e-4)
         ran = [net._cached_op.graph_of([randn(3, steps, 64)])[0] for steps in range(40, 52)]
     assert len({id(symbol) for symbol in ran}) == 4
+
+
+def test_policies_and_sequence_lengths_that_come_and_go_leave_no_graphs_behind():
+    net = nn.Dense(3, flatten=False, in_units=4)
+    net.initialize()
+    net.hybridize()
+    policy = amp.Policy.default("bfloat16")
+    for i in range(40):
+        with amp.autocast(policy=policy.override(fp32_layers=[f"layer{i}"])):
+            net(X)
+    with amp.autocast(policy=policy):
+        for steps in range(1, 60):
+            net(randn(2, steps, 4))
+    made = net._cached_op._variants._made
+    assert len(made) == 32 and [*made][-1] is policy
+    (known,) = made[policy].choices.values()
+    assert len(known) == 33 and None in known
 
 
 RECURRENT = {
@@ -248,7 +265,8 @@ def test_recurrent_layers_do_not_run_on_memory_that_was_never_written(
     with amp.autocast(dtype, enabled=way == "autocast"):
         for _ in range(3):
             np.testing.assert_allclose(values(net(data)), expected, atol=0.02)
-    (ours,) = [given[op.run] for op in net._cached_op._ops.values()]
+    (made,) = net._cached_op._variants._made.values()
+    (ours,) = [given[op.run] for op in made.ops.values()]
     assert ours["static_alloc"]
     assert ours.get("static_shape", False) == static
 

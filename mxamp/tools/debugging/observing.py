@@ -31,7 +31,7 @@ from ...graph.casts.builder import HALVES, is_inserted_cast
 from ...graph.casts.insert import PRECISION
 from ...graph.inspect import FLOATS
 from ...graph.ir import CASTS, Graph, Output
-from ...patches.cached_op import PolicyCachedOp, _Op, install_policy_op
+from ...patches.cached_op import graph_listeners, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
 from ...policy.policy import Policy
@@ -72,6 +72,18 @@ class Observer(PatchSet, contextlib.ContextDecorator):
             patch_over(Executor, "forward", self._forward),
         ]
 
+    def open(self) -> None:
+        """Install the patches, and listen to the graphs of blocks."""
+        super().open()
+        if self.on_block not in graph_listeners:
+            graph_listeners.append(self.on_block)
+
+    def close(self) -> None:
+        """Remove the patches."""
+        if self.on_block in graph_listeners:
+            graph_listeners.remove(self.on_block)
+        super().close()
+
     def __enter__(self) -> Any:
         self.open()
         return self
@@ -85,6 +97,10 @@ class Observer(PatchSet, contextlib.ContextDecorator):
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
         raise NotImplementedError
+
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
+        """Observe a block's graph that is about to run; return what runs it."""
+        return run
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: Any) -> Any:
         """Call `mx.np.tensordot`, which MXNet invokes on its own path, through `on_call`."""
@@ -173,7 +189,6 @@ class TensorObserver(Observer):
         return [
             *super().patches(),
             patch_over(Block, "__call__", self._run_block),
-            patch_over(PolicyCachedOp, "_select_op", self._select_op),
         ]
 
     def close(self) -> None:
@@ -236,10 +251,9 @@ class TensorObserver(Observer):
         self.on_end()
         return outputs
 
-    def _select_op(self, original: Original, op: PolicyCachedOp, args: Arrays) -> _Op:
-        """Return the op that a block runs, with a monitor on its graph."""
-        found: _Op = original(op, args)
-        return found._replace(run=self._graph_of(found.symbol))
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
+        """Run a block's graph with a monitor on it."""
+        return self._graph_of(symbol)
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for a forward pass with a monitor on it."""

@@ -17,7 +17,6 @@ from ...framework.tables import text_table
 from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
-from ...patches.cached_op import PolicyCachedOp
 from .observing import Arrays, Observer, patch_over
 
 #: `NDArray.astype` runs as `_copyto`.
@@ -137,7 +136,6 @@ class OperatorStats(Observer):
         return [
             *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
-            patch_over(PolicyCachedOp, "__call__", self._run_op),
         ]
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
@@ -156,10 +154,10 @@ class OperatorStats(Observer):
                 self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
 
-    def _run_op(self, original: Original, op: PolicyCachedOp, *args: Any, **options: Any) -> Any:
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
         """Count a run of a hybridized block's graph."""
-        self.on_graph(*op.graph_of(args))
-        return original(op, *args, **options)
+        self.on_graph(symbol, inputs)
+        return run
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, *_: Any) -> ContextManager[None]:
         """Count a run of a graph on these inputs."""
