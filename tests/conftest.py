@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from helpers import shut_down
+from mxamp import backends
 from mxamp.backends.onednn import convolutions, equivalents, recurrent, shape_rules
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
@@ -47,6 +48,18 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests for GPUs on the CPU, to test the tests",
     )
+    parser.addoption(
+        "--empty-backend",
+        action="store_true",
+        help="run the core's tests without any backend: tests/backends/test_empty.py says which",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--empty-backend"):
+        backends.shape_checks()  # the lists name these rules, which nothing asks for then
+        backends.backend_of.cache_clear()
+        backends._CLASSES.update(dict.fromkeys(backends.DEVICES, "mxamp.backends:Backend"))
 
 
 #: Tests of the project's own tools.
