@@ -6,6 +6,7 @@ import fnmatch
 import json
 import logging
 import weakref
+import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +23,9 @@ from typing import (
     Union,
 )
 
+import tomli_w
+
+from .._version import __version__
 from ..backends import backend_of
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.files import write_file
@@ -33,13 +37,16 @@ from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
 from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
-from .saving import list_number, origin, toml_text
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 logger = logging.getLogger("mxamp")
 
 Value = TypeVar("Value")
 
+HEAD = """\
+# A policy: changes to mxamp's own operator list, written by Policy.save for Policy.load.
+# docs/policy-files.md describes all tables and keys.
+"""
 NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
 BESIDE_LISTS = (
     "a policy contains operator lists: change it with policy.override, give none beside it"
@@ -246,7 +253,7 @@ class Policy:
 
     def to_toml(self) -> str:
         """Return the text of the policy's file."""
-        return toml_text({**self._data, **origin(self.target_dtype)})
+        return HEAD + tomli_w.dumps({**self._data, **_provenance(self.target_dtype)})
 
     @cached_property
     def text(self) -> str:
@@ -265,7 +272,7 @@ class Policy:
     def _warn_of_file(self, path: str | Path, data: Mapping[str, Any]) -> None:
         """Log lists that have changed since the file was written, and kernels that it lacks."""
         if not self.changes or self.changes[0].operator_list is None:
-            if data.get("lists") not in (None, list_number(self.target_dtype)):
+            if data.get("lists") not in (None, _provenance(self.target_dtype)["lists"]):
                 logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
             return
         own = Policy.default(self.target_dtype, self.device)
@@ -345,6 +352,12 @@ class Policy:
         return self if policy._list == self._list else policy
 
 
+@lru_cache(maxsize=None)
+def _provenance(dtype: str) -> Mapping[str, str]:
+    """Return the keys by which a file says which mxamp, and which of its lists, it changes."""
+    return {"mxamp": __version__, "lists": f"{zlib.crc32(own_data(dtype).encode()):08x}"}
+
+
 class PerPolicy(Generic[Value]):
     """What another module derives from each policy: made when first asked for, freed with it."""
 
@@ -387,7 +400,9 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
         raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
     policy = policy_of(dtype, found)
     listed = {
-        k: v for k, v in data.items() if k not in ("format", "device", "change", *origin(dtype))
+        k: v
+        for k, v in data.items()
+        if k not in ("format", "device", "change", *_provenance(dtype))
     }
     if listed.keys() - {"dtype", "fp32_layers"}:
         whole = Change(operator_list=json.dumps(listed, sort_keys=True))
