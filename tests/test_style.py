@@ -81,6 +81,30 @@ def test_the_core_imports_no_backend(path):
         assert all(there[:2] != ("backends", "onednn") for there in imports(path))
 
 
+def complexity(function):
+    """The cyclomatic complexity of a function with those inside it, as radon counts."""
+    branches = (
+        ast.If,
+        ast.IfExp,
+        ast.For,
+        ast.While,
+        ast.ExceptHandler,
+        ast.comprehension,
+        ast.Lambda,
+    )
+    nodes = [*ast.walk(function)]
+    operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    filters = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return 1 + operators + filters + sum(isinstance(node, branches) for node in nodes)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_no_function_is_complex(path):
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert complexity(node) <= 18, f"{path}: {node.name}"
+
+
 @pytest.mark.parametrize("room", ["policy", "graph"])
 def test_policy_and_graph_name_no_device(room):
     for path in PACKAGE.joinpath(room).rglob("*.py"):

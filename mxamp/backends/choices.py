@@ -89,15 +89,14 @@ def _input_shapes(
 
     A conversion knows no shapes of data: it reads those of weights.
     """
-    shapes: dict[Output, Shape | None] = {
-        (i, 0): usage.shapes[node.name]
-        for i, node in enumerate(graph.nodes)
-        if node.is_variable and usage.shapes.get(node.name) is not None
-    }
+    shapes: dict[Output, Shape | None] = {}
     wanted: dict[int, Sequence[Output | None]] = {}
     for i, node in enumerate(graph.nodes):
-        rule = policy_for_node(policy, node.attrs, usage.off).rules.get(node.operator)
-        by_shape = rule.by_shape if rule is not None else ()
+        if node.is_variable:
+            if node.name in usage.shapes:
+                shapes[i, 0] = usage.shapes[node.name]
+            continue
+        by_shape = policy_for_node(policy, node.attrs, usage.off).rule(node.operator).by_shape
         if usage.converting and by_shape:
             wanted[i] = [None, *node.inputs[1:2]]
         elif not usage.converting and (by_shape or node.operator in passes.by_operator):

