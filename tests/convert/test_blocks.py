@@ -57,6 +57,7 @@ def trained(block, x):
 
 
 @pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.backend
 def test_it_runs_as_a_block_does_under_the_policy(net, offline):
     low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)
     there = operators_of(low._cached_graph[1])

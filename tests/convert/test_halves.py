@@ -176,6 +176,7 @@ def test_unread_parameters_and_embeddings_become_float32():
     assert {value.dtype for value in args.values()} == {np.float32}
 
 
+@pytest.mark.backend
 def test_a_fused_model_does_not_become_float16():
     model, *_ = pair(nets.convolutional)
     fused = amp.convert_model(*model, target_dtype="float32", fuse=True)

@@ -95,6 +95,7 @@ def run(symbol, args, auxs, data):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.backend
 def test_models_with_any_names(name, options):
     symbol = MODELS[name]()
     args, auxs = parameters(symbol)

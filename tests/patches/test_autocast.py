@@ -48,6 +48,7 @@ def test_a_second_init_says_what_differs(first, second, words):
     assert amp.current_policy() == policy
 
 
+@pytest.mark.backend
 def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
     monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
     amp.init("float16", ctx=mx.gpu())
@@ -72,6 +73,7 @@ def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
         ({"target_dtype": "bfloat16", "ctx": mx.gpu()}, amp.ArgumentError, "bfloat16 kernels"),
     ],
 )  # fmt: skip
+@pytest.mark.backend
 def test_bad_arguments_leave_nothing_behind(arguments, error, words):
     with pytest.raises(error, match=words):
         amp.init(**arguments)
@@ -141,6 +143,7 @@ CHOOSES_FLOAT16 = {
 
 @pytest.mark.skipif(amp.Policy.default().device == "gpu", reason="float16 is for the GPU")
 @pytest.mark.parametrize("name", CHOOSES_FLOAT16)
+@pytest.mark.backend
 def test_float16_on_a_cpu_is_warned_of_once(name, caplog):
     for _ in range(2):
         CHOOSES_FLOAT16[name]()

@@ -80,6 +80,7 @@ def test_a_net_computes_what_hand_written_casts_compute():
         assert same(theirs, wanted)
 
 
+@pytest.mark.backend
 def test_policies_share_a_block(dtype):
     net, _ = made(separable)
     data = [randn(32, 4, 8, 8)]
@@ -197,6 +198,7 @@ def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
     assert caplog.text.count("optimize_for") == 1
 
 
+@pytest.mark.backend
 def test_data_of_many_shapes_share_one_graph_at_last(monkeypatch):
     """Each graph of a block with static_alloc holds memory: sequences may have any length."""
     monkeypatch.setattr(cached_op, "_MOST", 3)
@@ -242,6 +244,7 @@ RECURRENT = {
 
 @pytest.mark.parametrize("way", ["autocast", "converted"])
 @pytest.mark.parametrize("kind_of_rnn", RECURRENT)
+@pytest.mark.backend
 def test_recurrent_layers_do_not_run_on_memory_that_was_never_written(
     dtype, way, kind_of_rnn, monkeypatch
 ):

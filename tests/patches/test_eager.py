@@ -144,6 +144,7 @@ def test_assignment_and_in_place_arithmetic(on):
     lambda: nd.Convolution(X, num_filter=2, kernel=[1]), lambda: nd.sort(X, axis="x"),
     lambda: nd.Convolution(X, W, num_filter=2, kernel=[1], num_group="x", no_bias=True),
 ])  # fmt: skip
+@pytest.mark.backend
 def test_calls_that_stay_in_float32_are_those_of_mxnet(call):
     def outcome():
         try:
@@ -187,6 +188,7 @@ class Spied:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (1, 8), (1,)])
+@pytest.mark.backend
 def test_bfloat16_sums_of_equal_shapes_run_in_onednn(shape):
     special = nd.array([np.nan, np.inf, -np.inf, 3e38, -0.0, 1e-40, 1, 0.3] * 4).reshape(4, 8)
     a, b = down(special, "bfloat16"), down(randn(*shape), "bfloat16")
@@ -239,6 +241,7 @@ def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(store
     assert spied.training == [stored == "float32"]
 
 
+@pytest.mark.backend
 def test_grouped_convolution_after_a_float32_inference_pass():
     # After it oneDNN keeps the weight in a layout that it can't reorder to bfloat16.
     x, w = randn(2, 8, 6, 6), randn(8, 1, 3, 3)
@@ -312,6 +315,7 @@ def test_arrays_in_onednns_layouts_are_copied_to_other_dtypes(copy, on):
 
 @pytest.mark.sizes
 @pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.backend
 def test_small_layers_stay_in_float32(recorded):
     def convolve(size):
         attrs = {"kernel": [3, 3], "num_filter": 32, "no_bias": True}  # a list, as Gluon passes on
@@ -362,6 +366,7 @@ def hidden(view, is_np=False):
     lambda h: h.as_np_ndarray().copy().as_nd_ndarray(),
     lambda h: h.as_np_ndarray().as_in_ctx(mx.cpu(1)).as_nd_ndarray().as_in_context(mx.cpu()),
 ])  # fmt: skip
+@pytest.mark.backend
 def test_operators_read_views_of_hidden_arrays(view, recording, use):
     weight, h = hidden(view)
     with autograd.record() if recording else autograd.pause(), amp.autocast(policy=UNTUNED):

@@ -68,6 +68,7 @@ def test_float16_on_gpus(operator, attributes, dtypes, reads):
     assert decision.reason
 
 
+@pytest.mark.backend
 def test_a_missing_kernel_computes_on_rounded_values():
     decision = decide("FullyConnected", {}, [F, H, N], Policy.default(H, "cpu"))
     assert decision.reads == (F, F, None)
@@ -86,6 +87,7 @@ def test_a_missing_kernel_computes_on_rounded_values():
 
 
 @pytest.mark.parametrize("weight", [H, B])
+@pytest.mark.backend
 def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     policy, kept = Policy.default("bfloat16"), Reason("cast_weight", "its weight is cast")
     decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept=kept)
@@ -111,6 +113,7 @@ def test_layers_by_name():
     assert "by name" in decide("FullyConnected", {}, [F, F], policy, "head0").reason
 
 
+@pytest.mark.backend
 def test_weights_of_grouped_convolutions_are_copied_before_the_cast():
     policy = Policy.default(B)
     assert decide("Convolution", {"num_group": "8"}, [F, F], policy).guards == {1}

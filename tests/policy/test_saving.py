@@ -73,6 +73,7 @@ def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
     assert Policy.load(path) is policy and "have changed since" in caplog.text
 
 
+@pytest.mark.backend
 def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     def on(*features):
         monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset(features))

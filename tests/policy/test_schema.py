@@ -59,6 +59,7 @@ def error_of(tmp_path, text):
         ("[[group]]", "[[group", "is not valid TOML: Expected ']]' at the end"),
     ],
 )  # fmt: skip
+@pytest.mark.backend
 def test_one_sentence(tmp_path, old, new, expected):
     assert old in ALL
     assert expected in error_of(tmp_path, ALL.replace(old, new, 1))

@@ -150,6 +150,7 @@ def test_the_norm_that_gluon_clips_by(dtype, check):
     np.testing.assert_allclose(arrays[0].asnumpy(), [0.6, 0.8], rtol=1e-3)
 
 
+@pytest.mark.backend
 def test_casts_in_graphs_of_arrays_that_may_be_empty():
     """Of NumPy's shapes: amp_cast would launch an empty grid on a GPU."""
     policy = amp.Policy.default("float16", "gpu")
