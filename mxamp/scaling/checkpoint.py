@@ -6,36 +6,40 @@ of plain numbers and strings. So plain MXNet loads the file too, and a trainer t
 
 Like every pickle, a state file can run code when it is loaded: load only files that you trust.
 
-For float16 weights with `multi_precision=True`, MXNet's optimizers pair the states with float32
-master weights: (master, states), or (states, master). Without it the states are float16 as the
-weights are, or float32 for a few optimizers; those of float32 weights are float32. An optimizer
-fails on states of another form.
+For a float16 weight with `multi_precision=True`, an optimizer of MXNet pairs its state with a
+float32 master weight. Without it the state is float16 as the weight is, or float32 for a few
+optimizers; that of a float32 weight is float32. An optimizer fails on states of another form.
 
-The form that an optimizer wants for a weight is that of a new state, and it is filled with the
-arrays of the old one.
+The form that an optimizer wants for a weight is that of a new state, and the arrays of the old
+state are cast to the dtypes of the new one.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
-from mxnet.optimizer import LARS, NAG, SGD
+from mxnet.optimizer import LARS, NAG, SGD, Optimizer
 
 from ..errors import ArgumentError
 from ..framework.arrays import cast, dtype_of, map_arrays, plain_array
 from ..framework.files import write_file
 from ..policy.active import suspended
 
-#: They pair a state with its master weight, in this order. All others have the weight first.
-_MASTER_IS_LAST = (SGD, NAG, LARS)
+#: The index of the master weight in its pair with a state, by the class that makes the pair (the
+#: one that defines `create_state_multi_precision`). Other optimizers of MXNet inherit the method.
+MASTER_PLACES = {Optimizer: 0, SGD: 1, NAG: 1, LARS: 1}
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
 NO_STATES = "{path!r} holds no states of a trainer ({error!r}), or was cut off; nothing has changed"
+OTHER_FORM = (
+    "the file holds {found} as the state of parameter {name!r}, and {optimizer} keeps {wanted}: "
+    "load it with the optimizer, arguments and opt_level that saved it. Nothing has changed"
+)
 OTHER_SHAPE = (
     "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: it is of "
     "another network. Nothing has changed"
@@ -56,7 +60,8 @@ def save_states(state: Any, fname: str) -> None:
     held = updater.states
     try:
         if state.scaled_by == "initialize":
-            updater.states, added[_MASTERS] = _converted(trainer, 0, held)
+            with suspended():
+                updater.states, added[_MASTERS] = _in_float32(trainer, held)
         vars(trainer._optimizer).update(added)
         content = updater.get_states(dump_optimizer=True)
     finally:
@@ -73,7 +78,7 @@ def load_states(state: Any, fname: str) -> None:
     `initialize`, the trainer and not the file decides whether there are master weights.
 
     Load only files that you trust: MXNet unpickles them. Raises `ArgumentError` if the file holds
-    no states of a trainer.
+    no states of a trainer, or states that do not fit its optimizer or its parameters.
     """
     trainer = state.trainer
     optimizer, has_masters = trainer._optimizer, trainer._optimizer.multi_precision
@@ -83,9 +88,15 @@ def load_states(state: Any, fname: str) -> None:
         if state.scaled_by == "initialize":
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
-        masters = _fit(trainer, vars(trainer._optimizer).pop(_MASTERS, {}))
+        masters = vars(trainer._optimizer).pop(_MASTERS, {})
+        pairs = []
+        with suspended():
+            for device, updater in enumerate(updaters_of(trainer)):
+                own = copy.deepcopy(masters)  # each device updates its own
+                updater.states, found = _for_weights(trainer, device, updater.states, own)
+                pairs += found
         resume(state)
-        state.new_masters = masters
+        state.new_masters = pairs  # parameters may be loaded after the states
     except BaseException as error:
         trainer._optimizer = optimizer
         for updater, attributes in before:
@@ -104,25 +115,6 @@ def resume(state: Any) -> None:
 
 
 # ------------------------------------------------------------ states in another precision
-
-
-def _fit(trainer: Trainer, masters: dict[int, NDArray]) -> list[tuple[NDArray, NDArray]]:
-    """Convert a trainer's loaded states to the precision of its parameters.
-
-    Returns pairs of a weight and its master weight, for `follow_weights` before the next update:
-    parameters may be loaded after the states.
-
-    `masters` are master weights by index of the parameter, saved beside the states. States in a
-    form that the optimizer does not have stay as they are.
-
-    Raises `ArgumentError` for states of other shapes than the parameters'.
-    """
-    pairs, params = [], trainer._params
-    for device, updater in enumerate(updaters_of(trainer)):
-        own = copy.deepcopy(masters)  # each device updates its own
-        updater.states, found = _converted(trainer, device, updater.states, own)
-        pairs += [(plain_array(params[i].list_data()[device]), found[i]) for i in found]
-    return pairs
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
@@ -165,63 +157,127 @@ def updaters_of(trainer: Trainer) -> list[Any]:
     return trainer._updaters if on_kvstore is None else [on_kvstore]
 
 
-def _converted(
-    trainer: Trainer, device: int, states: Any, saved: dict[int, NDArray] | None = None
-) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return states in the form for the weights of a device, and master weights, by index.
+def master_place(optimizer: Optimizer) -> int | None:
+    """Return the index of the master weight in an optimizer's pairs of master weight and state.
 
-    `saved` are master weights that the states lack; without it, the form is that for float32.
-    If the optimizer has another form for one state, all stay as they are.
-
-    Raises `ArgumentError` if an optimizer of MXNet's holds states of other shapes than the weights.
+    None for a user-defined optimizer with a `create_state_multi_precision` of its own.
     """
-    optimizer, converted, found = trainer._optimizer, dict(states), {}
-    is_last = isinstance(optimizer, _MASTER_IS_LAST)
-    try:
-        probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
-        for index, param in enumerate(trainer._params):
-            if index not in states:
-                continue
-            weight = plain_array(param.list_data()[device])
-            wide = dtype_of(weight) == "float16" and (saved is None or optimizer.multi_precision)
-            weight = cast(weight, "float32") if wide else weight
-            with suspended():
-                new = probe.create_state(index, weight)
-            form, state, master = _form(new), states[index], (saved or {}).get(index)
-            if _form(state) == ((form, NDArray) if is_last else (NDArray, form)):
-                state, master = state if is_last else state[::-1]
-            state = _filled(new, state, param)
-            master = None if master is None else _filled(weight, master, param)
-            if wide and saved is not None:
-                master = weight if master is None else master
-                state = (state, master) if is_last else (master, state)
-            converted[index] = state
-            if master is not None and dtype_of(weight) == "float32":
-                found[index] = master
-    except Exception as error:
-        if isinstance(error, ArgumentError) and type(optimizer).__module__.startswith("mxnet."):
-            raise
-        return states, {}
-    return converted, found
+    makers = (k for k in type(optimizer).__mro__ if "create_state_multi_precision" in vars(k))
+    return MASTER_PLACES.get(next(makers))
+
+
+def _in_float32(
+    trainer: Trainer, states: dict[int, Any]
+) -> tuple[dict[int, Any], dict[int, NDArray]]:
+    """Return the first device's states as for float32 weights, and its master weights, by index.
+
+    A state of another form than a new one stays as it is: an argument of the optimizer was changed
+    since, or a user-defined optimizer pairs states with master weights in a way of its own.
+    """
+    probe, place = copy.deepcopy(trainer._optimizer), master_place(trainer._optimizer)
+    converted, masters = dict(states), {}
+    for index, _, weight in _weights(trainer, 0, states):
+        like = cast(weight, "float32") if dtype_of(weight) == "float16" else weight
+        new = probe.create_state(index, like)
+        state, master = _split(states[index], new, like, place)
+        if _form(state) == _form(new):
+            converted[index] = _filled(new, state)
+            masters.update({} if master is None else {index: master})
+    return converted, masters
+
+
+def _for_weights(
+    trainer: Trainer, device: int, states: dict[int, Any], saved: dict[int, NDArray]
+) -> tuple[dict[int, Any], list[tuple[NDArray, NDArray]]]:
+    """Return loaded states for a device's weights, and pairs of a weight and its master weight.
+
+    `saved` are the master weights beside the states. Raises `ArgumentError` for a state of another
+    form or shape than a new one.
+    """
+    optimizer, place = trainer._optimizer, master_place(trainer._optimizer)
+    probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
+    converted, pairs = dict(states), []
+    for index, param, weight in _weights(trainer, device, states):
+        has_master = dtype_of(weight) == "float16" and optimizer.multi_precision
+        if has_master and place is None:
+            new = probe.create_state_multi_precision(index, weight)
+            _check(optimizer, param, states[index], new)
+            continue
+        like = cast(weight, "float32") if has_master else weight
+        new = probe.create_state(index, like)
+        state, master = _split(states[index], new, like, place)
+        master = saved.get(index) if master is None else master
+        _check(optimizer, param, state, new)
+        state = _filled(new, state)
+        if master is not None:
+            _check(optimizer, param, master, like)
+        if has_master:
+            master = like if master is None else cast(master, "float32")
+            state = _pair(state, master, place)
+        converted[index] = state
+        if master is not None and dtype_of(like) == "float32":
+            pairs.append((weight, master))
+    return converted, pairs
+
+
+def _weights(
+    trainer: Trainer, device: int, states: dict[int, Any]
+) -> Iterator[tuple[int, Parameter, NDArray]]:
+    """Yield index, parameter and weight on a device for each state that can be converted.
+
+    A sparse parameter has all its rows on the kvstore alone.
+    """
+    for index, param in enumerate(trainer._params):
+        if index in states and param._stype == "default":
+            yield index, param, plain_array(param.list_data()[device])
+
+
+def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any, NDArray | None]:
+    """Return a state and the master weight that is in a pair with it, or None without one.
+
+    `new` is a new state alone, for the weight `like`.
+    """
+    if place is None or _form(state) != _form(_pair(new, like, place)):
+        return state, None
+    return state[1 - place], state[place]
+
+
+def _pair(state: Any, master: NDArray, place: int | None) -> tuple[Any, Any]:
+    return (master, state) if place == 0 else (state, master)
 
 
 def _form(state: Any) -> Any:
-    """Return the nesting of a state, with types in place of its values."""
-    return map_arrays(state, lambda array: NDArray, type)
+    """Return the nesting of a state, with words in place of its values.
+
+    A list, a dict or another object counts as one value: a user-defined optimizer may extend it.
+    """
+    if isinstance(state, tuple):
+        return tuple(map(_form, state))
+    return "array" if isinstance(state, NDArray) else type(state).__name__
 
 
-def _filled(new: Any, state: Any, param: Parameter) -> Any:
-    """Return a state with its arrays cast to the dtypes of a new one; raise if it does not fit."""
+def _check(optimizer: Optimizer, param: Parameter, state: Any, new: Any) -> None:
+    """Raise unless a loaded state, or a master weight, has the form and the shapes of a new one."""
     if _form(state) != _form(new):
-        raise TypeError
-    arrays: list[NDArray] = []
-    map_arrays(new, arrays.append, type)
+        found, wanted = (str(_form(one)).replace("'", "") for one in (state, new))
+        given = {"name": param.name, "optimizer": type(optimizer).__name__}
+        raise ArgumentError(OTHER_FORM.format(found=found, wanted=wanted, **given))
+    if isinstance(state, tuple):
+        for pair in zip(state, new):
+            _check(optimizer, param, *pair)
+    elif isinstance(state, NDArray) and state.shape != new.shape:
+        shapes = {"state": state.shape, "weight": param.shape}
+        raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
 
-    def fill(one: NDArray) -> NDArray:
-        like = arrays.pop(0)
-        if one.shape != like.shape:
-            shapes = {"state": one.shape, "weight": param.shape}
-            raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
-        return cast(one, dtype_of(like))
 
-    return map_arrays(state, fill, lambda other: other)
+def _filled(new: Any, state: Any) -> Any:
+    """Return a state with its arrays cast to the dtypes of a new one.
+
+    If an optimizer has extended the state, it is returned as it is.
+    """
+    shapes = [map_arrays(one, lambda array: array.shape, type) for one in (state, new)]
+    if shapes[0] != shapes[1]:
+        return state
+    dtypes: list[str] = []
+    map_arrays(new, lambda array: dtypes.append(dtype_of(array)), type)
+    return map_arrays(state, lambda array: cast(array, dtypes.pop(0)), lambda other: other)

@@ -12,6 +12,7 @@ import mxamp as amp
 from helpers import check_python
 from mxamp.backends.onednn import cpu
 from mxamp.framework import machine
+from mxamp.scaling.checkpoint import MASTER_PLACES, master_place
 from training import batches, poisoned, setup, ten_steps, train
 
 
@@ -132,6 +133,137 @@ def test_trainers_copy_and_pickle(tmp_path):
     other.save_states(str(tmp_path / "other"))
     trainer.load_states(str(tmp_path / "other"))
     assert trainer.amp_loss_scale == 64
+
+
+@pytest.mark.parametrize("name", sorted(mx.optimizer.Optimizer.opt_registry))
+def test_the_table_of_master_weights_holds_every_registered_optimizer(name):
+    kind = mx.optimizer.Optimizer.opt_registry[name]
+    options = {"default_optimizer": "adam"} if name == "_svrgoptimizer" else {}
+    made = kind(multi_precision=True, **options)
+    for momentum in (0.9, 0.0):
+        if hasattr(made, "momentum"):
+            made.momentum = momentum
+        state = made.create_state_multi_precision(0, mx.nd.full((2, 2), 7, dtype="float16"))
+        assert isinstance(state, tuple) and len(state) == 2
+        master = state[master_place(made)]
+        assert master.dtype == np.float32 and (master.asnumpy() == 7).all()
+
+
+def test_the_table_of_master_weights_has_no_class_too_many():
+    method = "create_state_multi_precision"
+    kinds = [mx.optimizer.Optimizer, *mx.optimizer.Optimizer.opt_registry.values()]
+    assert {kind for kind in kinds if method in vars(kind)} == set(MASTER_PLACES)
+
+
+class MasterLast(mx.optimizer.Adam):
+    """An optimizer that pairs states with master weights in its own way, as GluonNLP's BERTAdam."""
+
+    def create_state_multi_precision(self, index, weight):
+        if self.multi_precision and weight.dtype == np.float16:
+            master = weight.astype("float32")
+            return self.create_state(index, master), master
+        return self.create_state(index, weight)
+
+    def update_multi_precision(self, index, weight, grad, state):
+        if self.multi_precision and weight.dtype == np.float16:
+            state = state[::-1]
+        super().update_multi_precision(index, weight, grad, state)
+
+
+def stepped_at(level, optimizer, **options):
+    """A trainer after one step at a level, of a net with one weight."""
+    net = gluon.nn.Dense(2, in_units=4, use_bias=False, prefix="net_")
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), optimizer, options)
+    amp.initialize(net, trainer, level, loss_scale=8, ctx=mx.cpu())
+    data = mx.nd.ones((3, 4), dtype=net.weight.dtype)
+    with autograd.record(), amp.scale_loss(net(data).astype("float32").sum(), trainer) as loss:
+        loss.backward()
+    trainer.step(3)
+    amp.shutdown()
+    return trainer
+
+
+def sums(state):
+    return tuple(map(sums, state)) if isinstance(state, tuple) else float(state.sum().asscalar())
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+def test_states_of_an_optimizer_with_pairs_of_its_own_load_at_their_level_alone(tmp_path):
+    assert master_place(MasterLast()) is None
+    path = str(tmp_path / "states")
+    saved = stepped_at("O2", MasterLast(multi_precision=True))
+    saved.save_states(path)
+    same = stepped_at("O2", MasterLast(multi_precision=True))
+    same.load_states(path)
+    assert sums(same._updaters[0].states[0]) == sums(saved._updaters[0].states[0])
+    other = stepped_at("O0", MasterLast())
+    before = other._updaters[0].states
+    with pytest.raises(amp.ArgumentError) as raised:
+        other.load_states(path)
+    assert other._updaters[0].states is before
+    assert str(raised.value) == (
+        "the file holds ((array, array), array) as the state of parameter 'net_weight', and "
+        "MasterLast keeps (array, array): load it with the optimizer, arguments and opt_level that "
+        "saved it. Nothing has changed"
+    )
+    other.save_states(path)
+    with pytest.raises(amp.ArgumentError, match=r"MasterLast keeps \(\(array, array\), array\)"):
+        same.load_states(path)
+
+
+def test_states_that_their_optimizer_has_not_made_are_an_error(tmp_path):
+    path = str(tmp_path / "states")
+    trainer = stepped_at("O2", "sgd", momentum=0.9)
+    trainer.optimizer.momentum = 0.0
+    trainer.save_states(path)  # MXNet steps on with them
+    message = (
+        r"holds \(array, array\) as the state of parameter 'net_weight', and SGD keeps NoneType"
+    )
+    for level in ("O0", "O2"):
+        with pytest.raises(amp.ArgumentError, match=message):
+            stepped_at(level, "sgd").load_states(path)
+
+
+class Growing(mx.optimizer.Optimizer):
+    """A user-defined optimizer with a history, which grows."""
+
+    def create_state(self, index, weight):
+        return [mx.nd.zeros_like(weight)]
+
+    def update(self, index, weight, grad, state):
+        state.append(grad.copy())
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer created manually")
+@pytest.mark.parametrize("level, other", [("O0", "O2"), ("O2", "O0"), ("O2", "O2")])
+def test_a_state_may_grow(level, other, tmp_path):
+    stepped_at(level, Growing()).save_states(str(tmp_path / "states"))
+    trainer = stepped_at(other, Growing())
+    trainer.load_states(str(tmp_path / "states"))
+    state = trainer._updaters[0].states[0]
+    history = state[1] if other == "O2" else state
+    assert [float(array.sum().asscalar()) for array in history] == [0, 24]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset({"avx512"}))
+    amp.init("auto")
+    weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize()
+    trainer = gluon.Trainer([weight], "sgd", {"momentum": 0.9})
+    rows = mx.nd.array([0, 2])
+    with autograd.record():
+        loss = mx.nd.Embedding(rows, weight.row_sparse_data(rows), 4, 2, sparse_grad=True).sum()
+    loss.backward()
+    trainer.step(1)
+    amp.init_trainer(trainer)
+    trainer.save_states(str(tmp_path / "states"))
+    before = trainer._kvstore._updater.states[0].asnumpy()
+    trainer.load_states(str(tmp_path / "states"))
+    assert (trainer._kvstore._updater.states[0].asnumpy() == before).all()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import randn
-from mxamp.scaling.checkpoint import _MASTER_IS_LAST
 
 REGISTERED = sorted(
     name
@@ -105,11 +104,3 @@ def test_the_epsilon_that_the_error_names_is_sound(optimizer):
     # FTML subtracts nearly equal numbers.
     atol = 0.1 if optimizer == "ftml" else 0.02
     np.testing.assert_allclose(weights, trained(*made(optimizer, epsilon=1e-3)), atol=atol)
-
-
-@pytest.mark.parametrize("optimizer", REGISTERED)
-def test_the_table_of_where_optimizers_keep_master_weights(optimizer):
-    made = mx.optimizer.create(optimizer, multi_precision=True)
-    state = made.create_state_multi_precision(0, mx.nd.full((2, 2), 7, dtype="float16"))
-    master = state[-1 if isinstance(made, _MASTER_IS_LAST) else 0]
-    assert master.dtype == np.float32 and (master.asnumpy() == 7).all()
