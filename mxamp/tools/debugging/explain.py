@@ -27,7 +27,7 @@ from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
 from ...patches.announcements import warn_of_speed
-from ...patches.cached_op import LastGraph, PolicyCachedOp, Source
+from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.overrides import Layers
 from ...policy.policy import Policy, requested_policy
@@ -254,30 +254,15 @@ def explain(
     """
     if mode not in (None, *MODES):
         raise ArgumentError(f"mode must be {one_of(MODES)}, not {shown(mode)}")
-    shapes = options.checked_shapes("input_shapes", input_shapes)
-    options.check_mapping("input_dtypes", input_dtypes, "dtypes")
-    options.check_mapping("params", params, "NDArrays", NDArray)
-    if isinstance(model, HybridBlock) and params is None:
-        traced = trace(model, example_inputs)
-        symbol, params = traced.symbol, traced.param_values()
-        input_dtypes = traced.input_dtypes(input_dtypes)
-        shapes = {**traced.example_shapes, **shapes}
-    elif isinstance(model, Symbol):
-        symbol, read = model, set(model.list_inputs())
-        params = {n: array for n, array in (params or {}).items() if n in read}
-    else:
-        raise ArgumentError(f"explain takes a Symbol, or a HybridBlock alone, not {shown(model)}")
-    source: Source | None = None
-    graph = Graph.from_symbol(symbol)
+    inputs = _inputs_of(model, params, example_inputs, input_dtypes, input_shapes)
+    graph, source = Graph.from_symbol(inputs.symbol), None
     # Fused operators have no class in a policy: they keep the dtype that they were fused in.
     if policy is None and target_dtype is None and not graph.has_fused_operators:
         source = getattr(model, "_source", None)
-        policy, mode, run = _in_force(model, source, mode)
-        if run is not None:
-            input_dtypes, shapes = {**run.dtypes, **(input_dtypes or {})}, {**run.shapes, **shapes}
-    graph, _, stored = source or (graph, policy, frozenset())
-    dtypes = options.resolved_dtypes(symbol, params, input_dtypes)
-    data = tuple(name for name in graph.input_names if name not in params)
+        policy, mode, inputs = _in_force(model, source, mode, inputs)
+    graph = graph if source is None else source.graph
+    dtypes = options.resolved_dtypes(inputs.symbol, inputs.params, inputs.dtypes)
+    data = tuple(name for name in graph.input_names if name not in inputs.params)
     is_made = graph.has_fused_operators or has_halves(graph, dtypes)
     if is_made and not any((policy, target_dtype, mode, excluded_sym_names)):
         nodes = tuple(_nodes_as_they_are(graph, dtypes))
@@ -287,36 +272,88 @@ def explain(
     warn_of_speed(policy, of_model=True)
     policy = options.with_excluded_layers(policy, excluded_sym_names, graph)
     options.check_names(list(input_shapes or ()), graph.input_names, "input")
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in stored}
+    nodes, casts = _decided(graph, policy, inputs, dtypes, source, mode or CONVERTED)
+    target = policy.target_dtype if policy.lowers else "float32"
+    return Plan(target, nodes, casts, data, mode or CONVERTED)
+
+
+class _Inputs(NamedTuple):
+    """A model's symbol, and what is known about its inputs by name."""
+
+    symbol: Symbol
+    params: Mapping[str, NDArray]
+    dtypes: Mapping[str, Any] | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def _inputs_of(
+    model: Symbol | HybridBlock,
+    params: Mapping[str, NDArray] | None,
+    example_inputs: Examples,
+    input_dtypes: Mapping[str, Any] | None,
+    input_shapes: Mapping[str, Sequence[int]] | None,
+) -> _Inputs:
+    """Return the symbol and the inputs of a model, from the arguments of `explain`."""
+    shapes = options.checked_shapes("input_shapes", input_shapes)
+    options.check_mapping("input_dtypes", input_dtypes, "dtypes")
+    options.check_mapping("params", params, "NDArrays", NDArray)
+    if isinstance(model, HybridBlock) and params is None:
+        traced = trace(model, example_inputs)
+        dtypes = traced.input_dtypes(input_dtypes)
+        known = {**traced.example_shapes, **shapes}
+        return _Inputs(traced.symbol, traced.param_values(), dtypes, known)
+    if not isinstance(model, Symbol):
+        raise ArgumentError(f"explain takes a Symbol, or a HybridBlock alone, not {shown(model)}")
+    read = set(model.list_inputs())
+    values = {n: array for n, array in (params or {}).items() if n in read}
+    return _Inputs(model, values, input_dtypes, shapes)
+
+
+def _in_force(
+    model: Symbol | HybridBlock, source: Source | None, mode: str | None, inputs: _Inputs
+) -> tuple[Policy | None, str | None, _Inputs]:
+    """Return the policy and mode that a model has run in, or would run in, and its inputs then."""
+    policy = current_policy() if source is None else source.policy
+    op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
+    run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
+    if run is None:
+        return policy, mode or (INFERENCE if policy and source is None else None), inputs
+    dtypes = {**run.dtypes, **(inputs.dtypes or {})}
+    inputs = inputs._replace(dtypes=dtypes, shapes={**run.shapes, **inputs.shapes})
+    return run.policy, mode or (TRAINING if run.training else INFERENCE), inputs
+
+
+def _decided(
+    graph: Graph,
+    policy: Policy,
+    inputs: _Inputs,
+    dtypes: Mapping[str, str],
+    source: Source | None,
+    mode: str,
+) -> tuple[tuple[NodePlan, ...], tuple[Cast, ...]]:
+    """Return the plans of a graph's operators under a policy, and the casts that these need.
+
+    `source` is the conversion that made the model, whose graph this is, or None.
+    """
     roundings: tuple[str, ...] = ()
-    converting = mode in (None, CONVERTED)
+    stored = frozenset() if source is None else source.stored
+    known = {name: dtype for name, dtype in dtypes.items() if name not in stored}
+    converting = mode == CONVERTED
     if converting and source is None:
         graph, variables, roundings = widened_for(
-            without_copies_before_casts(graph), policy, dtypes, params, True
+            without_copies_before_casts(graph), policy, known, inputs.params, True
         )
-        dtypes.update(dict.fromkeys(variables, "float32"))
-    # A conversion serves data of any shape.
-    shapes = {**{n: a.shape for n, a in params.items()}, **({} if converting else shapes)}
-    usage = Usage(dtypes, shapes, stored=stored, training=mode == TRAINING, converting=converting)
+        known.update(dict.fromkeys(variables, "float32"))
+    shapes = {name: array.shape for name, array in inputs.params.items()}
+    if not converting:  # a conversion serves data of any shape
+        shapes.update(inputs.shapes)
+    usage = Usage(known, shapes, stored=stored, training=mode == TRAINING, converting=converting)
     result = rewrite(graph, policy, usage)
     nodes = tuple(
         _node_plan(graph, node, why.precision, ROUNDS if node.name in roundings else why.reason)
         for graph, node, why in result.decided()
     )
-    target = policy.target_dtype if policy.lowers else "float32"
-    return Plan(target, nodes, tuple(_inserted_casts(result.graph)), data, mode or CONVERTED)
-
-
-def _in_force(
-    model: Symbol | HybridBlock, source: Source | None, mode: str | None
-) -> tuple[Policy | None, str | None, LastGraph | None]:
-    """Return the policy and mode that a model has run in, or would run in, and its last graph."""
-    policy = current_policy() if source is None else source.policy
-    op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
-    run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
-    if run is not None:
-        return run.policy, mode or (TRAINING if run.training else INFERENCE), run
-    return policy, mode or (INFERENCE if policy and source is None else None), None
+    return nodes, tuple(_inserted_casts(result.graph))
 
 
 def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
