@@ -20,7 +20,7 @@ from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name, threads
 from ..framework.wording import shown
 from ..graph.edit import Names, Params, without_fused_operators
-from ..graph.inspect import FLOATS, tensors_of
+from ..graph.inspect import FLOATS, Tensor, tensors_of
 from ..graph.ir import Graph, Output
 from ..policy.active import suspended
 from .debugging.measured import arrays_in
@@ -105,25 +105,37 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
     The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
     are names; the inputs lack those that the block does not use.
     """
-    is_block, names = isinstance(model, Block), []
+    is_block = isinstance(model, Block)
     if not calls or not all(isinstance(x, Mapping) or (is_block and arrays_in(x)) for x in calls):
         raise ArgumentError(NO_INPUTS.format(given=shown(calls[0] if calls else calls)))
+    names: List[str] = []
     if is_block:
-        traced = trace(model, None if isinstance(calls[0], Mapping) else calls[0])
-        values, used = traced.param_values(), traced.symbol.list_inputs()
-        auxs = {name: values.pop(name) for name in traced.symbol.list_auxiliary_states()}
-        model, names = (traced.symbol, values, auxs), [one.name for one in traced.inputs]
-        calls = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
-        calls = [{n: x[n] for n in x if n in used or n not in names} for x in calls]
+        model, calls, names = _saved_block(model, calls)
     wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
-    params, examples = {**wide[1], **wide[2]}, []
-    for one in calls:
-        check_names([*one], [n for n in wide[0].list_inputs() if n not in params], "input")
-        given = {name: outputs.finite_input(name, value) for name, value in one.items()}
-        floats = {n: a for n, a in given.items() if dtype_name(a.dtype) in FLOATS}
-        given.update({name: cast(array, "float32") for name, array in floats.items()})
-        examples.append({**given, **outputs.zeros_for_missing(wide[0], {**params, **given})})
-    return wide, examples, names
+    return wide, [_float32_inputs(wide, one) for one in calls], names
+
+
+def _saved_block(
+    block: Block, calls: Sequence[Any]
+) -> Tuple[Model, List[Mapping[str, Any]], List[str]]:
+    """Return a block as a saved model, its calls as inputs by name, and its arguments' names."""
+    traced = trace(block, None if isinstance(calls[0], Mapping) else calls[0])
+    params, used = traced.param_values(), traced.symbol.list_inputs()
+    auxs = {name: params.pop(name) for name in traced.symbol.list_auxiliary_states()}
+    names = [one.name for one in traced.inputs]
+    named = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
+    named = [{n: x[n] for n in x if n in used or n not in names} for x in named]
+    return (traced.symbol, params, auxs), named, names
+
+
+def _float32_inputs(model: Model, call: Mapping[str, Any]) -> Params:
+    """Return the inputs of a call: floats in float32, and zeros for labels that it leaves out."""
+    params = {**model[1], **model[2]}
+    check_names([*call], [n for n in model[0].list_inputs() if n not in params], "input")
+    given = {name: outputs.finite_input(name, value) for name, value in call.items()}
+    floats = {n: a for n, a in given.items() if dtype_name(a.dtype) in FLOATS}
+    given.update({name: cast(array, "float32") for name, array in floats.items()})
+    return {**given, **outputs.zeros_for_missing(model[0], {**params, **given})}
 
 
 def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
@@ -134,24 +146,7 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     dtypes = {name: dtype_name(array.dtype) for name, array in arrays[0].items()}
     shapes = [{name: array.shape for name, array in one.items()} for one in arrays]
     tensors = [tensors_of(graph, dtypes, one) for one in shapes]
-    names: Dict[Output, str] = {}
-    # The last output of each node that is read.
-    last = dict(sorted([*graph.heads, *(edge for node in graph.nodes for edge in node.inputs)]))
-    nodes, constants, refused = [], [], []
-    for i, node in enumerate(graph.nodes):
-        made = [node.name] * node.num_outputs
-        if not node.is_variable:
-            read, known = [names[e] for e in node.inputs], [tensors[0][e] for e in node.inputs]
-            call = Call(onnx, f"{i}/{node.name}", node, read, known)
-            try:
-                made = translate(call, 1 + last.get(i, 0))
-            except ArgumentError as error:
-                refused.append(f"{node.op} ({error})")
-            nodes += call.nodes
-            constants += call.constants
-        names.update({(i, k): name for k, name in enumerate(made)})
-    if refused:
-        raise ArgumentError(NOT_EXPORTED.format(operators="; ".join(dict.fromkeys(refused))))
+    nodes, constants, names = _translated(onnx, graph, tensors[0])
     heads = dict(zip(map(Names(dtypes).make_unique, model[0].list_outputs()), graph.heads))
     nodes += [make.make_node("Identity", [names[head]], [name]) for name, head in heads.items()]
     used = {name for node in nodes for name in node.input}
@@ -165,6 +160,36 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     content = make.make_graph(nodes, "mxnet", inputs, found, constants)
     version = {"opset_imports": [make.make_opsetid("", OPSET)], "ir_version": IR_VERSION}
     return bytes(make.make_model(content, **version).SerializeToString())
+
+
+def _translated(
+    onnx: Any, graph: Graph, tensors: Mapping[Output, Tensor]
+) -> Tuple[List[Any], List[Any], Dict[Output, str]]:
+    """Return ONNX's nodes and constants for the operators of a graph, and the names of outputs.
+
+    Raises `ArgumentError` for the operators that can't be exported, all in one message.
+    """
+    names: Dict[Output, str] = {}
+    # The last output of each node that is read.
+    last = dict(sorted([*graph.heads, *(edge for node in graph.nodes for edge in node.inputs)]))
+    nodes: List[Any] = []
+    constants: List[Any] = []
+    refused = []
+    for i, node in enumerate(graph.nodes):
+        made = [node.name] * node.num_outputs
+        if not node.is_variable:
+            read, known = [names[e] for e in node.inputs], [tensors[e] for e in node.inputs]
+            call = Call(onnx, f"{i}/{node.name}", node, read, known)
+            try:
+                made = translate(call, 1 + last.get(i, 0))
+            except ArgumentError as error:
+                refused.append(f"{node.op} ({error})")
+            nodes += call.nodes
+            constants += call.constants
+        names.update({(i, k): name for k, name in enumerate(made)})
+    if refused:
+        raise ArgumentError(NOT_EXPORTED.format(operators="; ".join(dict.fromkeys(refused))))
+    return nodes, constants, names
 
 
 def _described(make: Any, name: str, tensors: Sequence[Any]) -> Any:
