@@ -84,7 +84,8 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
         **{name: without_folders(os.environ[name]) for name in variables},
         "fastest dtype": f"float32: {kind.why_float32()}" if dtype == "float32" else dtype,
     }
-    found = [*_installation(wheels, error), *_gpus(gpus, gpu_error, wheels, device), *_cpu()]
+    of_gpus = [*_gpus(gpus, wheels), *_driver(gpus, gpu_error, WHEEL in wheels, device)]
+    found = [*_installation(wheels, error), *of_gpus, *_cpu()]
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
 
 
@@ -106,8 +107,8 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
         yield Finding(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
 
 
-def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> Iterator[Finding]:
-    """Yield findings on GPUs, their driver, and the CUDA libraries of MXNet's wheel."""
+def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Finding]:
+    """Yield findings on what MXNet's wheel can do with each GPU."""
     cuda = WHEEL in wheels
     for name, driver, capability in dict.fromkeys(gpus):
         if cuda and driver[:1].isdigit() and release(driver) < release(FUSION_DRIVER):
@@ -120,6 +121,13 @@ def _gpus(gpus: list[Gpu], error: str, wheels: dict[str, str], device: str) -> I
         elif wheels and not cuda:
             what = f"{name} is not used: the installed MXNet is a CPU build"
             yield Finding(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
+
+
+def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Finding]:
+    """Yield findings on the driver: what nvidia-smi and MXNet, `cuda` or not, see of GPUs.
+
+    `error` is that of nvidia-smi, and `device` is MXNet's default one.
+    """
     if error:
         advice = "check the NVIDIA driver, or install a newer one: nvidia-smi has to list the GPUs"
         yield Finding(PROBLEM if cuda and device != "gpu" else NOTE, error, advice)
