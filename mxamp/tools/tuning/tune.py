@@ -261,6 +261,41 @@ def smallest_set(works: Callable[[frozenset[str]], bool], order: Sequence[str]) 
     return frozenset(found)
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """The largest relative errors that a form may have, and the least metric."""
+
+    error: float
+    gradients: float
+    metric: float | None
+
+    @classmethod
+    def of(cls, model: Model, rtol: float | None, least: float | None) -> _Limits:
+        """Return the limits that `tune` was given, or the defaults for a model.
+
+        Raises `StateError` if the float32 model itself has a lower metric.
+        """
+        found = model.plain.errors.get("metric")
+        default = TRAINING_OUTPUTS if model.loss else OUTPUTS
+        if found is None:
+            return cls(rtol or default, rtol or GRADIENTS, None)
+        least = found - 0.01 * abs(found) if least is None else least
+        if not found >= least:
+            raise StateError(BELOW.format(wanted=least, found=found))
+        return cls(rtol or math.inf, rtol or GRADIENTS, least)
+
+    def allow(self, form: Form) -> bool:
+        """Return whether the errors of a form, and its metric, are within the limits."""
+        errors = form.errors
+        is_close = errors.get("error", 0.0) <= self.error
+        is_close = is_close and errors.get("gradients", 0.0) <= self.gradients
+        return is_close and (self.metric is None or errors["metric"] >= self.metric)
+
+    def __str__(self) -> str:
+        error = f", within a relative error of {self.error:.4g}" if self.error < math.inf else ""
+        return error + ("" if self.metric is None else f", with a metric from {self.metric:.4g}")
+
+
 class _Search:
     """A search for the policy of one model, with what it has measured so far."""
 
@@ -275,24 +310,11 @@ class _Search:
         lists = (arrays for result in model.results for arrays in result.values())
         if not all(np.isfinite(array).all() for arrays in lists for array in arrays):
             raise StateError(NOT_FINITE)
-        found = model.plain.errors.get("metric")
-        default = TRAINING_OUTPUTS if model.loss else OUTPUTS
-        self._tolerance = rtol or (default if found is None else math.inf)
-        self._most = {"error": self._tolerance, "gradients": rtol or GRADIENTS}
-        if found is not None:
-            self._least = found - 0.01 * abs(found) if least is None else least
-            if not found >= self._least:
-                raise StateError(BELOW.format(wanted=self._least, found=found))
+        self._limits = _Limits.of(model, rtol, least)
         #: The layers that stay in float32 in the best form; None until enough are known.
         self.kept: frozenset[str] | None = None
         self.forms: list[Form] = []
         self.timed = timed and (base.target_dtype, here) != ("float16", "cpu")
-
-    def _is_within(self, form: Form) -> bool:
-        """Return whether the errors of a form, and its metric, are within the tolerance."""
-        metric = form.errors.get("metric")
-        close = all(form.errors.get(name, 0.0) <= most for name, most in self._most.items())
-        return close and (metric is None or metric >= self._least)
 
     def run(self, search_ends: float, ends: float) -> None:
         """Search, and time the forms, until the budget or Ctrl-C ends it."""
@@ -325,7 +347,7 @@ class _Search:
         policy = self._base.override(fp32_layers=[self._pattern(name) for name in sorted(kept)])
         way = forms.CONVERTED if self._model.loss is None else forms.AUTOCAST
         found = self._model.forms([(way, policy)])
-        if not found or not self._is_within(found[0]):
+        if not found or not self._limits.allow(found[0]):
             return False
         if self.kept is None or len(kept) < len(self.kept):
             self.kept, self.best = kept, found[0]
@@ -360,33 +382,38 @@ class _Search:
 
     def tuning(self) -> Tuning:
         """Return the result: the fastest form that is accurate, or the best if none was timed."""
-        model, best, plain, speed = self._model, self.best, self._model.plain, ""
-        timed = {f: f.timing(plain, self._is_within(f)) for f in self.forms if len(f.seconds) > 1}
+        plain = self._model.plain
+        timed = {
+            f: f.timing(plain, self._limits.allow(f)) for f in self.forms if len(f.seconds) > 1
+        }
+        best = self.best
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if timed[form].within]
             best = max(good, key=lambda form: timed[form].speedup, default=plain)
-        notes = [*dict.fromkeys(model.notes), *model.channels_note(timed.values())]
+        policy = replace(best.policy or self._base.in_float32(), device=self._device)
+        kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
+        notes = [*dict.fromkeys(self._model.notes), *self._model.channels_note(timed.values())]
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
         if best.way in HOW:
             notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
         elif best is plain and complete:
             notes.append(FLOAT32)
-        policy = replace(best.policy or self._base.in_float32(), device=self._device)
-        kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
-        if best in timed and best is not plain:
-            speed = f", {timed[best].speedup:.3g} times as fast as plain float32"
-        figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
-        error = f", within a relative error of {self._tolerance:.4g}"
-        limits = [error] if self._tolerance < math.inf else []
-        limits += [f", with a metric from {self._least:.4g}"] if "metric" in best.errors else []
+        errors = best.errors["error"], best.errors.get("gradients"), best.errors.get("metric")
+        texts = (*self._report(best, timed.get(best), kept), *notes)
+        rows = tuple(timed.values())
+        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, timed.get(best))
+
+    def _report(self, best: Form, timing: Timing | None, kept: Sequence[str]) -> tuple[str, ...]:
+        """Return the first sentences of the report: the task, the chosen form, and its layers."""
+        task = "training" if self._model.loss else "inference"
         place = f" on {machine.cpu_name()}, {counted(machine.threads(), 'thread')}"
-        report = (
-            f"Tuned for {'training' if model.loss else 'inference'}"
-            f"{place if self.timed else ''}{''.join(limits)}.",
+        speed = ""
+        if timing is not None and best is not self._model.plain:
+            speed = f", {timing.speedup:.3g} times as fast as plain float32"
+        figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
+        return (
+            f"Tuned for {task}{place if self.timed else ''}{self._limits}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
             f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
-        errors = best.errors["error"], best.errors.get("gradients"), best.errors.get("metric")
-        texts, rows = (*report, *notes), tuple(timed.values())
-        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, timed.get(best))
