@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import ContextDecorator
-from typing import Any, Sequence
+from typing import Any, Mapping, Sequence
 
 from mxnet import autograd, gluon
 from mxnet.base import _LIB, check_call
@@ -165,10 +165,7 @@ class _Passes(FrontEnd):
                 _run_nested(compute, one, given, outer, automatic)
             return 0
         marks = [tape.marks_behind(head) for head in arrays]
-        scales = {scale for found in marks for scale in found.values()} or {1.0}
-        if len(scales) > 1 or (any(marks) and not all(marks)):
-            raise StateError(SEVERAL_SCALES)
-        one.scale = scales.pop()
+        one.scale = _common_scale(marks)
         if is_grad:
             running.run(one, compute)
         elif automatic is not None and not any(marks):  # a scaled loss has its own scale
@@ -212,6 +209,14 @@ class _Passes(FrontEnd):
             float16_optimizers.divide_updates(trainer._optimizer, 1.0)
         ledger.end_step(trainer)
         self.end()
+
+
+def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
+    """Return the scale of a pass, from the marks behind each head; raise if the heads differ."""
+    scales = {scale for found in marks for scale in found.values()}
+    if len(scales) > 1 or (scales and not all(marks)):
+        raise StateError(SEVERAL_SCALES)
+    return scales.pop() if scales else 1.0
 
 
 def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: Any) -> None:
