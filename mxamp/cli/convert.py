@@ -1,6 +1,6 @@
 """The command `mxamp convert`: convert a saved model, and check the result."""
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import click
 
@@ -62,15 +62,7 @@ def convert(
         raise click.UsageError(FOR_HALVES)
     for path in model_files(out, epoch):
         options.check_out(str(path), given["force"])
-    target: Dict[str, Any] = {"target_dtype": dtype}
-    if dtype != "float32" or policy:
-        chosen = options.chosen_policy(dtype, policy, device)
-        target = {"policy": chosen.override(fp32=fp32_ops)}
-    if policy:  # tuned in a form: this is the one with the speed that was measured
-        form = tuned_form(policy)
-        if form in (OPENVINO, PLAIN):
-            raise click.UsageError(NO_FORM.format(form))
-        given.update({name: True for name, on in convert_options(form).items() if on})
+    given.update(_target(dtype, policy, device, fp32_ops))
     if check:
         with saved_semantics(prefix, epoch):
             model = load_model(prefix, epoch)
@@ -78,9 +70,25 @@ def convert(
     given["input_dtypes"] = dict(given["input_dtypes"])
     given["keep_io_types"] = False if given.pop("cast_io") else None
     given["tolerance"] = given["tolerance"] or TOLERANCE
-    new = convert_files(prefix, out, epoch, **given, **target)
+    new = convert_files(prefix, out, epoch, **given)
     if check:
         print_errors(new.errors)
         worst = max(one.relative for one in new.errors)
         click.echo(f"largest relative error: {worst:.4g}; --tolerance: {given['tolerance']:g}")
     click.echo(f"{new.symbol}, {new.params}: {new.bytes_after:,} bytes (was {new.bytes_before:,})")
+
+
+def _target(
+    dtype: Optional[str], policy: Optional[str], device: Optional[str], fp32_ops: Sequence[str]
+) -> Dict[str, Any]:
+    """Return the arguments of `convert_files` for a dtype, or for a policy and its fastest form."""
+    if dtype == "float32" and not policy:
+        return {"target_dtype": dtype}
+    chosen = options.chosen_policy(dtype, policy, device)
+    target: Dict[str, Any] = {"policy": chosen.override(fp32=fp32_ops)}
+    if policy:  # tuned in a form: this is the one with the speed that was measured
+        form = tuned_form(policy)
+        if form in (OPENVINO, PLAIN):
+            raise click.UsageError(NO_FORM.format(form))
+        target.update({name: True for name, on in convert_options(form).items() if on})
+    return target

@@ -42,7 +42,7 @@ _GPU_ONLY = "CuDNNBatchNorm"
 #: be left out.
 _TOP: Mapping[str, Any] = {
     "format": (1, 2), "dtype": TARGETS, "device?": DEVICES, "mxamp?": str, "lists?": str,
-    "fp32_layers?": [str], "lower_custom_operators?": bool, "change?": [dict],
+    "form?": str, "fp32_layers?": [str], "lower_custom_operators?": bool, "change?": [dict],
 }  # fmt: skip
 _REPEATED: Mapping[str, Mapping[str, Any]] = {
     "group": {"class": rules.CLASSES, "operators": [str], "reason": str, "override?": bool},

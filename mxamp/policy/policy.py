@@ -399,11 +399,9 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
     if own not in (None, found):
         raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
     policy = policy_of(dtype, found)
-    listed = {
-        k: v
-        for k, v in data.items()
-        if k not in ("format", "device", "change", *_provenance(dtype))
-    }
+    # `form` is for `mxamp convert`: how the model was the fastest under the policy.
+    others = ("format", "device", "change", "form", *_provenance(dtype))
+    listed = {k: v for k, v in data.items() if k not in others}
     if listed.keys() - {"dtype", "fp32_layers"}:
         whole = Change(operator_list=json.dumps(listed, sort_keys=True))
         policy = policy_of(dtype, found, (whole,))

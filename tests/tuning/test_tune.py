@@ -13,6 +13,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
+from mxamp.policy.lists import lists_folder
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
 from mxamp.tools.tuning.tune import smallest_set
@@ -245,8 +246,34 @@ def test_the_report_and_the_file_hold_the_measurements_and_the_policy(tmp_path):
         assert part in str(TUNING)
     TUNING.save(tmp_path / "p.toml")
     text = (tmp_path / "p.toml").read_text()
-    assert "# Form: fused" in text and "# One & only." in text
-    assert amp.Policy.load(tmp_path / "p.toml") == TUNING.policy
+    assert '\nform = "fused"\n' in text and "# One & only." in text
+    assert amp.Policy.load(tmp_path / "p.toml") is TUNING.policy
+    assert module.tuned_form(tmp_path / "p.toml") == "fused"
+
+
+def test_the_form_of_a_policy_file(tmp_path):
+    path = tmp_path / "p.toml"
+    TUNING.policy.save(path)
+    text, before = path.read_text(), amp.Policy.load(path)
+    assert module.tuned_form(path) == ""
+    path.write_text(f"# Form: converted\n{text}")  # as version 2.0 has written it at first
+    assert module.tuned_form(path) == "converted"
+    path.write_text(f'# Form: converted\nform = "fused"\n{text}')
+    assert module.tuned_form(path) == "fused" and amp.Policy.load(path) is before
+    path.write_text(f'form = "fuse"\n{text}')
+    with pytest.raises(amp.UnknownNameError, match="unknown form 'fuse'; the closest is 'fused'"):
+        module.tuned_form(path)
+    path.write_text(f"form = 1\n{text}")
+    with pytest.raises(amp.ArgumentError, match="form must be a string, not 1"):
+        amp.Policy.load(path)
+
+
+def test_a_whole_list_has_the_same_policy_with_and_without_a_form(tmp_path):
+    path, text = tmp_path / "p.toml", (lists_folder() / "bfloat16.toml").read_text()
+    path.write_text(text)
+    before = amp.Policy.load(path)
+    path.write_text(f'form = "converted"\n{text}')
+    assert amp.Policy.load(path) is before
 
 
 def test_patterns_hold_for_another_block_of_the_kind():

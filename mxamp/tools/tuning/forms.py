@@ -40,6 +40,8 @@ TRAINING, INFERENCE = "training", "inference"
 #: then those of inference alone, with parameters of their own.
 EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
+#: The forms that `tune` may choose.
+WAYS = (PLAIN, AUTOCAST, CONVERTED, FUSED, OPENVINO)
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
 ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."

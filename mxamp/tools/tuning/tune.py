@@ -23,6 +23,7 @@ from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
 from ...framework.wording import counted, shortened
+from ...policy.lists import read_toml
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, default_dtype
@@ -111,16 +112,17 @@ class Tuning:
         return forms.convert_options(self.way)
 
     def save(self, path: str | Path) -> None:
-        """Write the policy to a TOML file, under comments that say how it was tuned.
+        """Write the policy to a TOML file, under the report and the form that was chosen.
 
-        `Policy.load` reads the policy back, and ignores the comments. An existing file is replaced
-        whole. Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing
-        fails.
+        `Policy.load` reads the policy back: the report is comments, and the key `form` is for
+        `mxamp convert`. An existing file is replaced whole. Raises `ArgumentError` where `path`
+        can't name a file, `WriteError` where writing fails.
         """
         first = "Tuned by mxamp.tune: `Policy.load` ignores these comments."
-        lines = "\n".join([first, f"Form: {self.way}", *self.notes]).splitlines()
-        text = "".join(f"# {line}\n" for line in lines)
-        write_file(path, (text + self.policy.to_toml()).encode())
+        lines = "\n".join([first, *self.notes]).splitlines()
+        report = "".join(f"# {line}\n" for line in lines)
+        form = f'form = "{self.way}"\n\n'
+        write_file(path, (report + form + self.policy.to_toml()).encode())
 
     def __str__(self) -> str:
         report = "\n".join(self.notes)
@@ -129,8 +131,13 @@ class Tuning:
 
 def tuned_form(path: str | Path) -> str:
     """Return the form in a policy file, or "" in one that `tune` has not written."""
-    found = re.search(r"^# Form: (\w+)$", Path(path).read_text(), re.MULTILINE)
-    return found[1] if found else ""
+    form = read_toml(path).get("form")
+    if form is None:  # early files of version 2.0 have a comment
+        found = re.search(r"^# Form: (\w+)$", Path(path).read_text("utf-8"), re.MULTILINE)
+        return found[1] if found else ""
+    if form not in forms.WAYS:
+        raise unknown("form", form, forms.WAYS)
+    return str(form)
 
 
 @checked_call
