@@ -207,6 +207,8 @@ def _for_weights(
         new = probe.create_state(index, like)
         state, master = _split(states[index], new, like, place)
         master = saved.get(index) if master is None else master
+        if new is None and isinstance(state, NDArray):
+            new = like  # the script has set momentum to 0 since: MXNet ignores the state
         _check(optimizer, param, state, new)
         state = _filled(new, state)
         if master is not None:

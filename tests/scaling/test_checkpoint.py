@@ -315,3 +315,18 @@ def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
     assert whole["skips"] == 2
     for name in whole.files:
         np.testing.assert_array_equal(whole[name], resumed[name])
+
+
+def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):
+    net = gluon.nn.Dense(3, in_units=4)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
+    amp.init_trainer(trainer, loss_scaler=amp.StaticLossScaler(128))
+    for momentum in (0.9, 0.0):
+        trainer._optimizer.momentum = momentum
+        with mx.autograd.record(), amp.scale_loss(net(mx.nd.ones((2, 4))).sum(), trainer) as loss:
+            loss.backward()
+        trainer.step(2)
+        trainer.save_states(str(tmp_path / "states"))
+        trainer.load_states(str(tmp_path / "states"))
+    assert trainer._optimizer.momentum == 0.0
