@@ -103,34 +103,10 @@ def _equal_values(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def kernel_axes(attributes: Mapping[str, Any]) -> int:
-    """Return the number of axes of the `kernel` attribute of a convolution or pooling.
-
-    >>> kernel_axes({"kernel": "(3, 3, 3)"})
-    3
-    """
-    return len(_split_numbers(attributes.get("kernel", "()")))
-
-
-def is_dilated(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a convolution with these attributes has a dilated kernel.
-
-    >>> is_dilated({"dilate": "(2, 2)"})
-    True
-    """
-    return any(number != "1" for number in _split_numbers(attributes.get("dilate", "()")))
-
-
 def parse_integers(text: str) -> list[int]:
-    """Return the numbers in the text of a shape or a list of axes; an empty list for "None".
+    """Return the integers in the text of a shape or a list of axes; an empty list for "None".
 
     >>> parse_integers("(0, 1)"), parse_integers("[2L,]"), parse_integers("None")
     ([0, 1], [2], [])
     """
-    return [] if text == "None" else [int(number) for number in _split_numbers(text)]
-
-
-def _split_numbers(text: Any) -> list[str]:
-    """Return the digits of each number in text such as "(3, 3)" or "[2L,]"."""
-    inner = _LONG.sub("", str(text).strip("()[] ,"))
-    return [number.strip() for number in inner.split(",")] if inner else []
+    return [int(number) for number in re.findall(r"-?\d+", str(text))]

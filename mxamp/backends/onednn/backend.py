@@ -14,7 +14,7 @@ from ...graph.ir import Graph
 from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
 from ...policy.rules import Reason
-from ...policy.values import is_dilated, kernel_axes
+from ...policy.values import parse_integers
 from .. import DecidedCall, Quirk, Step
 from ..choices import ChoosingBackend, Match, Setting, reads_unset_flag
 from . import cpu, eager, fuse, fusible, inputs, optimizers, recurrent, shape_rules
@@ -26,6 +26,11 @@ HALF_WEIGHT = (
     "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: keep "
     "the weight in float32"
 )
+
+
+def _is_dilated(attributes: Mapping[str, str]) -> bool:
+    """Return whether a convolution with these attributes has a dilated kernel."""
+    return any(step != 1 for step in parse_integers(attributes.get("dilate", "()")))
 
 
 class OneDNN(ChoosingBackend):
@@ -56,8 +61,8 @@ class OneDNN(ChoosingBackend):
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
         if call.rule.operator != "Deconvolution" or not call.rule.missing:
             return None
-        is_volume = kernel_axes(call.attributes) == len("DHW")
-        return NO_FLOAT64 if is_volume or is_dilated(call.attributes) else None
+        is_volume = len(parse_integers(call.attributes.get("kernel", "()"))) == len("DHW")
+        return NO_FLOAT64 if is_volume or _is_dilated(call.attributes) else None
 
     def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
         casts = {*call.dtypes[1:2]} & (CASTABLE - {dtype})
@@ -65,7 +70,7 @@ class OneDNN(ChoosingBackend):
         guarded = dtype == call.target and call.rule.has_shape_rule("cast_weight")
         if call.rule.operator != "Deconvolution" or not casts or guarded:
             return None
-        if is_dilated(call.attributes):
+        if _is_dilated(call.attributes):
             raise ArgumentError(HALF_WEIGHT.format(dtype=call.dtypes[1]))
         # MXNet's own kernel, which float64 selects, computes that gradient.
         return Quirk("float64", CAST_WEIGHT)

@@ -11,7 +11,7 @@ from ...graph.casts.builder import is_inserted_cast
 from ...graph.ir import Graph, Node, Output, Shape, Usage
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
-from ...policy.values import kernel_axes
+from ...policy.values import parse_integers
 from .. import Site
 
 #: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
@@ -207,7 +207,8 @@ def _is_volume_product(node: Node) -> bool:
         return False
     # An operator fused by oneDNN holds its convolution in a subgraph.
     inner = [one for body in node.subgraphs for one in body.nodes]
-    return any(kernel_axes(one.attrs) == _VOLUME_KERNEL_AXES for one in (node, *inner))
+    kernels = (parse_integers(one.attrs.get("kernel", "()")) for one in (node, *inner))
+    return any(len(kernel) == _VOLUME_KERNEL_AXES for kernel in kernels)
 
 
 def _keeps_volume_layout(node: Node, policy: Policy) -> bool:

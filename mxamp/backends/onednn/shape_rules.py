@@ -9,14 +9,13 @@ them. Rules about speed don't apply where a shape that they need is unknown.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Mapping
 
 from ...graph.ir import Node, Output, infer_dtypes
 from ...policy.rules import Reason
-from ...policy.values import flattens_data
+from ...policy.values import flattens_data, parse_integers
 from .. import Site, rule
 from ..choices import Match, Setting, reason_to_keep
 from ..passes import Call
@@ -272,7 +271,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
     """
 
     def numbers(name: str, default: int) -> list[int]:
-        return [*map(int, re.findall(r"\d+", site.attrs.get(name, "")))] or [default] * 3
+        return parse_integers(site.attrs.get(name, "")) or [default] * 3
 
     strides, pads = numbers("stride", 1), numbers("pad", 0)
     if not site.training:
