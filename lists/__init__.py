@@ -1,1 +1,1 @@
-"""The operator lists, as data of the package: see `mxamp.policy`."""
+"""The operator lists and the traits of operators, as data of the package."""

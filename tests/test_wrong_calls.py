@@ -7,8 +7,9 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
+from mxamp.framework.data import own_tables
 from mxamp.framework.keywords import checked_call
-from mxamp.framework.operators import _OTHER_NAMES, registry
+from mxamp.framework.operators import registry
 
 SYMBOL = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
 X = mx.nd.ones((2, 3))
@@ -207,8 +208,8 @@ def test_rules_are_found_by_any_name_of_an_operator():
 
 
 def test_every_other_name_stands_for_an_operator():
-    assert set(_OTHER_NAMES.values()) <= registry().keys()
-    assert not _OTHER_NAMES.keys() & registry().keys()
+    assert set(own_tables("operators")["gluon_layers"].values()) <= registry().keys()
+    assert not own_tables("operators")["gluon_layers"].keys() & registry().keys()
 
 
 def hybrid(prefix):

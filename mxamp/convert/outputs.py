@@ -18,6 +18,7 @@ from ..errors import ArgumentError, CheckError, StateError
 from ..framework.arrays import as_list, cast
 from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.operators import with_trait
 from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
 from ..graph.ir import Graph, Shape
@@ -37,11 +38,6 @@ NOT_ORIGINAL = "the original does not run on inputs of these shapes and dtypes: 
 NOT_HERE = "the other model does not run on these inputs here (one for GPUs needs a GPU): {why}"
 NO_VALUES = "input {name!r} must be an array of numbers, not {given}: mx.nd.zeros(sizes) makes one"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
-_SEQUENCES = frozenset({"SequenceMask", "SequenceLast", "SequenceReverse"})
-#: Operators that keep indices and lengths as they are.
-_SAME_VALUES = frozenset(
-    {"Cast", "amp_cast", "Reshape", "Flatten", "expand_dims", "squeeze", "_copy", "transpose"}
-)
 #: The time and source location in front of the reason in a line of an MXNet error.
 _WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign\(.*?\)\): ")
 
@@ -283,12 +279,14 @@ def _bounds(symbol: Symbol, shapes: Mapping[str, Sequence[int]]) -> Dict[str, Tu
     for node in graph.nodes:
         if node.operator == "Embedding":
             source, bound = node.inputs[0], (0, int(node.attrs["input_dim"]))
-        elif node.operator in _SEQUENCES and is_true(node.attrs.get("use_sequence_length", "0")):
+        elif node.operator in with_trait("reads_lengths") and is_true(
+            node.attrs.get("use_sequence_length", "0")
+        ):
             shape, axis = tensors[node.inputs[0]].shape, int(node.attrs.get("axis", "0"))
             source, bound = node.inputs[1], (1, shape[axis] + 1 if shape else 2)
         else:
             continue
-        while graph.nodes[source[0]].operator in _SAME_VALUES:
+        while graph.nodes[source[0]].operator in with_trait("keeps_indices"):
             source = graph.nodes[source[0]].inputs[0]
         name = graph.nodes[source[0]].name
         bounds[name] = min(bound, bounds.get(name, bound), key=max)

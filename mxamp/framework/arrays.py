@@ -3,7 +3,7 @@
 import ctypes
 import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -22,6 +22,7 @@ KIND_NAMES: Mapping[int, str] = {**DTYPE_NAMES, _SPARSE: "sparse"}
 _SPARSE_TYPES = frozenset({CSRNDArray, RowSparseNDArray})
 _BFLOAT16 = DTYPE_CODES["bfloat16"]
 _FLOAT32, _FLOAT64 = DTYPE_CODES["float32"], DTYPE_CODES["float64"]
+_CASTABLE = frozenset({DTYPE_CODES["float16"], _BFLOAT16, _FLOAT32})
 #: The elements in a part of `float32_parts`.
 _PART = 2**22
 
@@ -39,6 +40,7 @@ _CAST = handle_of("Cast")
 _COPY = handle_of("identity")
 _SLICE_AXIS = handle_of("slice_axis")
 _RESHAPE = handle_of("_np_reshape")
+_SUM = handle_of("add_n")
 #: The dtypes to which this process has cast arrays.
 cast_dtypes: Set[str] = set()
 
@@ -109,6 +111,23 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
         if operator == _COPY:
             return array
     return invoke(operator, [array], [], [], None, is_np_op, False)
+
+
+def copy_inputs_at(
+    arrays: Sequence[NDArray], positions: Sequence[int], is_np_op: bool
+) -> List[NDArray]:
+    """Return `arrays` with float inputs at `positions` copied, so that backward can't crash.
+
+    `positions` are those of gradients that are zero by definition. If an array gets no gradient but
+    such zeros, eager backward calls `zeros_like` on the inputs of the preceding operators, back to
+    one that computes a gradient. But autograd has freed the inputs that no gradient needs, such as
+    the input of a cast: reading one is a segmentation fault. Each copy is an `add_n` of one array,
+    whose gradient needs no inputs.
+    """
+    return [
+        copy(array, is_np_op, _SUM) if i in positions and dtype_code(array) in _CASTABLE else array
+        for i, array in enumerate(arrays)
+    ]
 
 
 def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:

@@ -8,62 +8,18 @@ import ctypes
 import gc
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call, mx_uint, py_str
 
 from ..errors import UnknownNameError, unknown
+from .data import own_tables
 from .wording import shown
-
-#: Output operators (canonical names): they ignore the head gradient, and start the backward pass
-#: with the gradient of their own loss.
-LOSS_OUTPUTS = (
-    "SoftmaxOutput",
-    "LinearRegressionOutput",
-    "LogisticRegressionOutput",
-    "MAERegressionOutput",
-)
-
-#: All operators that ignore the head gradient, whatever their attributes, without custom operators.
-#: lists/loss-outputs-probe.json records, for every operator of 1.9.1, whether its gradients triple
-#: when the head gradient is tripled.
-#: `SoftmaxOutput(out_grad=True)` is no exception: its backward operator in MXNet 1.9.1 does not get
-#: the head gradient, and multiplies by the operator's output instead.
-BACKWARD_STARTERS = frozenset({*LOSS_OUTPUTS, "SVMOutput", "MakeLoss", "make_loss"})
-
-#: Operators that call Python: any of their inputs may need a gradient.
-WRITTEN_BY_USERS = frozenset({"Custom", "_Native"})
-
-#: Operators by the names of Gluon's layers, in the form of `_plain_name`.
-_OTHER_NAMES: Mapping[str, str] = {
-    "dense": "FullyConnected", "conv": "Convolution", "convtranspose": "Deconvolution",
-    "maxpool": "Pooling", "avgpool": "Pooling", "globalmaxpool": "Pooling",
-    "globalavgpool": "Pooling", "lstm": "RNN", "gru": "RNN",
-    "elu": "LeakyReLU", "gelu": "LeakyReLU", "prelu": "LeakyReLU", "selu": "LeakyReLU",
-}  # fmt: skip
-
-# The positions of the inputs that an operator writes to (FMutateInputs in MXNet's sources).
-_STATISTICS = (3, 4)
-_MUTABLE: Mapping[str, Tuple[int, ...]] = {
-    "BatchNorm": _STATISTICS,
-    "BatchNorm_v1": _STATISTICS,
-    "_contrib_BatchNormWithReLU": _STATISTICS,
-    "_contrib_SyncBatchNorm": _STATISTICS,
-    "_contrib_quantized_batch_norm": _STATISTICS,
-    "CuDNNBatchNorm": _STATISTICS,
-    "IdentityAttachKLSparseReg": (1,),
-    "sgd_mom_update": (2,), "mp_sgd_update": (2,), "mp_sgd_mom_update": (2, 3),
-    "nag_mom_update": (2,), "mp_nag_mom_update": (2, 3), "signum_update": (2,),
-    "adam_update": (2, 3), "ftml_update": (2, 3, 4), "ftrl_update": (2, 3),
-    "rmsprop_update": (2,), "rmspropalex_update": (2, 3, 4),
-    "lamb_update_phase1": (2, 3), "mp_lamb_update_phase1": (2, 3), "mp_lamb_update_phase2": (4,),
-    "_adamw_update": (2, 3), "_mp_adamw_update": (2, 3, 4),
-    "_sparse_adagrad_update": (2,), "_contrib_group_adagrad_update": (2,),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,7 +29,8 @@ class Operator:
     `inputs` are the names of its tensors in order; a variadic operator has one name for all.
     `attributes` are the names of its other arguments, `defaults` the printed defaults of optional
     arguments, `choices` the allowed words of enumerations. `mutable_inputs` are the positions of
-    the inputs that the operator writes to.
+    the inputs that the operator writes to, `zero_gradients` those of inputs whose gradient is zero
+    by definition. The precision of a call may depend on its `decisive_attributes`.
     """
 
     name: str
@@ -84,7 +41,9 @@ class Operator:
     defaults: Mapping[str, str]
     choices: Mapping[str, Tuple[str, ...]]
     variadic: bool
-    mutable_inputs: Tuple[int, ...] = ()
+    mutable_inputs: Tuple[int, ...]
+    zero_gradients: Sequence[int]
+    decisive_attributes: Tuple[str, ...]
 
     def positions(self, names: Tuple[str, ...], attributes: Mapping[str, str]) -> Tuple[int, ...]:
         """Return the positions of the inputs called `names` in a call with these `attributes`."""
@@ -96,7 +55,7 @@ class Operator:
 
     def check_attribute(self, name: str) -> str:
         """Return `name`; raise `UnknownNameError` if the operator has no such attribute."""
-        if name not in self.attributes and self.name not in WRITTEN_BY_USERS:
+        if name not in self.attributes and self.name not in with_trait("calls_python"):
             raise unknown(f"attribute of {self.name}", name, self.attributes)
         return name
 
@@ -110,7 +69,7 @@ class Operator:
 
     def check_input(self, name: str) -> str:
         """Return `name`; raise `UnknownNameError` if the operator has no such input."""
-        if name not in self.inputs and self.name not in WRITTEN_BY_USERS:
+        if name not in self.inputs and self.name not in with_trait("calls_python"):
             raise unknown(f"input of {self.name}", name, self.inputs)
         return name
 
@@ -158,11 +117,22 @@ def resolve(name: str) -> Operator:
         return _by_name()[name]
     except (KeyError, TypeError):
         given = name if isinstance(name, str) else getattr(name, "__name__", shown(name))
-    plain = {**{_plain_name(one): one for one in registry()}, **_OTHER_NAMES}
+    layers = own_tables("operators")["gluon_layers"]
+    plain = {**{_plain_name(one): one for one in registry()}, **layers}
     operator = plain.get(_plain_name(given))
     if operator is not None:
         raise UnknownNameError(f"unknown operator {shown(name)}; MXNet calls it {operator!r}")
     raise unknown("operator", given, [one for one in _by_name() if one[:10] != "_backward_"])
+
+
+@lru_cache(maxsize=None)
+def with_trait(trait: str) -> AbstractSet[str]:
+    """Return the canonical names of the operators in a list of lists/operators.toml, in order.
+
+    >>> "sin" in with_trait("keeps_sparse"), "cos" in with_trait("keeps_sparse")
+    (True, False)
+    """
+    return dict.fromkeys(own_tables("operators")[trait]).keys()
 
 
 def handle_of(name: str) -> int:
@@ -184,7 +154,7 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
         return not _custom_properties(attributes)[0]
     if operator_name == "_Native":  # the legacy Python API
         return str(attributes.get("need_top_grad", True)).lower() not in ("1", "true")
-    return operator_name in BACKWARD_STARTERS
+    return operator_name in with_trait("starts_backward")
 
 
 def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
@@ -200,7 +170,10 @@ def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
     )
     arguments = [(py_str(names[i]), py_str(types[i])) for i in range(count.value)]
     tensors = [arg for arg, what in arguments if "NDArray" in what or "Symbol" in what]
-    canonical = py_str(name.value)
+    canonical, traits = py_str(name.value), own_tables("operators")
+    zeros: Sequence[int] = traits["zero_gradient_inputs"].get(canonical, ())
+    if canonical in with_trait("zero_gradients"):
+        zeros = range(sys.maxsize)
     return Operator(
         name=canonical,
         aliases=tuple(alias for alias in aliases if alias != canonical),
@@ -212,7 +185,9 @@ def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
         },
         choices={arg: words for arg, what in arguments if (words := _parse_choices(what))},
         variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
-        mutable_inputs=_MUTABLE.get(canonical, ()),
+        mutable_inputs=tuple(traits["mutable_inputs"].get(canonical, ())),
+        zero_gradients=zeros,
+        decisive_attributes=tuple(traits["decisive_attributes"].get(canonical, ())),
     )
 
 

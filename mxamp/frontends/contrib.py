@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..framework.contrib_amp import CONTRIB_AMP_MODULES, check_contrib_is_off
-from ..framework.operators import LOSS_OUTPUTS, registry
+from ..framework.operators import registry, with_trait
 from ..framework.patching import FrontEnd
 from ..policy.active import is_enabled
 from ..policy.policy import Policy
@@ -161,7 +161,7 @@ def list_loss_output_functions(target_dtype: Any) -> List[str]:
         "float16" or "bfloat16".
     """
     check_target(target_dtype)
-    return list(LOSS_OUTPUTS)
+    return list(with_trait("loss_outputs"))
 
 
 def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool]]]:

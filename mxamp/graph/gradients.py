@@ -15,8 +15,7 @@ from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.arrays import has_gradient
-from ..framework.operators import WRITTEN_BY_USERS, auxiliary_states, resolve, starts_backward
-from ..framework.zero_gradients import zero_gradient_inputs
+from ..framework.operators import auxiliary_states, resolve, starts_backward, with_trait
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
 
@@ -78,12 +77,8 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> list[bool]:
         if node.is_variable:
             trained.append(node.name not in frozen)
             continue
-        handle = resolve(node.op).handle
-        stops = zero_gradient_inputs().get(handle, frozenset())
-        trained.append(
-            stops is not None
-            and any(trained[i] for k, (i, _) in enumerate(node.inputs) if k not in stops)
-        )
+        stops = resolve(node.op).zero_gradients
+        trained.append(any(trained[i] for k, (i, _) in enumerate(node.inputs) if k not in stops))
     return trained
 
 
@@ -184,7 +179,7 @@ def with_scale_input(graph: Graph) -> Graph | None:
 
 def _inputs_with_gradients(graph: Graph, node: Node) -> list[int]:
     """Return the positions of a loss operator's inputs that get gradients."""
-    if node.operator not in WRITTEN_BY_USERS:
+    if node.operator not in with_trait("calls_python"):
         return [0]
     read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]
     sources = (graph.nodes[i] for i, _ in read)

@@ -16,7 +16,7 @@ from mxnet.symbol import Symbol
 from mxnet.util import is_np_shape
 
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
-from ..framework.operators import resolve
+from ..framework.operators import resolve, with_trait
 from ..policy.regions import marks_of
 from ..policy.rules import Reason
 from ..policy.values import parse_integers
@@ -80,7 +80,7 @@ class Usage:
 
 
 Output = Tuple[int, int]  #: (index of the node, index among its outputs)
-CASTS = frozenset({"amp_cast", "Cast"})
+CASTS = with_trait("casts")
 #: The attribute of a `Cast` that replaces `amp_cast`, which fails for empty arrays. MXNet ignores
 #: attributes of this form.
 TAKES_EMPTY = "__mxamp_takes_empty__"
@@ -274,14 +274,6 @@ _UNREAD = re.compile(r"\\(?:u[0-9a-f]{4}|[bf])")
 VERSION = {"mxnet_version": ["int", 10901]}
 
 
-#: Operators whose output is sparse if all their inputs are, with any attributes.
-_KEEPS_SPARSE = frozenset(
-    "BlockGrad _copy _div_scalar _mul_scalar abs arcsin arcsinh arctan arctanh cbrt ceil degrees "
-    "elemwise_add elemwise_mul elemwise_sub expm1 fix floor log1p make_loss negative radians relu "
-    "rint round sign sin sinh sqrt square tan tanh trunc zeros_like".split()
-)
-
-
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     """Return the dtype of each output of `node`, hidden ones included, for inputs of `dtypes`.
 
@@ -291,7 +283,7 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
         return _infer_uncached(node, dtypes)
     if node.operator == "cast_storage" and node.attrs.get("stype") != "default":
         return ("sparse",)
-    if node.operator in _KEEPS_SPARSE and set(dtypes) == {"sparse"}:
+    if node.operator in with_trait("keeps_sparse") and set(dtypes) == {"sparse"}:
         return ("sparse",)
     op, *attrs = node.call
     asked = [(name, text) for name, text in attrs if name not in _OF_SHAPES]
@@ -402,9 +394,8 @@ def _unescape(escape: re.Match[str]) -> str:
 
 #: Control flow whose gradients in graphs read uninitialized memory, in plain float32 too. A change
 #: to the bodies can change results that were right by luck.
-UNSAFE_LOOPS = frozenset({"_while_loop", "_cond"})
-
-LOOPS = UNSAFE_LOOPS | {"_foreach"}
+UNSAFE_LOOPS = with_trait("unsafe_loops")
+LOOPS = with_trait("loops")
 
 #: The bodies of a node, in order, by their names in its attributes.
 _BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}

@@ -35,9 +35,8 @@ from ..framework.arrays import (
     shape_of,
 )
 from ..framework.machine import DTYPE_CODES, dtype_name
-from ..framework.operators import WRITTEN_BY_USERS, Operator, by_handle, handle_of
+from ..framework.operators import Operator, by_handle, handle_of, with_trait
 from ..framework.patching import Original
-from ..framework.zero_gradients import copy_inputs_at, zero_gradient_inputs
 from ..graph.gradients import needs_separate_bias, without_bias
 from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
@@ -79,12 +78,6 @@ _MANY = 4096
 _BIAS = 2  # the position of a dense layer's bias among its inputs
 #: The mark of the handles of float32 arrays that have a gradient.
 _IS_TRAINED = "is_trained"
-
-# The attributes that decisions read, beside those of conditions.
-_READ: Mapping[str, Sequence[str]] = {
-    "Convolution": ["num_group"], "Deconvolution": ["num_group", "kernel", "dilate"],
-    "RNN": ["mode"], "_npi_einsum": ["subscripts"],
-}  # fmt: skip
 
 RAW_BITS = "a list's values would be raw bits: write array(values).astype(amp.bfloat16)"
 
@@ -189,11 +182,11 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
     """Return what calls of an operator do in turn before MXNet's own call."""
     loss = LOSS_OUTPUT_HANDLES.get(operator.handle)
     # Without a policy, custom operators scale their results themselves.
-    scales = loss is not None and (policy is not None or loss not in WRITTEN_BY_USERS)
+    scales = loss is not None and (policy is not None or loss not in with_trait("calls_python"))
     first: list[Step] = [scale_losses] if scales else []
     if policy is None:
         return first
-    if operator.handle in zero_gradient_inputs():
+    if operator.zero_gradients:
         first.append(copy_inputs)
     if operator.handle in (_COPY_TO, _CAST):
         return [*first, copy_by_float32]
@@ -219,7 +212,7 @@ def scale_losses(then: Action, _site: CallSite) -> Action:
 
 def copy_inputs(then: Action, site: CallSite) -> Action:
     """Let an operator read copies of the inputs whose gradients are zeros by definition."""
-    positions = zero_gradient_inputs()[site.operator.handle]
+    positions = site.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
         # The crash is that of casts: programs that stay in float32 need no copies.
@@ -228,7 +221,7 @@ def copy_inputs(then: Action, site: CallSite) -> Action:
         is_np_op = Arguments(*arguments).is_np_op
 
         def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
-            return original(handle, copy_inputs_at(arrays, positions, is_np_op), *rest)
+            return original(handle, mx_arrays.copy_inputs_at(arrays, positions, is_np_op), *rest)
 
         return then(copied, arguments)
 
@@ -322,7 +315,7 @@ class _Site:
         self._reads_weight = any(one.reason.exact for one in followed)
         self._kept: dict[Any, Reason | None] = {}
         self._target = DTYPE_CODES[policy.target_dtype]
-        read = {*_READ.get(operator.name, ()), *(c.attribute for c in rule.conditions)}
+        read = {*operator.decisive_attributes, *(c.attribute for c in rule.conditions)}
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
     def cast(self, original: Invoke, arguments: Sequence[Any]) -> Any:

@@ -29,7 +29,7 @@ from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
 from ..framework.machine import device_kind
-from ..framework.operators import WRITTEN_BY_USERS, handle_of
+from ..framework.operators import handle_of, with_trait
 from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
@@ -44,7 +44,7 @@ logger = logging.getLogger("mxamp")
 _scaled: ContextVar[bool] = ContextVar("mxamp_scaled_executors", default=False)
 
 #: The handles of operators whose nodes can't be marked with a region.
-_UNMARKED = frozenset(map(handle_of, WRITTEN_BY_USERS))
+_UNMARKED = frozenset(map(handle_of, with_trait("calls_python")))
 
 NOT_REACHED = (
     "autocast(enabled=False) around the custom operator %r only affects eager calls: MXNet "

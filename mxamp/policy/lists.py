@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,16 +17,12 @@ from typing import Any, Iterable, Mapping, NamedTuple
 
 from ..backends import DEVICES, backend_of, shape_checks, substitutions
 from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
+from ..framework.data import own_tables, parse_toml
 from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import one_of, shown
 from . import rules
 from .rules import UNLISTED, Condition, CustomClasses, Reason, Rule, ShapeRule, not_lowered
 from .targets import TARGETS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 logger = logging.getLogger("mxamp")
 
@@ -79,16 +74,10 @@ class OperatorList(NamedTuple):
 # ---------------------------------------------------------------------- files
 
 
-def lists_folder() -> Path:
-    """Return the folder of mxamp's own operator lists: in the package, or beside it in a clone."""
-    package = Path(__file__).resolve().parent.parent
-    return next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
-
-
 @lru_cache(maxsize=None)
 def own_data(dtype: str) -> str:
     """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml), as JSON."""
-    return json.dumps(read_toml(lists_folder() / f"{dtype}.toml"), sort_keys=True)
+    return json.dumps(own_tables(dtype), sort_keys=True)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -96,8 +85,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     try:
-        data: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        return data
+        return parse_toml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArgumentError(f"there is no policy file {str(path)!r}") from None
     except OSError as error:

@@ -43,7 +43,8 @@ from .tape import marked, name_of
 #: Names of the operators whose eager calls may need a scalable input, by handle.
 LOSS_OUTPUT_HANDLES = {
     operators.handle_of(name): name
-    for name in (*operators.BACKWARD_STARTERS, *operators.WRITTEN_BY_USERS)
+    for trait in ("starts_backward", "calls_python")
+    for name in operators.with_trait(trait)
 }
 #: The most arrays that are kept for backward passes that may never come.
 _LIMIT = 4096
@@ -62,7 +63,7 @@ def scalable_inputs(
     name = LOSS_OUTPUT_HANDLES[handle]
     if not operators.starts_backward(name, attributes):
         return list(arrays)
-    by_user = name in operators.WRITTEN_BY_USERS
+    by_user = name in operators.with_trait("calls_python")
     count = len(arrays) - operators.auxiliary_states(attributes) if by_user else 1
     return [
         _with_scalable_gradient(array) if i < count and kind in CASTABLE else array

@@ -7,12 +7,12 @@ import pytest
 from helpers import ROOT, run_python
 from mxamp.errors import UnknownNameError
 from mxamp.framework.operators import (
-    BACKWARD_STARTERS,
     by_handle,
     prop_class,
     registry,
     resolve,
     starts_backward,
+    with_trait,
 )
 from mxamp.graph.ir import VERSION, Graph, Node
 
@@ -94,12 +94,12 @@ def test_every_operator_was_probed():
 
 
 def test_the_starters_are_those_that_ignore_the_head_gradient():
-    assert {
-        name for name, found in PROBE.items() if found["verdict"] == "ignores"
-    } == BACKWARD_STARTERS
+    assert {name for name, found in PROBE.items() if found["verdict"] == "ignores"} == with_trait(
+        "starts_backward"
+    )
 
 
-@pytest.mark.parametrize("name", sorted(BACKWARD_STARTERS))
+@pytest.mark.parametrize("name", sorted(with_trait("starts_backward")))
 def test_attributes_that_were_probed_beside(name):
     assert starts_backward(name, {})
     for variant in PROBE[name].get("variants", []):

@@ -8,8 +8,7 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from mxamp.framework.arrays import invoke
-from mxamp.framework.operators import handle_of
-from mxamp.graph.ir import _KEEPS_SPARSE
+from mxamp.framework.operators import handle_of, with_trait
 
 ROWS, TOUCHED = 6, [1, 3]
 CSR = nd.array([[0, 1, 0, 2, 0, 0], [0, 0, 0, 3, 0, 0]]).tostype("csr")
@@ -91,7 +90,7 @@ def test_converted_symbols_cast_no_sparse_weight(dtype):
 @pytest.mark.parametrize("stype", ["csr", "row_sparse"])
 def test_operators_that_keep_arrays_sparse(stype):
     array = nd.array(np.eye(4)).tostype(stype)
-    for operator in _KEEPS_SPARSE:
+    for operator in with_trait("keeps_sparse"):
         count = 2 if operator.startswith("elemwise") else 1
         names, values = (["scalar"], ["2"]) if operator.endswith("scalar") else ([], [])
         out = invoke(handle_of(operator), [array] * count, names, values, None, False, False)

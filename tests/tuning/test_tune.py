@@ -13,7 +13,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from mxamp.policy.lists import lists_folder
+from helpers import ROOT
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
 from mxamp.tools.tuning.tune import smallest_set
@@ -269,7 +269,7 @@ def test_the_form_of_a_policy_file(tmp_path):
 
 
 def test_a_whole_list_has_the_same_policy_with_and_without_a_form(tmp_path):
-    path, text = tmp_path / "p.toml", (lists_folder() / "bfloat16.toml").read_text()
+    path, text = tmp_path / "p.toml", (ROOT / "lists" / "bfloat16.toml").read_text()
     path.write_text(text)
     before = amp.Policy.load(path)
     path.write_text(f'form = "converted"\n{text}')

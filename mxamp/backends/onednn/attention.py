@@ -17,7 +17,7 @@ import numpy as np
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ...framework.operators import registry
+from ...framework.operators import registry, with_trait
 from ...graph.edit import Edit
 from ...graph.ir import VERSION, Graph, Node, Output, Shape
 from ...policy.regions import policy_for_node
@@ -29,14 +29,6 @@ _INTERLEAVED = (
     "_contrib_interleaved_matmul_selfatt_qk", "_contrib_interleaved_matmul_selfatt_valatt",
 )  # fmt: skip
 _SCORES, _MIXED = "_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"
-
-#: Operators that keep the shape of their first input, as masks and softmax do.
-_BETWEEN = frozenset(
-    {
-        "softmax", "_mul_scalar", "_div_scalar", "_plus_scalar", "_minus_scalar", "elemwise_add",
-        "elemwise_mul", "broadcast_add", "broadcast_mul", "_copy", "BlockGrad",
-    }
-)  # fmt: skip
 
 # A batch and a length that are constants of no model: shapes inferred from them hold for all.
 _BATCH, _LENGTH = 10007, 10009
@@ -102,7 +94,7 @@ def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
         return None
     reader, (source, _) = i, nodes[i].inputs[0]
     reshapes: list[Node] = []
-    while nodes[source].op in _BETWEEN or nodes[source].operator == "Reshape":
+    while nodes[source].op in with_trait("keeps_shape") or nodes[source].operator == "Reshape":
         if nodes[source].operator == "Reshape":
             reshapes.insert(0, nodes[source])
         reader, (source, _) = source, nodes[source].inputs[0]

@@ -12,6 +12,7 @@ from dataclasses import replace
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
+from ...framework.operators import with_trait
 from ...graph.edit import Edit, without_shape
 from ...graph.ir import Node, Output
 from ...policy.active import suspended
@@ -22,10 +23,6 @@ from .fusible import FusionView
 #: pixels and back costs more than the convolution saves.
 _LARGE, _WIDE = 2**20, 1000
 
-#: Elementwise operators, which take any shape.
-_ELEMENTWISE = frozenset(
-    {"Activation", "relu", "sigmoid", "tanh", "_copy", "BlockGrad", "_npx_relu", "_npi_tanh"}
-)
 _LEAKY = frozenset({"leaky", "elu", "gelu", "selu"})
 
 _TO_IMAGE = {"shape": "(-4, 1, -1, -4, -1, 1)"}  # (channels, rows) to (1, channels, rows, 1)
@@ -87,7 +84,7 @@ def _with_kernel_axes(weight: NDArray) -> NDArray:
 def _is_elementwise(node: Node) -> bool:
     """Return whether a node applies one function to each element."""
     kind = node.attrs.get("act_type", "leaky")
-    return node.op in _ELEMENTWISE or (node.op == "LeakyReLU" and kind in _LEAKY)
+    return node.op in with_trait("elementwise") or (node.op == "LeakyReLU" and kind in _LEAKY)
 
 
 class _Images:

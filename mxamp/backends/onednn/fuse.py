@@ -12,7 +12,7 @@ import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.arrays import as_list, invoke
-from ...framework.operators import resolve
+from ...framework.operators import resolve, with_trait
 from ...graph.edit import Edit, Params, View, without_fused_operators, without_shape
 from ...graph.ir import Graph, Node, Output
 from ...policy.policy import Policy
@@ -27,8 +27,6 @@ from .pad_channels import pad_channels
 from .substitutions import ACTIVATIONS
 from .substitutions import PASSES as RUNNING_PASSES
 
-#: Operators that arrange the values of arrays anew.
-_ARRANGING = frozenset({"Reshape", "Concat", "stack", "transpose", "expand_dims", "slice_axis"})
 _BIAS = 2  # the position of a product's bias among its inputs
 
 _FUSED_DENSE = "_sg_mkldnn_fully_connected"
@@ -132,7 +130,7 @@ def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
     for i, node in enumerate(nodes):
         if node.is_variable and node.name in view.params:
             values[i, 0] = view.params[node.name]
-        elif node.operator in _ARRANGING and values.keys() >= set(node.inputs):
+        elif node.operator in with_trait("arranges") and values.keys() >= set(node.inputs):
             inputs = [values[output] for output in node.inputs]
             values[i, 0] = _call(node, inputs)
             if i in view.head_nodes:

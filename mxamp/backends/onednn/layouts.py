@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import AbstractSet, Mapping, Sequence
 
+from ...framework.operators import with_trait
 from ...graph.casts.builder import is_inserted_cast
 from ...graph.ir import Graph, Node, Output, Shape, Usage
 from ...policy.policy import Policy
@@ -21,13 +22,8 @@ BLOCK = 16
 #: The axes of a batch of images (NCHW), and of the weight of a 2-D convolution (OIHW).
 PLANAR_AXES = 4
 
-NORMS = frozenset({"BatchNorm", "_contrib_BatchNormWithReLU"})
-
-# oneDNN's kernels for these operators write their output in the layout of their input.
-_KEEP_LAYOUT = frozenset({"Activation", "LeakyReLU", "Pooling", "elemwise_add", "Concat"}) | NORMS
-
-# oneDNN's kernels for these operators write a blocked output, where the channels allow it.
-CONVOLUTIONS = frozenset({"Convolution", "Deconvolution", "_sg_mkldnn_conv"})
+NORMS = with_trait("batch_norms")
+CONVOLUTIONS = with_trait("convolutions")
 
 _VOLUME_AXES = 5  # of a batch of volumes, NCDHW
 _VOLUME_KERNEL_AXES = 3
@@ -82,7 +78,7 @@ def may_be_blocked(node: Node) -> bool:
 def _keeps_layout(node: Node) -> bool:
     """Return whether a node's output has the layout of its input."""
     # The rewrite removes the casts of an earlier conversion.
-    return node.operator in _KEEP_LAYOUT or is_inserted_cast(node)
+    return node.operator in with_trait("keeps_layout") or is_inserted_cast(node)
 
 
 def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
@@ -109,31 +105,15 @@ def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
 
 # ---------------------------------------------------------------------- gradients
 
-#: An infinite gradient of the output makes the gradient of the weight infinite or NaN too.
-_PRODUCTS = frozenset({"Convolution", "Deconvolution", "FullyConnected"})
-#: The gradient of the data is finite where the data and the gradient of the output are.
-_STEADY = frozenset({
-    "BatchNorm", "Pooling", "_contrib_AdaptiveAvgPooling2D", "Activation", "relu", "clip",
-    "Dropout", "Concat", "elemwise_mul", "broadcast_mul", "_mul_scalar", "_div_scalar",
-    "_plus_scalar", "mean", "sum",
-})  # fmt: skip
-
-#: The gradient of an input is the gradient of the output.
-_PASSING = frozenset({
-    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape", "_npx_reshape",
-    "_np_squeeze", "_copy", "_np_copy", "_identity_with_attr_like_rhs", "Cast", "amp_cast",
-    "amp_multicast", "elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "_npi_add",
-    "_npi_subtract", "_grad_add", "add_n",
-})  # fmt: skip
-
 
 def nodes_before_products(graph: Graph) -> frozenset[int]:
     """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
     feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    passing = with_trait("passes_gradient") | with_trait("keeps_finite")
     for i in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[i]
-        passes = node.operator in _PASSING or node.operator in _STEADY
-        if node.is_variable or node.operator in _PRODUCTS or (passes and i in feeding):
+        passes = i in feeding and node.operator in passing
+        if node.is_variable or passes or node.operator in with_trait("spreads_infinity"):
             continue
         feeding.difference_update(source for source, _ in node.inputs)
     return frozenset(feeding)

@@ -13,6 +13,7 @@ from typing import AbstractSet, Any, Callable, Mapping, NamedTuple, Optional, Se
 
 import numpy as np
 
+from ...framework.operators import with_trait
 from ...graph.edit import Edit, View, without_shape
 from ...graph.ir import Graph, Node, Output
 from ...policy.values import flattens_data, parse_integers
@@ -147,21 +148,15 @@ _ELEMENTWISE: Mapping[str, _BoundRule] = {
     "_div_scalar": lambda attrs, bound: bound / _scalar(attrs) if _scalar(attrs) else math.inf,
 }  # fmt: skip
 
-_SUMS = frozenset(
-    {"elemwise_add", "elemwise_sub", "broadcast_add", "broadcast_sub", "add_n", "_npi_add"}
-)
-_PRODUCTS = frozenset({"elemwise_mul", "broadcast_mul", "_npi_multiply"})
-
-#: Operators of several tensors with the same channels.
-_SAME_CHANNELS = _SUMS | _PRODUCTS
-
 
 def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Channels | None:
     """Return the output channels of a node that treats all channels alike; else None."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
-    if operator in _SAME_CHANNELS:
-        bound = math.prod(bounds) if operator in _PRODUCTS else sum(bounds)
+    if operator in with_trait("sums"):
+        bound = sum(bounds)
+    elif operator in with_trait("products"):
+        bound = math.prod(bounds)
     elif operator in _ELEMENTWISE and len(inputs) == 1:
         bound = _ELEMENTWISE[operator](node.attrs, bounds[0])
     else:
@@ -176,10 +171,6 @@ _MOST = 4 / 3
 # Numbers of input channels that oneDNN's kernels read besides multiples of 16.
 _FEW = frozenset({2, COLORS, 4, 8, 12})
 
-#: Operators that leave the blocked layout anyway, so that a slice before them costs little.
-_REORDERS = frozenset(
-    {"Flatten", "Reshape", "transpose", "SwapAxis", "_np_reshape", "_npx_reshape", "_np_transpose"}
-)
 # The values of padding channels in a BatchNorm's gamma, beta, mean and variance.
 _OF_NORMS = (0.0, 0.0, 0.0, 1.0)
 
@@ -272,7 +263,7 @@ class _Plan:
             self._channels[i, 0] = outputs
             return
         for k, output in enumerate(node.inputs):
-            if self._added(output) and node.operator not in _REORDERS:
+            if self._added(output) and node.operator not in with_trait("leaves_blocks"):
                 self.refused |= self._channels[output].added_by
             elif self._added(output):
                 self._sliced_inputs.add((i, k))

@@ -11,6 +11,7 @@ import math
 from functools import reduce
 from typing import Any, Callable, Sequence
 
+from ...framework.operators import with_trait
 from ...graph.ir import Graph, Node, Output
 from ...policy.values import is_true
 from ..passes import Attributes, Call, Detail, Parts
@@ -28,8 +29,6 @@ _LARGE_STEP = 2**23
 _LEAST_LAYER, _LEAST_STACKED, _LEAST_REVERSED = 2**18, 2**16, 2
 # The most steps in all layers: with 15 operators per step, a larger graph takes seconds to build.
 _MOST_STEPS = 256
-# Reshapes keep the order of elements.
-_RESHAPES = frozenset({"Reshape", "_np_reshape", "_npx_reshape"})
 # The least elements of rows that MXNet copies at once.
 _WIDE_ROW = 16
 
@@ -45,7 +44,8 @@ def opened_inputs(graph: Graph, node: Node) -> list[Output]:
     parameters = []
     for output in graph.nodes[joined].inputs:
         source = graph.nodes[output[0]]
-        parameters.append(source.inputs[0] if source.operator in _RESHAPES else output)
+        is_reshaped = source.operator in with_trait("reshapes")
+        parameters.append(source.inputs[0] if is_reshaped else output)
     return [data, *parameters, *states]
 
 
