@@ -74,3 +74,12 @@ def test_what_is_no_file(tmp_path):
     ):
         with pytest.raises(amp.ArgumentError, match=words):
             Policy.load(path)
+
+
+def test_notes_for_tests_in_copies_of_the_lists_are_ignored(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(ALL)
+    policy = Policy.load(path)
+    notes = '[[exempt]]\nreason = "why"\nattributes = ["RNN.p"]\n[slower]\nFlatten = "why"\n'
+    path.write_text(ALL + notes)
+    assert Policy.load(path) is policy
