@@ -30,9 +30,6 @@ Table = Mapping[str, Any]
 
 DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
 
-#: An operator of the lists that CPU builds of MXNet lack.
-_GPU_ONLY = "CuDNNBatchNorm"
-
 #: The keys of a file and of its tables: a type, a list of one, or the allowed values. Keys in ? may
 #: be left out.
 _TOP: Mapping[str, Any] = {
@@ -189,8 +186,8 @@ class _RuleBuilder:
         self._given_by: dict[str, str] = {}  # the label of the table with the operator's class
         self.by_name: dict[str, Rule] = {}
         for kind, add in (
-            ("group", self._add_group),
-            ("conditional", self._add_conditional),
+            ("group", self._add_class),
+            ("conditional", self._add_class),
             ("missing", self._add_missing),
             ("by_shape", self._add_by_shape),
         ):
@@ -199,51 +196,45 @@ class _RuleBuilder:
                     names = _operator_names(table["operators"])
                     add(table, names, _label(kind, i))
         self._add_exceptions()
-        if not data.get("lower_custom_operators", True):
-            custom = not_lowered(custom)
         if custom:
-            self._amend_rule("Custom", by_op_type=custom)
+            lowers = data.get("lower_custom_operators", True)
+            self._amend_rule("Custom", by_op_type=custom if lowers else not_lowered(custom))
 
-    def _add_group(self, table: Table, names: list[str], where: str) -> None:
-        """Add the rules of a [[group]] table; `where` labels the table in errors."""
-        for name in names:
-            given = table.get("override", False)
-            self._add_rule(Rule(name, table["class"], table["reason"], given=given), where)
+    def _add_class(self, table: Table, names: list[str], where: str) -> None:
+        """Add rules of a [[group]] or [[conditional]] table; `where` labels the table in errors.
 
-    def _add_conditional(self, table: Table, names: list[str], where: str) -> None:
-        """Add the rules of a [[conditional]] table, or its conditions to existing rules."""
+        Several [[conditional]] tables may add conditions to the rule of one operator.
+        """
+        attributes = table.get("attribute", ())
         ranged, values = table.get("beyond_range", False), table.get("values")
-        if bool(values) if ranged else values is None:
+        if "attribute" in table and (bool(values) if ranged else values is None):
             raise ArgumentError("give either values or beyond_range = true")
-        otherwise, given = table["otherwise"], table.get("override", False)
+        op_class, given = table.get("class", table.get("otherwise")), table.get("override", False)
         for name in names:
-            there = self.by_name.get(name, UNLISTED)
-            conditions = self._table_conditions(registry()[name], table)
-            if not there.conditions:
-                rule = Rule(name, otherwise, table["reason"], conditions, given=given)
-                self._add_rule(rule, where)
-                continue
-            if (otherwise, given) != (there.op_class, there.given):
-                first = self._given_by[name]
+            operator = registry()[name]
+            conditions = tuple(
+                Condition(
+                    operator.check_attribute(attribute),
+                    values=operator.check_values(attribute, values or ()),
+                    beyond_range=ranged,
+                    default=operator.defaults.get(attribute),
+                    dtype=self._data["dtype"],
+                    reason=table["reason"],
+                )
+                for attribute in ([attributes] if isinstance(attributes, str) else attributes)
+            )
+            first, there = self._given_by.setdefault(name, where), self.by_name.get(name)
+            if there is None:
+                rule = Rule(name, op_class, table["reason"], conditions, given=given)
+                self.by_name[name] = rule
+            elif not there.conditions:
+                raise ArgumentError(f"operator {name!r} is in {first} already; list it once")
+            elif (op_class, given) != (there.op_class, there.given):
                 raise ArgumentError(
                     f"operator {name!r} has other 'otherwise', 'override' in {first}"
                 )
-            self._amend_rule(name, conditions=(*there.conditions, *conditions))
-
-    def _table_conditions(self, operator: Operator, table: Table) -> tuple[Condition, ...]:
-        """Return the conditions of a [[conditional]] table for one operator."""
-        attributes = table["attribute"]
-        return tuple(
-            Condition(
-                operator.check_attribute(attribute),
-                values=operator.check_values(attribute, table.get("values", ())),
-                beyond_range=table.get("beyond_range", False),
-                default=operator.defaults.get(attribute),
-                dtype=self._data["dtype"],
-                reason=table["reason"],
-            )
-            for attribute in ([attributes] if isinstance(attributes, str) else attributes)
-        )
+            else:
+                self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
     def _add_missing(self, table: Table, names: list[str], _where: str) -> None:
         """Record in the rules the kernels that a [[missing]] table says are missing here."""
@@ -269,20 +260,13 @@ class _RuleBuilder:
         """Record inputs and outputs of [keep_inputs], [follow_inputs] and [keep_outputs]."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
-                if name == _GPU_ONLY and name not in registry():
-                    continue
+                if name == "CuDNNBatchNorm" and name not in registry():
+                    continue  # CPU builds of MXNet lack it
                 with prefix_errors(f"[{kind}]"):
                     operator = _operator_called(name)
                     for one in kept if kind != "keep_outputs" else ():
                         operator.check_input(one)
                 self._amend_rule(name, **{kind: tuple(kept)})
-
-    def _add_rule(self, rule: Rule, where: str) -> None:
-        """Add the rule of a new operator; raise if another table gave the operator a class."""
-        first = self._given_by.setdefault(rule.operator, where)
-        if rule.operator in self.by_name:
-            raise ArgumentError(f"operator {rule.operator!r} is in {first} already; list it once")
-        self.by_name[rule.operator] = rule
 
     def _amend_rule(self, name: str, **changes: Any) -> None:
         """Change fields of an operator's rule, by default those of an unlisted operator."""
