@@ -80,10 +80,11 @@ def replaced_files(
     with suppress(OSError):  # the files are in place, and whole after a crash too
         for place in places:
             sync_to_disk(place.parent)
-            # Files that mxamp 1.0 has left stay: one may be the only copy.
-            old = [one for one in left_beside(place) if _OLD in one.name]
-            for left in (*old, *_orphans(place)):
-                left.unlink()
+            for old in left_beside(place):
+                old.unlink()
+            for temporary in left_beside(place, _NEW):
+                if temporary.stat().st_mtime < time.time() - _ORPHANED:
+                    temporary.unlink()
 
 
 def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
@@ -101,18 +102,13 @@ def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
         raise
 
 
-def left_beside(path: Path) -> List[Path]:
-    """Return what killed writes of `path` have left that may be the only copy, sorted."""
-    start = f".{path.name}.mxamp-"
-    left = (one for one in path.parent.iterdir() if one.name.startswith(start))
-    return sorted(one for one in left if _NEW not in one.name)
+def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
+    """Return the old files that killed writes of `path` have left, or the new ones, sorted.
 
-
-def _orphans(path: Path) -> List[Path]:
-    """Return the temporary files that killed writes of `path` have left."""
-    start, latest = f".{path.name}{_NEW}", time.time() - _ORPHANED
-    new = (one for one in path.parent.iterdir() if one.name.startswith(start))
-    return [one for one in new if one.stat().st_mtime < latest]
+    An old file may be the only copy.
+    """
+    start = f".{path.name}{kind}"
+    return sorted(one for one in path.parent.iterdir() if one.name.startswith(start))
 
 
 @contextmanager

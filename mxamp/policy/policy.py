@@ -391,7 +391,7 @@ def _own_policy(dtype: str, device: str, now: Here) -> Policy:
 def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
     """Return the policy of a file's tables, or of `Policy.text`; raise for any mistake.
 
-    `device` is the kind of device that is asked for. Files of mxamp 1 are whole operator lists.
+    `device` is the kind of device that is asked for. A file may hold a whole operator list.
     """
     check_data(data)
     dtype, own = data["dtype"], data.get("device")
