@@ -7,11 +7,12 @@ import atexit
 import functools
 import os
 import sys
-from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import ArgumentError, StateError
+from .arrays import map_arrays
 from .machine import dtype_name
 from .wording import counted, one_of
 
@@ -46,17 +47,7 @@ class Transport(NamedTuple):
 
     def check_arrays(self, name: str, value: Any) -> None:
         """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
-        for array in _arrays_in(value):
-            self.check_dtype(name, array.dtype)
-
-
-def _arrays_in(value: Any) -> Iterator[NDArray]:
-    """Yield the arrays in nested lists and tuples."""
-    if isinstance(value, NDArray):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _arrays_in(one)
+        map_arrays(value, lambda array: self.check_dtype(name, array.dtype), lambda other: other)
 
 
 #: Any other dtype crashes the servers, and the workers then wait forever.

@@ -29,22 +29,13 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
 
-    def check_content(written: Path) -> None:
-        if (written.stat().st_size, checksum(written)) != (len(content), zlib.crc32(content)):
+    def check_content(written: List[Path]) -> None:
+        size, checked = written[0].stat().st_size, checksum(written[0])
+        if (size, checked) != (len(content), zlib.crc32(content)):
             raise OSError(NOT_THE_SAME)
 
-    with replaced_file(path, check_content) as temporary:
+    with replaced_files([path], check_content) as (temporary,):
         temporary.write_bytes(content)
-
-
-@contextmanager
-def replaced_file(path: Union[str, Path], check: Callable[[Path], None]) -> Iterator[Path]:
-    """Context that yields a temporary path to write to, which then replaces `path` atomically.
-
-    See `replaced_files`.
-    """
-    with replaced_files([path], lambda written: check(*written)) as (temporary,):
-        yield temporary
 
 
 @contextmanager

@@ -53,10 +53,11 @@ class Operator:
             inputs = tuple(name for name in inputs if name != "state_cell")
         return tuple(inputs.index(name) for name in names if name in inputs)
 
-    def check_attribute(self, name: str) -> str:
-        """Return `name`; raise `UnknownNameError` if the operator has no such attribute."""
-        if name not in self.attributes and self.name not in with_trait("calls_python"):
-            raise unknown(f"attribute of {self.name}", name, self.attributes)
+    def check_argument(self, kind: str, name: str) -> str:
+        """Return `name`; raise `UnknownNameError` if no "attribute" or "input" has this name."""
+        known = self.attributes if kind == "attribute" else self.inputs
+        if name not in known and self.name not in with_trait("calls_python"):
+            raise unknown(f"{kind} of {self.name}", name, known)
         return name
 
     def check_values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
@@ -66,12 +67,6 @@ class Operator:
             if allowed and value not in allowed:
                 raise unknown(f"value of {attribute} of {self.name}", value, allowed)
         return listed
-
-    def check_input(self, name: str) -> str:
-        """Return `name`; raise `UnknownNameError` if the operator has no such input."""
-        if name not in self.inputs and self.name not in with_trait("calls_python"):
-            raise unknown(f"input of {self.name}", name, self.inputs)
-        return name
 
 
 @lru_cache(maxsize=None)
@@ -180,27 +175,22 @@ def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
         handle=handle,
         inputs=tuple(tensors),
         attributes=tuple(arg for arg, _ in arguments if arg not in tensors),
+        # Descriptions: "int, optional, default='1'" and "{'relu', 'tanh'}, required".
         defaults={
-            arg: value for arg, what in arguments if (value := _parse_default(what)) is not None
+            arg: match[1].strip("'")
+            for arg, what in arguments
+            if (match := re.search(r"default=(.*)$", what))
         },
-        choices={arg: words for arg, what in arguments if (words := _parse_choices(what))},
+        choices={
+            arg: tuple(word.strip(" '") for word in match[1].split(","))
+            for arg, what in arguments
+            if (match := re.match(r"\{(.*?)\}", what))
+        },
         variadic=bool(py_str(key_var.value)) or any(what.endswith("[]") for _, what in arguments),
         mutable_inputs=tuple(traits["mutable_inputs"].get(canonical, ())),
         zero_gradients=zeros,
         decisive_attributes=tuple(traits["decisive_attributes"].get(canonical, ())),
     )
-
-
-def _parse_choices(description: str) -> Tuple[str, ...]:
-    """Return the allowed words in an argument's description: "{'relu', 'tanh'}, required"."""
-    match = re.match(r"\{(.*?)\}", description)
-    return tuple(word.strip(" '") for word in match.group(1).split(",")) if match else ()
-
-
-def _parse_default(description: str) -> Optional[str]:
-    """Return the default in an argument's description: "int, optional, default='1'"."""
-    match = re.search(r"default=(.*)$", description)
-    return match.group(1).strip("'") if match else None
 
 
 # ---------------------------------------------------------------------- custom operators

@@ -214,7 +214,7 @@ class _RuleBuilder:
             operator = registry()[name]
             conditions = tuple(
                 Condition(
-                    operator.check_attribute(attribute),
+                    operator.check_argument("attribute", attribute),
                     values=operator.check_values(attribute, values or ()),
                     beyond_range=ranged,
                     default=operator.defaults.get(attribute),
@@ -265,7 +265,7 @@ class _RuleBuilder:
                 with prefix_errors(f"[{kind}]"):
                     operator = _operator_called(name)
                     for one in kept if kind != "keep_outputs" else ():
-                        operator.check_input(one)
+                        operator.check_argument("input", one)
                 self._amend_rule(name, **{kind: tuple(kept)})
 
     def _amend_rule(self, name: str, **changes: Any) -> None:

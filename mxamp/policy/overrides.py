@@ -253,7 +253,7 @@ def checked_conditional(
             raise ArgumentError(words) from None
         values = _listed(f"the values of {attribute!r}", values, "a list")
         operator = resolve(name)
-        attribute = operator.check_attribute(attribute)
+        attribute = operator.check_argument("attribute", attribute)
         checked.append((operator.name, attribute, operator.check_values(attribute, values)))
     return tuple(checked)
 
