@@ -208,8 +208,9 @@ def test_rules_are_found_by_any_name_of_an_operator():
 
 
 def test_every_other_name_stands_for_an_operator():
-    assert set(own_tables("operators")["gluon_layers"].values()) <= registry().keys()
-    assert not own_tables("operators")["gluon_layers"].keys() & registry().keys()
+    names = own_tables("operators")["gluon_layers"]
+    assert set(names.values()) <= registry().keys()
+    assert not names.keys() & registry().keys()
 
 
 def hybrid(prefix):
