@@ -76,6 +76,11 @@ class Passes:
                     return str(one.name), detail
         return None
 
+    def fits(self, match: Match, graph: Graph, node: Node, usage: Usage) -> bool:
+        """Return whether the dtypes of a node's inputs fit the substitution of a match."""
+        one, dtypes = self.by_name[match[0]], infer_dtypes(graph, usage)
+        return one.fits([dtypes[output] for output in one.inputs(graph, node)])
+
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
         """Return the tensors that a pass reads in place of a node's inputs."""
         passes = self.by_operator.get(node.operator)
@@ -117,19 +122,6 @@ def reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     return next(kept, None)
 
 
-def reads_unset_flag(node: Node) -> bool:
-    """Return whether an RNN runs wrong under static_shape, which leaves its training flag unset.
-
-    Where the uninitialized flag says training, an LSTM with a projection fails in inference with
-    "No training support", and an LSTM with dropout drops elements. Where it changes between a
-    forward and a backward pass, one of several `RNN` nodes fails with "_M_range_check".
-    """
-    attrs = node.attrs
-    return node.op == "RNN" and (
-        attrs.get("projection_size", "None") != "None" or float(attrs.get("p", "0")) > 0
-    )
-
-
 def _with_choices(graph: Graph, choices: Choices, training: bool, passes: Passes) -> Graph:
     """Return the graph with the chosen equivalents and with the reasons of kept nodes."""
     edit = Edit(graph, {})
@@ -155,7 +147,19 @@ class ChoosingBackend(Backend):
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
         """Return why nodes stay in float32, and the matches of those to substitute, by index."""
-        raise NotImplementedError
+        graph, policies, _, usage, known = setting
+        kept, substituted = {}, {}
+        for i, node in enumerate(graph.nodes):
+            rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
+            site = Site(node.operator, node.attrs, known.get(i, ()), usage.training)
+            reason = reason_to_keep(site, rules)
+            if reason is not None:
+                kept[i] = reason
+            call = Call(node, policies[i], usage.training, site.shapes)
+            match = None if usage.converting else self.passes.match(call)
+            if match is not None and self.passes.fits(match, graph, node, usage):
+                substituted[i] = match
+        return kept, substituted
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
         """Return the `Choices` for a graph and the bodies of its loops; `NONE` for none."""
@@ -191,3 +195,20 @@ class ChoosingBackend(Backend):
         """Return why an eager call stays in float32 by the shapes of its inputs."""
         checks = shape_checks()
         return reason_to_keep(site, [one for one in rule.by_shape if checks[one.name].in_calls])
+
+    def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
+        """Return the flags of a block's cached op, without static_shape if an RNN is wrong with it.
+
+        It leaves the RNN's training flag unset.
+        """
+        unset = any(self.reads_unset_flag(node) for node in graph.nodes if node.op == "RNN")
+        return [flag for flag in flags if flag[0] != "static_shape" or not unset]
+
+    def reads_unset_flag(self, rnn: Node) -> bool:
+        """Return whether an RNN runs wrong where its training flag is uninitialized memory.
+
+        If that says training, an LSTM with a projection fails in inference with "No training
+        support", and an LSTM with dropout drops elements.
+        """
+        dropout, projection = rnn.attrs.get("p", "0"), rnn.attrs.get("projection_size", "None")
+        return float(dropout) > 0 or projection != "None"

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from ...framework.environment import variable
 from ...framework.machine import default_device
-from ...graph.ir import Graph
 from ...policy.policy import Policy
-from ...policy.rules import Reason
-from ..choices import ChoosingBackend, Match, Setting, reads_unset_flag
+from ..choices import ChoosingBackend
 from . import libraries, products
 
 NO_GPU = (
@@ -45,13 +43,6 @@ class Cuda(ChoosingBackend):
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
         sees_none = default_device() == "cpu" and not of_model
         return ("gpu", NO_GPU) if sees_none else None
-
-    def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-        return products.choose_nodes(setting)
-
-    def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        unset = any(map(reads_unset_flag, graph.nodes))
-        return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def binding(self, groups: Any) -> AbstractContextManager[Any]:
         # MXNet's fusion fails for some graphs on several devices, or ends the process, without

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Mapping
-
-from ...graph.ir import infer_dtypes
-from ...policy.rules import Reason
 from ...policy.values import same_value
 from .. import Site, rule
-from ..choices import Match, Passes, Setting, reason_to_keep
+from ..choices import Passes, reason_to_keep
 from ..passes import Call, Detail, Parts, Pass
 
 #: A substitution on demand: nobody has measured it yet.
@@ -50,22 +46,3 @@ def gemm2(parts: Parts, _detail: Detail) -> None:
 PASSES = Passes([
     Pass(GEMM2, gemm2, frozenset({"batch_dot"}), match_long_products, float32="float32 sums"),
 ])  # fmt: skip
-
-
-def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-    """Return why products stay in float32, and the matches of those to substitute."""
-    graph, policies, _, usage, known = setting
-    kept, substituted = {}, {}
-    for i, node in enumerate(graph.nodes):
-        rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
-        shapes = known.get(i, ())
-        reason = reason_to_keep(Site(node.operator, node.attrs, shapes, usage.training), rules)
-        if reason is not None:
-            kept[i] = reason
-        call = Call(node, policies[i], usage.training, shapes)
-        match = None if usage.converting else PASSES.match(call)
-        if match is not None:
-            dtypes = infer_dtypes(graph, usage)
-            if PASSES.by_name[match[0]].fits([dtypes[output] for output in node.inputs]):
-                substituted[i] = match
-    return kept, substituted

@@ -10,13 +10,13 @@ from mxnet.optimizer import SGD
 
 from ...errors import ArgumentError
 from ...framework.patching import wrapping
-from ...graph.ir import Graph
+from ...graph.ir import Graph, Node
 from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
 from ...policy.rules import Reason
 from ...policy.values import parse_integers
 from .. import DecidedCall, Quirk, Step
-from ..choices import ChoosingBackend, Match, Setting, reads_unset_flag
+from ..choices import ChoosingBackend, Match, Setting
 from . import cpu, eager, fuse, fusible, inputs, optimizers, recurrent, shape_rules
 from .substitutions import PASSES
 
@@ -96,9 +96,10 @@ class OneDNN(ChoosingBackend):
     def without_wrong_fusion(self, graph: Graph) -> Graph:
         return fusible.with_barriers(graph)[0]
 
-    def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        unset = any(reads_unset_flag(n) or recurrent.is_divided(n) for n in graph.nodes)
-        return [flag for flag in flags if flag[0] != "static_shape" or not unset]
+    def reads_unset_flag(self, rnn: Node) -> bool:
+        # Where the flag changes between a forward and a backward pass, one of several RNNs, such as
+        # `rnn_layers` makes, fails with "_M_range_check".
+        return super().reads_unset_flag(rnn) or recurrent.is_divided(rnn)
 
     def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
         return fuse.fused(graph, params, policy)
