@@ -36,6 +36,8 @@ _CLASSES = {
     "gpu": "mxamp.backends.cuda.backend:Cuda",
 }
 DEVICES = tuple(_CLASSES)
+#: The features of processors on which kernels depend, as operator lists name them.
+FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
 
 #: The choices for a graph that needs none: see `Backend.choose`.
 NONE: Hashable = ()
@@ -131,7 +133,7 @@ class Backend:
     # ------------------------------------------------------------------ the machine
 
     def features(self) -> frozenset[str]:
-        """Return the features of the processor on which kernels depend, as operator lists do."""
+        """Return which of `FEATURES` the device has."""
         return frozenset()
 
     def fast_dtype(self) -> str:

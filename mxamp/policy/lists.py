@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Iterable, Mapping, NamedTuple
 
-from ..backends import DEVICES, backend_of, shape_checks, substitutions
+from ..backends import DEVICES, FEATURES, backend_of, shape_checks, substitutions
 from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
 from ..framework.data import own_tables, parse_toml
 from ..framework.operators import Operator, registry, resolve
@@ -44,11 +44,10 @@ _REPEATED: Mapping[str, Mapping[str, Any]] = {
     },
     "missing": {
         "device": DEVICES, "operators": [str], "reason": str,
-        "unless?": ("avx512", "avx512_bf16", "amx_bf16"), "computes?": ("float32", "float64"),
+        "unless?": FEATURES, "computes?": ("float32", "float64"),
     },
     "by_shape": {
-        "rule": str, "operators": [str], "reason": str, "device?": DEVICES,
-        "limit?": int,
+        "rule": str, "operators": [str], "reason": str, "device?": DEVICES, "limit?": int,
     },
 }  # fmt: skip
 _NAMED = {
@@ -249,9 +248,12 @@ class _RuleBuilder:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
         if table.get("device", self._device) != self._device:
             return
-        name, check = table["rule"], shape_checks()[table["rule"]]
+        kind, checks = table["rule"], shape_checks()
+        if kind not in checks:
+            raise unknown("rule", kind, checks)
         text = backend_of(self._device).said(table["reason"])
-        rule = ShapeRule(Reason(name, text, check.exact, check.detours), table.get("limit", 0))
+        reason = Reason(kind, text, checks[kind].exact, checks[kind].detours)
+        rule = ShapeRule(reason, table.get("limit", 0))
         for name in names:
             before = self.by_name.get(name, UNLISTED).by_shape
             self._amend_rule(name, by_shape=(*before, rule))

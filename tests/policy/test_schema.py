@@ -46,6 +46,7 @@ def error_of(tmp_path, text):
         ('"float16"', '"float8"', "dtype must be 'float16' or 'bfloat16', not 'float8'"),
         ('reason = "fast"\n', "", "[[group]] table 1: the key 'reason' is missing"),
         ('class = "low"', 'klass = "low"', "[[group]] table 1: unknown key 'klass'; the closest is 'class'"),
+        ('"few_rows"', '"few_row"', "unknown rule 'few_row'; the closest is 'few_rows'"),
         ('"few_rows"', '"long_sums"\nlimit = -1', "limit must be a whole number from 0, not -1"),
         ('["softrelu"]', '["softrelu"]\nbeyond_range = true', "give either values or beyond_range"),
         (SHAPE, "[keep_outputs]\nBatchNorm = ['x']", "BatchNorm must be a list of whole numbers"),
