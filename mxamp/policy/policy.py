@@ -110,12 +110,16 @@ class Policy:
     target_dtype: str
     device: str
     changes: tuple[Change, ...] = ()
-    _here: Here = (frozenset(), ())
+    _here: Here | None = None
+
+    def __post_init__(self) -> None:
+        if self._here is None:
+            object.__setattr__(self, "_here", here(self.device))
 
     @cached_property
     def _list(self) -> OperatorList:
         """The rules, layers and substitutions after all changes."""
-        features, custom = self._here
+        features, custom = self._here or here(self.device)
         *before, last = self.changes or (None,)
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
