@@ -5,7 +5,6 @@ from typing import Any, Optional
 import click
 
 from ..convert.saved import load_model, saved_semantics
-from ..graph.casts.builder import is_converted
 from ..graph.ir import Graph
 from ..tools.debugging.explain import PRECISIONS
 from ..tools.debugging.explain import explain as explain_symbol
@@ -36,7 +35,7 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
     """
     symbol, args, auxs = load_model(prefix, epoch)
     graph = Graph.from_symbol(symbol)
-    as_it_is = not any(given.values()) and (graph.has_fused_operators or is_converted(graph))
+    as_it_is = not any(given.values()) and (graph.has_fused_operators or graph.is_converted)
     wanted = given["target_dtype"], given["policy"], given["device"]
     with saved_semantics(prefix, epoch):
         plan = explain_symbol(

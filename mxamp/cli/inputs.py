@@ -9,9 +9,10 @@ import numpy as np
 from mxnet import nd
 
 from ..convert.options import check_names, checked_dtype
-from ..convert.outputs import Model, declared_dtypes, finite_input, random_inputs
+from ..convert.outputs import Model, finite_input, random_inputs
 from ..errors import ArgumentError, prefix_errors
 from ..framework.arrays import cast
+from ..graph.ir import Graph
 
 Named = Sequence[Tuple[str, Any]]
 
@@ -90,7 +91,7 @@ def checked_batch(
 ) -> Dict[str, Any]:
     """Return inputs as NDArrays in `dtypes`, else in the declared dtypes; raise unless finite."""
     check_names(dtypes, _data_names(model), "input")
-    wanted, batch = {**declared_dtypes(model[0]), **dtypes}, {}
+    wanted, batch = {**Graph.from_symbol(model[0]).recorded_dtypes, **dtypes}, {}
     for name, value in values.items():
         array, dtype = finite_input(name, value), wanted.get(name, "float32")
         # An array of float32 would round large integers.

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from typing import Any, Collection, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import autograd
@@ -21,8 +21,10 @@ from ..framework.wording import shortened, shown
 from ..patches.cached_op import Source, install_policy_op
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
+from .options import Options
 from .outputs import error_reason
 from .saved import files_to_write, write_model
+from .symbols import Converted
 
 NOT_RUN = "block {name!r} has no graph yet: hybridize it and run it once, or give example_inputs"
 NO_EXAMPLE = "example_inputs must be an NDArray, or the arguments of one call, not {given}"
@@ -42,7 +44,7 @@ class TracedBlock:
     """
 
     def __init__(self, block: HybridBlock, arguments: Tuple[Any, ...] = ()) -> None:
-        self.inputs, self.symbol = block._cached_graph
+        self.block, (self.inputs, self.symbol) = block, block._cached_graph
         arrays = [array for array in _flatten(arguments, "input")[0] if array is not None]
         names = [one.name for one in self.inputs]
         self._example_dtypes = dict(zip(names, dtypes_of(arrays)))
@@ -112,9 +114,12 @@ def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
     kept = {name: getattr(block, name) for name in ("_cached_graph", "_in_format", "_out_format")}
     try:
         block._cached_graph = ()
-        called = _forward_arguments(block, arguments)
-        block._get_graph(*called)
-        return TracedBlock(block, called)
+        if isinstance(block, _RNNLayer):
+            # As its own `__call__`, which reads later whether the call left out the states.
+            block.skip_states = len(arguments) == 1
+            arguments = _with_states_as_list(block, *arguments)
+        block._get_graph(*arguments)
+        return TracedBlock(block, arguments)
     finally:
         for name, value in kept.items():
             setattr(block, name, value)
@@ -143,17 +148,6 @@ def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
     return tuple(arguments)
 
 
-def _forward_arguments(block: HybridBlock, arguments: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    """Return the arguments that `block(*arguments)` passes to `block.forward`.
-
-    As a recurrent layer's own `__call__`, record in the layer whether the call left out the states.
-    """
-    if not isinstance(block, _RNNLayer):
-        return arguments
-    block.skip_states = len(arguments) == 1
-    return _with_states_as_list(block, *arguments)
-
-
 def _with_states_as_list(
     layer: _RNNLayer, inputs: NDArray, states: Any = None, *lengths: Any
 ) -> Tuple[Any, ...]:
@@ -170,12 +164,50 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
     The latter gets its casts in each call, by the shapes of the call's inputs.
     """
 
-    _source: Optional[Source] = None
-    _input_dtypes: Sequence[Optional[str]] = ()  #: of inputs that the block casts, or None
-    _is_fused = False  #: MXNet's gradients of fused operators are wrong
-    _frozen: Sequence[str] = ()  #: parameters that train in the original block only
-    _has_warned = False
-    _layer: Optional[_RNNLayer] = None  #: the recurrent layer that it was converted from
+    def __init__(
+        self, traced: TracedBlock, converted: Converted, options: Options, contexts: List[Context]
+    ) -> None:
+        """Make a block that runs a converted symbol, and is called as the traced block is.
+
+        The values are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req`
+        and `grad_stype`, but those cast offline get no gradients. Nor do those of fused operators.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
+            super().__init__(converted.symbol, traced.inputs)
+        # MXNet's gradients of fused operators are wrong.
+        self._is_fused, self._has_warned = options.fuse, False
+        frozen = converted.params if options.fuse else converted.inputs
+        #: The parameters that train in the original block only.
+        self._frozen = [n for n, p in traced.params.items() if p.grad_req != "null" and n in frozen]
+        self._source: Optional[Source] = None
+        # With 16-bit dtypes at its boundary, the source graph is another model.
+        if options.keep_io_types or not options.policy.lowers:
+            self._source = Source(converted.source, converted.policy, frozenset(converted.inputs))
+        dtypes = {} if options.keep_io_types else converted.data
+        #: The dtypes of inputs that the block casts, or None.
+        self._input_dtypes = [dtypes.get(one.name) for one in traced.inputs]
+        block = traced.block
+        # A user's model may have its own begin_state alone.
+        states = {n: getattr(block, n) for n in ("begin_state", "state_info") if hasattr(block, n)}
+        layer = block if isinstance(block, _RNNLayer) else getattr(block, "_layer", None)
+        # Past Block.__setattr__, which would make a layer a child, and register a parameter.
+        self.__dict__.update(states, _layer=layer)
+        # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
+        self._in_format, self._out_format = traced.formats
+        for name, param in self.collect_params().items():
+            value = converted.params[name]
+            param.cast(value.dtype)
+            original = traced.params.get(name, param)
+            param.lr_mult, param.wd_mult = original.lr_mult, original.wd_mult
+            param._grad_stype = original._grad_stype
+            param.grad_req = "null" if name in frozen else original.grad_req
+            # Last, as it makes the gradients: MXNet can't make bfloat16 ones under NumPy semantics,
+            # and an Embedding with `sparse_grad` writes to sparse ones only.
+            param._load_init(value, contexts)
+        # Under other flags, fused operators pack their weights anew at each call.
+        fused_flags = {"static_alloc": True, "static_shape": True}
+        self.hybridize(**fused_flags if options.fuse else dict(block._flags[:2]))
 
     def __call__(self, x: Any, *args: Any) -> Any:
         """Call the block; the states of a recurrent layer may be left out."""
@@ -188,8 +220,7 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
         Both files are replaced together, as by `convert_files`. `remove_amp_cast` is ignored.
         """
         symbol = self._cached_graph[1]
-        params = self.collect_params()
-        values = {name: _cpu_value(param).as_nd_ndarray() for name, param in params.items()}
+        values = {n: _cpu_value(p).as_nd_ndarray() for n, p in self.collect_params().items()}
         auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
         write_model((symbol, values, auxs), files_to_write(path, epoch))
 
@@ -211,20 +242,16 @@ class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
 
     def _call_cached_op(self, *args: Any) -> Any:
         if autograd.is_recording():
-            self._warn_of_training()
+            frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
+            if frozen and autograd.is_training() and not self._has_warned:
+                self._has_warned = True
+                logger.warning(FROZEN, self.name, shortened(frozen))
             if self._is_fused:
                 with autograd.pause():
                     return self._call_cached_op(*args)
         if self._source is not None:
             install_policy_op(self, args, self._source)
         return super()._call_cached_op(*args)
-
-    def _warn_of_training(self) -> None:
-        """Warn once if the block runs in training and the conversion has frozen parameters."""
-        frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
-        if frozen and autograd.is_training() and not self._has_warned:
-            self._has_warned = True
-            logger.warning(FROZEN, self.name, shortened(frozen))
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> Any:
@@ -236,47 +263,3 @@ def _cast_input(value: Any, dtype: Optional[str]) -> Any:
     if dtypes_of([value])[0] not in CASTABLE:
         return value
     return cast(value, dtype, isinstance(value, mx.np.ndarray))
-
-
-def build_block(
-    block: HybridBlock,
-    traced: TracedBlock,
-    symbol: Symbol,
-    values: Mapping[str, NDArray],
-    contexts: List[Context],
-    frozen: Collection[str] = (),
-    source: Optional[Source] = None,
-    input_dtypes: Optional[Mapping[str, str]] = None,
-) -> SymbolBlock:
-    """Return a block that runs `symbol` with parameters `values`, and is called as `block` is.
-
-    `values` are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req` and
-    `grad_stype`; those named in `frozen`, which include all new ones, get no gradients. With
-    `source`, the block runs the source's graph, with casts by its policy. Inputs are cast to
-    `input_dtypes`, by input name.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SymbolBlock's type inference is of no use here
-        result = ConvertedBlock(symbol, traced.inputs)
-    result._source = source
-    trained = (name for name, param in traced.params.items() if param.grad_req != "null")
-    result._frozen = [name for name in trained if name in frozen]
-    result._input_dtypes = [(input_dtypes or {}).get(one.name) for one in traced.inputs]
-    # A user's model may have its own begin_state alone.
-    states = {n: getattr(block, n) for n in ("begin_state", "state_info") if hasattr(block, n)}
-    layer = block if isinstance(block, _RNNLayer) else getattr(block, "_layer", None)
-    # Past Block.__setattr__, which would make a layer a child, and register a parameter.
-    result.__dict__.update(states, _layer=layer)
-    # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
-    result._in_format, result._out_format = traced.formats
-    for name, param in result.collect_params().items():
-        param.cast(values[name].dtype)
-        original = traced.params.get(name, param)
-        param.lr_mult, param.wd_mult = original.lr_mult, original.wd_mult
-        param._grad_stype = original._grad_stype
-        param.grad_req = "null" if name in frozen else original.grad_req
-        # Last, as it makes the gradients: MXNet can't make bfloat16 ones under NumPy semantics, and
-        # an Embedding with `sparse_grad` writes to sparse ones only.
-        param._load_init(values[name], contexts)
-    result.hybridize(**dict(block._flags[:2]) if block._flags else {})
-    return result

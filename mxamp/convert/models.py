@@ -17,11 +17,10 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
-from ..patches.cached_op import Source
 from ..policy.overrides import Conditional, Layers
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
-from .blocks import Examples, build_block, trace
+from .blocks import ConvertedBlock, Examples, trace
 from .options import Names, Options
 from .outputs import Model, checked_model
 from .symbols import Converted, Params, convert
@@ -230,20 +229,7 @@ def convert_hybrid_block(
     traced = trace(block, example_inputs)
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
     converted = convert(traced.symbol, options, traced.param_values())
-    frozen = converted.params if options.fuse else converted.inputs
-    input_dtypes = {} if options.keep_io_types else converted.data
-    source = None
-    # With 16-bit dtypes at its boundary, the source graph is another model.
-    if options.keep_io_types or not options.policy.lowers:
-        source = Source(converted.source, converted.policy, frozenset(converted.inputs))
-    fast = build_block(
-        block, traced, converted.symbol, converted.params, contexts, frozen, source, input_dtypes
-    )
-    if options.fuse:
-        fast._is_fused = True
-        # Under other flags, fused operators pack their weights anew at each call.
-        fast.hybridize(static_alloc=True, static_shape=True)
-    return fast
+    return ConvertedBlock(traced, converted, options, contexts)
 
 
 @checked_call
@@ -314,7 +300,7 @@ def _converted_buckets(
     buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
     common = set.intersection(*(set(one.inputs) for one in buckets.values()))
     not_common = frozenset(name for one in buckets.values() for name in one.inputs) - common
-    if not not_common:
-        return buckets
-    options = replace(options, not_offline=not_common)
-    return {key: convert(symbol, options, params) for key, symbol in symbols.items()}
+    if not_common:
+        options = replace(options, not_offline=not_common)
+        buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
+    return buckets

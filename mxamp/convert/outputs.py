@@ -17,7 +17,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, CheckError, StateError
 from ..framework.arrays import as_list, cast
 from ..framework.keywords import checked_call
-from ..framework.machine import DTYPE_NAMES, dtype_name
+from ..framework.machine import dtype_name
 from ..framework.operators import with_trait
 from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
@@ -170,7 +170,7 @@ def output_error(name: str, reference: Any, measured: Any) -> OutputError:
 def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
     """Run a model without mxamp; return its outputs as float32 NumPy arrays."""
     symbol, args, auxs = checked_model(model)
-    declared, names = declared_dtypes(symbol), symbol.list_inputs()
+    declared, names = Graph.from_symbol(symbol).recorded_dtypes, symbol.list_inputs()
     values = {**args, **auxs}
     dtypes = resolved_dtypes(symbol, values)
     with suspended():
@@ -321,13 +321,6 @@ def finite_input(name: str, value: Any) -> NDArray:
         if bad:
             raise ArgumentError(NOT_FINITE.format(name=name, elements=counted(bad, "element")))
     return array
-
-
-def declared_dtypes(symbol: Symbol) -> Dict[str, str]:
-    """Return the dtypes in the `__dtype__` attributes of a symbol's variables, by name."""
-    variables = Graph.from_symbol(symbol).variables
-    codes = {variable.name: variable.attrs.get("__dtype__") for variable in variables}
-    return {name: DTYPE_NAMES[int(code)] for name, code in codes.items() if code is not None}
 
 
 def error_reason(error: Exception) -> str:

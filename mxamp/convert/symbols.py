@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
+from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -13,18 +13,18 @@ from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
 from ..framework.wording import counted, shown
-from ..graph.casts.builder import HALVES, is_converted
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
     count_range_errors,
+    names_cast_to,
     with_copies_before_casts,
     with_merged_variables,
     with_recorded_dtypes,
     without_copies_before_casts,
 )
 from ..graph.casts.widen import Widened, has_halves, widened, without_lowering_regions
-from ..graph.ir import CASTS, Graph, Usage, collector_paused
+from ..graph.ir import HALVES, Graph, Usage, collector_paused
 from ..patches.announcements import warn_of_speed
 from ..policy.active import suspended
 from ..policy.decision import CASTABLE
@@ -94,22 +94,13 @@ def convert(
         raise ArgumentError(f"a model's graph must be a Symbol, not {shown(symbol)}")
     graph = without_copies_before_casts(with_merged_variables(Graph.from_symbol(symbol)))
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
-    if policy.lowers and is_converted(graph):
+    if policy.lowers and graph.is_converted:
         logger.warning(AGAIN)
     data: Sequence[str] = [name for name in graph.input_names if name not in (params or {})]
     if params is None:
         data = name_list("data_names", options.data_names)
         check_names(data, graph.input_names, "input")
-    held = dict(params or {})
-    dtypes = resolved_dtypes(symbol, held, options.input_dtypes)
-    wide = widened_for(graph, policy, dtypes, params, options.keep_io_types)
-    graph = wide.graph
-    held.update(cast_params(held, dict.fromkeys(wide.variables & held.keys(), "float32")))
-    dtypes.update(dict.fromkeys(wide.variables, "float32"))
-    if options.fuse:
-        graph, held, policy = backend_of(policy.device).fuse(graph, held, policy)
-    elif policy.lowers and not has_halves(graph, dtypes):
-        backend_of(policy.device).check_fused(graph, policy)
+    graph, held, dtypes, policy = _float32_source(symbol, graph, policy, options, params)
     shapes = {name: array.shape for name, array in held.items()}
     # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
     kept = {*options.not_offline, *(data if options.keep_io_types else ())}
@@ -118,7 +109,7 @@ def convert(
     offline, restore = frozenset(graph.input_names) - kept, options.keep_io_types
     usage = Usage(dtypes, shapes, offline=offline, restore=restore, converting=True)
     new = rewrite(graph, policy, usage).graph
-    lowered = _names_cast_to(new, policy.target_dtype)
+    lowered = names_cast_to(new, policy.target_dtype)
     new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
     taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
     _warn_of_bad_values(held, graph, lowered, inputs, policy.target_dtype)
@@ -127,6 +118,29 @@ def convert(
         new = with_copies_before_casts(new, {**dtypes, **inputs})
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
     return Converted(written, inputs, taken, cast_params(held, inputs), graph, policy)
+
+
+def _float32_source(
+    symbol: Symbol,
+    graph: Graph,
+    policy: Policy,
+    options: Options,
+    params: Optional[Mapping[str, NDArray]],
+) -> Tuple[Graph, Params, Dict[str, str], Policy]:
+    """Return a symbol's graph without half precision, fused if asked for, to insert casts into.
+
+    Also returns the values and the dtypes of its inputs, and the policy for the fused graph.
+    """
+    held = dict(params or {})
+    dtypes = resolved_dtypes(symbol, held, options.input_dtypes)
+    graph, variables, _ = widened_for(graph, policy, dtypes, params, options.keep_io_types)
+    held.update(cast_params(held, dict.fromkeys(variables & held.keys(), "float32")))
+    dtypes.update(dict.fromkeys(variables, "float32"))
+    if options.fuse:
+        graph, held, policy = backend_of(policy.device).fuse(graph, held, policy)
+    elif policy.lowers and not has_halves(graph, dtypes):
+        backend_of(policy.device).check_fused(graph, policy)
+    return graph, held, dtypes, policy
 
 
 def widened_for(
@@ -143,14 +157,13 @@ def widened_for(
     """
     held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
     dtypes = {**held, **dtypes}
+    # Fused operators have no class in a policy: they keep the precision that they were fused in.
+    stays = policy.lowers and graph.has_fused_operators
+    if stays and policy.target_dtype == "float16":
+        raise ArgumentError(FUSED_FLOAT16)
     if not policy.lowers:
         graph = without_lowering_regions(graph)
-    elif graph.has_fused_operators:
-        # They have no class in a policy: they keep the precision that they were fused in.
-        if policy.target_dtype == "float16":
-            raise ArgumentError(FUSED_FLOAT16)
-        return Widened(graph, frozenset(), ())
-    if not has_halves(graph, dtypes):
+    if stays or not has_halves(graph, dtypes):
         return Widened(graph, frozenset(), ())
     kept = {name for name in graph.input_names if params is None or name not in params}
     wide = widened(graph, dtypes, kept if keep_io_types else frozenset(), restore=keep_io_types)
@@ -188,10 +201,3 @@ def _warn_of_bad_values(
                     many = over or vanished > array.size // 1000
                     level = logging.WARNING if many else logging.INFO
                     logger.log(level, LOSSY, values, name, dtype, vanished, layer)
-
-
-def _names_cast_to(graph: Graph, dtype: str) -> Set[str]:
-    """Return the names of the nodes that a graph casts to `dtype`, directly or by `_copy`."""
-    casts = [node for node in graph.nodes if node.op in CASTS and node.attrs.get("dtype") == dtype]
-    sources = [graph.nodes[cast.inputs[0][0]] for cast in casts]
-    return {(graph.nodes[one.inputs[0][0]] if one.op == "_copy" else one).name for one in sources}

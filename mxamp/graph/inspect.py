@@ -7,9 +7,7 @@ from math import prod
 from typing import Mapping, NamedTuple, Sequence
 
 from . import ir
-from .casts.insert import PRECISION
-from .casts.offline import is_inserted_copy
-from .ir import CASTS, Graph, Node, Output, Shape, Usage
+from .ir import CASTS, Graph, Node, Output, Shape, Usage, emulated_dtype
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _BYTES = {
@@ -70,7 +68,7 @@ def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Sh
         if node.op in CASTS and is_cast(inputs[0].dtype, output.dtype):
             census.add_cast(inputs[0].dtype, output.dtype, inputs[0].size)
             continue
-        if is_inserted_copy(node):
+        if node.is_inserted_copy:
             continue  # a part of a cast
         census.operators[node.operator, precision_of_node(graph, i, values)] += 1
         if node.operator == "_foreach" and inputs[0].shape is not None:
@@ -91,7 +89,7 @@ def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> 
     node = graph.nodes[i]
     dtypes = [values[entry].dtype for entry in (*node.inputs, (i, 0))]
     first = next((dtype for dtype in dtypes if dtype in FLOATS), dtypes[0])
-    return node.attrs.get(PRECISION) or first
+    return emulated_dtype(node.attrs) or first
 
 
 def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:

@@ -9,7 +9,7 @@ import re
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Iterator, Mapping, Sequence, Tuple
+from typing import AbstractSet, Any, Iterator, Mapping, Sequence, Tuple
 
 from mxnet.base import _LIB, MXNetError, SymbolHandle, c_str, check_call, mx_uint
 from mxnet.symbol import Symbol
@@ -17,6 +17,7 @@ from mxnet.util import is_np_shape
 
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve, with_trait
+from ..policy.decision import CASTABLE
 from ..policy.regions import marks_of
 from ..policy.rules import Reason
 from ..policy.values import parse_integers
@@ -81,9 +82,11 @@ class Usage:
 
 Output = Tuple[int, int]  #: (index of the node, index among its outputs)
 CASTS = with_trait("casts")
-#: The attribute of a `Cast` that replaces `amp_cast`, which fails for empty arrays. MXNet ignores
-#: attributes of this form.
-TAKES_EMPTY = "__mxamp_takes_empty__"
+HALVES = CASTABLE - {"float32"}
+#: The attribute of a node that a rewrite has inserted or changed: "cast", "copy" (before a cast),
+#: "layout" (a copy to MXNet's plain layout), or the dtype that an operator emulates in a wider one.
+#: MXNet saves attributes of this form, and ignores them.
+ROLE = "__mxamp__"
 
 
 @dataclass
@@ -117,6 +120,16 @@ class Node:
     def is_fused(self) -> bool:
         """Whether the node is several operators that a backend of MXNet has fused to one."""
         return bool(self.subgraphs) and self.operator not in LOOPS
+
+    @property
+    def is_inserted_cast(self) -> bool:
+        """Whether a conversion or another rewrite has inserted the node as a cast."""
+        return self.attrs.get(ROLE) == "cast"
+
+    @property
+    def is_inserted_copy(self) -> bool:
+        """Whether a conversion or another rewrite has inserted the node as a copy before casts."""
+        return self.attrs.get(ROLE) == "copy"
 
     @property
     def hidden_attrs(self) -> dict[str, str]:
@@ -159,7 +172,9 @@ class Graph:
     def from_symbol(cls, symbol: Symbol) -> Graph:
         """Return the graph of a symbol, `amp_cast` nodes included."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
-        return cls.from_json(json.loads(text, strict=False))
+        graph = cls.from_json(json.loads(text, strict=False))
+        _recognize_by_name(graph)
+        return graph
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
@@ -210,6 +225,12 @@ class Graph:
         return [node.name for node in self.variables]
 
     @property
+    def recorded_dtypes(self) -> dict[str, str]:
+        """The dtypes in the `__dtype__` attributes of the input nodes, by name."""
+        codes = {node.name: int(node.attrs.get("__dtype__", "-1")) for node in self.variables}
+        return {name: DTYPE_NAMES[code] for name, code in codes.items() if code in DTYPE_NAMES}
+
+    @property
     def all_nodes(self) -> list[Node]:
         """All nodes, followed by the nodes in bodies of loops."""
         inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
@@ -219,6 +240,11 @@ class Graph:
     def marks(self) -> frozenset[str]:
         """The marks of `autocast` regions on operators, bodies of loops included."""
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether a conversion has inserted casts into the graph."""
+        return any(node.is_inserted_cast for node in self.nodes)
 
     @property
     def has_fused_operators(self) -> bool:
@@ -234,6 +260,97 @@ class Graph:
     def layer_names(self) -> list[str]:
         """The names of all operator nodes, each once, bodies of loops included."""
         return list(dict.fromkeys(node.name for node in self.all_nodes if not node.is_variable))
+
+
+def emulated_dtype(attrs: Mapping[str, str]) -> str | None:
+    """Return the dtype that an operator with these attributes emulates in a wider one, if any."""
+    role = attrs.get(ROLE)
+    return role if role in DTYPE_CODES else None
+
+
+# ---------------------------------------------------------------------- casts known by name
+
+#: The end of the names of casts and copies that earlier versions and MXNet's own conversion insert.
+_INSERTED = re.compile(r"_amp_(?:copy|cast_(float16|bfloat16|float32|float64))\d*$")
+#: The attribute by which earlier versions mark a `Cast` in place of `amp_cast`.
+_TAKES_EMPTY = "__mxamp_takes_empty__"
+
+
+def _recognize_by_name(graph: Graph) -> None:
+    """Set the role of casts in a graph that an earlier version or MXNet itself has converted.
+
+    Only their names tell such casts. A model's own cast may have such a name too, but a model that
+    was not converted records other dtypes.
+    """
+    nodes = graph.all_nodes
+    named = any(_INSERTED.search(node.name) for node in nodes if not node.is_variable)
+    if not named or any(ROLE in node.attrs for node in nodes):
+        return
+    inserted = _inserted_by_name(graph, Usage(graph.recorded_dtypes))
+    if _records_dtypes_as_converted(graph, {i for i, _ in inserted}):
+        for _, node in inserted:
+            node.attrs.pop(_TAKES_EMPTY, None)
+            node.attrs[ROLE] = "copy" if node.op == "_copy" else "cast"
+
+
+def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
+    """Return whether a graph records dtypes as conversions do that have inserted these casts.
+
+    An earlier version recorded those of all variables that a cast depends on. MXNet's own
+    conversion does for the parameters, which it casts in the graph or has cast offline.
+    """
+    recorded = graph.recorded_dtypes
+    before, read = set(casts), {source for i in casts for source, _ in graph.nodes[i].inputs}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        if i in before:
+            before.update(source for source, _ in graph.nodes[i].inputs)
+    variables = {graph.nodes[i].name for i in before if graph.nodes[i].is_variable}
+    return (
+        variables <= recorded.keys()
+        or any(graph.nodes[i].name in recorded for i in read)
+        or not HALVES.isdisjoint(recorded.values())
+    )
+
+
+def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
+    """Return the casts and copies with the names that conversions give them, bodies included.
+
+    With each comes its index, or the index of the loop that holds it.
+    """
+    found: list[tuple[int, Node]] = []
+    dtypes, (outputs, symbol) = infer_dtypes(graph, usage), graph.all_outputs
+    # mxamp names a cast after its source and the output's number. MXNet's own conversion takes
+    # MXNet's name of the output, or an underscore and the number.
+    names: dict[Output, set[str]] = {}
+    for (i, k), output_name in zip(outputs, symbol.list_outputs()):
+        name, number = graph.nodes[i].name, str(k) if graph.nodes[i].num_outputs > 1 else ""
+        names[i, k] = {f"{name}{number}", f"{name}_{k}", output_name}
+    for i, node in enumerate(graph.nodes):
+        match = _INSERTED.search(node.name)
+        if match and _may_be_inserted(node, match[1], dtypes):
+            sources = names[node.inputs[0]]
+            if node.name[: match.start()] in sources:
+                found.append((i, node))
+                names[i, 0] |= sources
+        for k, body in enumerate(node.subgraphs if node.operator in LOOPS else ()):
+            inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
+            found += [(i, one) for _, one in _inserted_by_name(body, inner)]
+    return found
+
+
+def _may_be_inserted(node: Node, dtype: str | None, dtypes: Mapping[Output, str]) -> bool:
+    """Return whether conversions insert a node like `node` as a cast to `dtype`, or as a copy.
+
+    Conversions take `Cast` for float64, and for arrays that may be empty.
+    """
+    if dtype is None:
+        return node.op == "_copy"
+    if node.op not in CASTS or node.attrs["dtype"] != dtype:
+        return False
+    source = dtypes[node.inputs[0]]
+    if node.op == "Cast" and _TAKES_EMPTY not in node.attrs:
+        return len({source, dtype} & CASTABLE) == 1 and "float64" in (source, dtype)
+    return node.op == "amp_cast" or source in CASTABLE
 
 
 # ---------------------------------------------------------------------- shapes and dtypes
@@ -298,8 +415,14 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
 
 def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
     """Return the dtypes that MXNet infers for the outputs of `node`; float32 where it can't."""
-    attrs = [{"__dtype__": str(DTYPE_CODES.get(dtype, 0))} for dtype in dtypes]
-    inferred = infer_types(single_node_graph(node, attrs, node.num_outputs).to_symbol())
+    nodes = [
+        Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
+        for i, dtype in enumerate(dtypes)
+    ]
+    read = [(i, 0) for i in range(len(nodes))]
+    heads = [(len(nodes), k) for k in range(node.num_outputs)]
+    graph = Graph([*nodes, replace(node, name="node", inputs=read)], heads, VERSION)
+    inferred = infer_types(graph.to_symbol())
     return inferred[1] if inferred is not None else ("float32",) * node.num_outputs
 
 
@@ -319,17 +442,6 @@ def variable_dtype(node: Node, usage: Usage) -> str:
     """Return the dtype of a graph's input, or "sparse"."""
     dense = node.attrs.get("__storage_type__", "0") == "0"
     return usage.dtypes.get(node.name, "float32") if dense else "sparse"
-
-
-def single_node_graph(node: Node, inputs: Sequence[Mapping[str, str]], outputs: int = 1) -> Graph:
-    """Return a graph of one operator, with its first `outputs` outputs.
-
-    Its inputs are new variables with the attributes `inputs`.
-    """
-    count = len(inputs)
-    variables = [Node("null", f"input{i}", dict(attrs)) for i, attrs in enumerate(inputs)]
-    single = replace(node, name="node", inputs=[(i, 0) for i in range(count)])
-    return Graph([*variables, single], [(count, i) for i in range(outputs)], VERSION)
 
 
 def infer_types(

@@ -22,7 +22,6 @@ from mxnet.symbol import Symbol
 from ..backends import NONE, backend_of
 from ..framework.arrays import dtypes_of, kind_code, on_device, shape_of
 from ..framework.patching import Original
-from ..graph.casts.builder import is_converted
 from ..graph.casts.insert import region_marks, rewritten_graph
 from ..graph.gradients import trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
@@ -323,7 +322,7 @@ class PolicyCachedOp:
         self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
         self._variants = Variants(block, source)
         graph, self._policy = self._variants.graph, source.policy if source is not None else None
-        converted = is_converted(graph)
+        converted = graph.is_converted
         if self._policy is None and graph.has_fused_operators and not converted:
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if converted else graph.marks

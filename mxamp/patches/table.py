@@ -23,7 +23,7 @@ from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.distributed import PARAMETER_SERVER, is_distributed
 from ..framework.interrupts import ending
 from ..framework.patching import Original, Patch, PatchSet, locked, wrapping
-from ..graph.casts.builder import HALVES
+from ..graph.ir import HALVES
 from ..policy.active import current_policy, in_force, suspended
 from ..scaling import distributed, finite, loss_outputs, trainer
 from . import cached_op, eager, symbolic

@@ -102,14 +102,14 @@ def test_a_cast_by_hand_stays_whatever_its_name(read, dtype):
 
 @pytest.mark.parametrize("back", ["amp_cast", "Cast"])
 def test_casts_of_a_conversion_give_way(back):
-    x = mx.sym.amp_cast(var("x"), dtype="float16", name="x_amp_cast_float16")
+    x = mx.sym.amp_cast(var("x", dtype="float32"), dtype="float16", name="x_amp_cast_float16")
     wide = mx.sym.amp_cast(x, dtype="float32", name="x_amp_cast_float32")
     if back == "Cast":
         wide = mx.sym.Cast(wide, dtype="float64", name="x_amp_cast_float64")
         wide = mx.sym.Cast(wide, dtype="float32", name="x_amp_cast_float321")
     assert text(mx.sym.exp(wide, name="exp")) == ["exp = exp(x)", "return exp"]
     # MXNet's own conversion has amp_cast before integers as well, where it does nothing.
-    ids = mx.sym.amp_cast(var("ids"), dtype="float16", name="ids_amp_cast_float16")
+    ids = mx.sym.amp_cast(var("ids", dtype="int32"), dtype="float16", name="ids_amp_cast_float16")
     table = mx.sym.Embedding(ids, var("w"), input_dim=4, output_dim=2, name="table")
     assert text(table, dtypes={"ids": "int32"})[0] == "table = Embedding(ids, w)"
 

@@ -9,6 +9,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import kind
+from mxamp.graph.ir import Graph
 from mxamp.scaling import finite
 
 pytestmark = pytest.mark.usefixtures("as_on_gpus")
@@ -162,8 +163,8 @@ def test_casts_in_graphs_of_arrays_that_may_be_empty():
         assert again.tojson() == converted.tojson()
         other = amp.convert_symbol(converted, policy=amp.Policy.default("bfloat16"))
         assert "float16" not in other.tojson().replace("bfloat16", "")
-        nodes = converted.attr_dict()
-        return {n for n in nodes if "_amp_cast_" in n and "__mxamp_takes_empty__" in nodes[n]}
+        nodes = Graph.from_symbol(converted).nodes
+        return {node.name for node in nodes if node.is_inserted_cast and node.op == "Cast"}
 
     low = mx.sym.npx.fully_connected(x, mx.sym.var("w").as_np_ndarray(), num_hidden=2, no_bias=True)
     x = low

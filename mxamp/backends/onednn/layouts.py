@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import AbstractSet, Mapping, Sequence
 
 from ...framework.operators import with_trait
-from ...graph.casts.builder import is_inserted_cast
 from ...graph.ir import Graph, Node, Output, Shape, Usage
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
@@ -78,7 +77,7 @@ def may_be_blocked(node: Node) -> bool:
 def _keeps_layout(node: Node) -> bool:
     """Return whether a node's output has the layout of its input."""
     # The rewrite removes the casts of an earlier conversion.
-    return node.operator in with_trait("keeps_layout") or is_inserted_cast(node)
+    return node.operator in with_trait("keeps_layout") or node.is_inserted_cast
 
 
 def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
@@ -194,7 +193,7 @@ def _is_volume_product(node: Node) -> bool:
 def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
     """Return whether a node may keep a 3-D convolution's blocked layout, whatever its shape."""
     # The rewrite removes the casts of an earlier conversion.
-    if node.operator in CONVOLUTIONS or is_inserted_cast(node):
-        return is_inserted_cast(node)
+    if node.operator in CONVOLUTIONS or node.is_inserted_cast:
+        return node.is_inserted_cast
     rule = policy.rule(node.operator)
     return rule.op_class in ("neutral", "widest") and not rule.has_shape_rule("volume_views")

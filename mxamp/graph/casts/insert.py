@@ -21,8 +21,8 @@ from ...policy.policy import Policy
 from ...policy.regions import CAST, REGION
 from ...policy.values import is_true
 from .. import ir
-from ..ir import CASTS, Graph, Node, Output, Usage
-from .builder import HALVES, Builder, Entry, casts_like_conversions, is_converted, is_inserted_cast
+from ..ir import CASTS, HALVES, ROLE, Graph, Node, Output, Usage
+from .builder import Builder, Entry
 
 
 @dataclass
@@ -40,11 +40,6 @@ class Rewrite:
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
                 yield from body.decided()
-
-
-#: The attribute for the precision of nodes that compute in float32 on rounded values. MXNet ignores
-#: attributes of this form.
-PRECISION = "__mxamp_precision__"
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Hashable | None = None) -> Rewrite:
@@ -78,6 +73,16 @@ class _Value(NamedTuple):
     plain: str
 
 
+class _Plan(NamedTuple):
+    """How one operator is added: its policy, its class, and the casts around it."""
+
+    policy: Policy
+    op_class: str
+    lowered: frozenset[int]  #: the inputs in float32 by choice that are cast down before `decision`
+    decision: Decision
+    key: tuple[Any, ...]  #: equal for operators with equal plans and dtypes
+
+
 class _Rewriter:
     """A walk over the nodes of one graph, which adds them and their casts to a new graph."""
 
@@ -107,7 +112,9 @@ class _Rewriter:
     def _add_node(self, node: Node) -> Sequence[_Value]:
         """Add the new nodes for a node of the old graph; return the values of its outputs."""
         if node.is_variable:
-            return [self._add_variable(node)]
+            plain = ir.variable_dtype(node, self.usage)
+            held = self.policy.target_dtype if node.name in self.usage.stored else plain
+            return [_Value(Entry((self.builder.add(node), 0), held), plain)]
         inputs: Sequence[_Value] = [self.values[output] for output in node.inputs]
         if node.op == "amp_cast" and node.stands_for is not None:
             # A cast for an equivalent changes no dtype that the graph has without mxamp.
@@ -123,25 +130,23 @@ class _Rewriter:
             return [_Value(self.builder.cast(value.entry, dtype), dtype) for value in inputs]
         if CAST in node.attrs:
             inputs = self._cast_argument(node, inputs)
-        return self._add_operator(node, inputs, self._rewrite_bodies(node, inputs))
-
-    def _add_variable(self, node: Node) -> _Value:
-        """Add an input of the graph; return its value."""
-        plain = ir.variable_dtype(node, self.usage)
-        held = self.policy.target_dtype if node.name in self.usage.stored else plain
-        return _Value(Entry((self.builder.add(node), 0), held), plain)
+        return self._add_operator(node, inputs)
 
     def _add_cast(self, node: Node, source: _Value) -> _Value | None:
-        """Return the value of a cast in the old graph; None to add it as an operator."""
-        uncast = _input_of_inserted_cast(node, source, self.policy.target_dtype)
-        if uncast is not None:
-            return uncast
-        if is_inserted_cast(node):
-            self.builder.reserve(node.name)
-        dtype = node.attrs["dtype"]
-        if node.op == "amp_cast" and {source.entry.dtype, dtype} <= CASTABLE:
-            # A cast written by hand keeps its name, by which a later conversion recognizes it.
-            return _Value(self.builder.cast(source.entry, dtype, node.name), dtype)
+        """Return the value of a cast in the old graph; None to add the cast as an operator.
+
+        Inserted casts are left out. But one that widens half precision other than the target dtype
+        stays: operators would compute in float32 on it, since they read no two half dtypes.
+        """
+        dtype, read = node.attrs["dtype"], source.entry.dtype
+        stays = read in HALVES - {self.policy.target_dtype} and dtype == "float32"
+        if node.is_inserted_cast and not stays:
+            if source.plain in CASTABLE or (node.op == "Cast" and source.plain == "float64"):
+                return _Value(source.entry, dtype)
+            if node.op == "amp_cast":
+                return source  # MXNet's own conversion casts integers too, which is a no-op
+        if node.op == "amp_cast" and {read, dtype} <= CASTABLE:
+            return _Value(self.builder.cast(source.entry, dtype, node), dtype)
         return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
@@ -158,57 +163,49 @@ class _Rewriter:
 
     # ------------------------------------------------------------------ operators
 
-    def _add_operator(
-        self, node: Node, inputs: Sequence[_Value], bodies: Sequence[Rewrite]
-    ) -> list[_Value]:
+    def _add_operator(self, node: Node, inputs: Sequence[_Value]) -> list[_Value]:
         """Add an operator with the casts around it; return the values of its outputs."""
-        policy = regions.policy_for_node(self.policy, node.attrs, self.usage.off)
-        rule = policy.rule(node.operator)
-        op_class = rule.op_class
-        entries = [value.entry for value in inputs]
-        if op_class == "widest":
-            entries = self.builder.cast_down_choices(entries, policy.target_dtype)
-        kept = node.kept
-        key = _call_key(policy, node, inputs, entries)
-        decision = self.decided.get(key)
-        if decision is None:
-            decision = self.decided[key] = self._decide(policy, node, entries)
-        if op_class == "untouched":
-            reads = [self._restore(value) for value in inputs]
-        else:
-            reads = [self._cast_input(entry, decision, k) for k, entry in enumerate(entries)]
-        detour = kept is not None and kept.detours
-        if detour and decision.through is None and not self.usage.converting:
-            # Casts can't read a view of a blocked float32 output either.
-            reads[0] = self.builder.add_plain_layout(reads[0])
-        read, graphs = [entry.output for entry in reads], [body.graph for body in bodies]
-        copied = Node(node.op, node.name, node.attrs, read, graphs, node.num_outputs)
+        bodies = self._rewrite_bodies(node, inputs)
+        plan = self._plan(node, inputs)
+        reads = self._cast_inputs(node, plan, inputs)
+        copied = node.with_inputs([entry.output for entry in reads])
+        copied.subgraphs = [body.graph for body in bodies]
         added = self.builder.add(copied)
-        self.result.decisions[added] = decision
+        self.result.decisions[added] = plan.decision
         if bodies:
             self.result.bodies[added] = list(bodies)
-        by_choice = (kept is not None and not kept.exact) or (
-            op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
+        if plan.key not in self.inferred:
+            given, read = [value.plain for value in inputs], [entry.dtype for entry in reads]
+            without = ir.infer_outputs(node, given)
+            made = without if read == given else ir.infer_outputs(node, read)
+            self.inferred[plan.key] = without, made
+        plain, dtypes = self.inferred[plan.key]
+        by_choice = (node.kept is not None and not node.kept.exact) or (
+            plan.op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
         )
-        inferred = self.inferred.get(key)
-        if inferred is None:
-            inferred = self.inferred[key] = _output_dtypes(node, inputs, reads)
-        plain, after = inferred
-        made = [
+        outputs = [
             Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
-            for k, dtype in enumerate(after)
+            for k, dtype in enumerate(dtypes)
         ]
-        rounded = self._round_outputs(node, decision, reads, made)
-        if op_class == "untouched":
-            target = policy.target_dtype
-            rounded = [self.builder.widen_other_half(entry, target) for entry in rounded]
+        rounded = self._round_outputs(node, plan, reads, outputs)
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
-    def _decide(self, policy: Policy, node: Node, entries: Sequence[Entry]) -> Decision:
+    def _plan(self, node: Node, inputs: Sequence[_Value]) -> _Plan:
+        """Return how to add an operator, by its policy and the dtypes of its inputs."""
+        policy = regions.policy_for_node(self.policy, node.attrs, self.usage.off)
+        op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
+        entries = [value.entry for value in inputs]
+        lowered = _choices_to_lower(entries, target) if op_class == "widest" else frozenset()
+        dtypes = [target if k in lowered else entry.dtype for k, entry in enumerate(entries)]
+        key = _call_key(policy, node, inputs, dtypes)
+        if key not in self.decided:
+            self.decided[key] = self._decide(policy, node, dtypes)
+        return _Plan(policy, op_class, lowered, self.decided[key], key)
+
+    def _decide(self, policy: Policy, node: Node, dtypes: Sequence[str]) -> Decision:
         """Return a call's decision; its reason names the region and the replaced operator."""
         original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
-        dtypes = [entry.dtype for entry in entries]
         decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept)
         decision = regions.with_region_reason(decision, node.attrs, self.policy)
         if original is None:
@@ -216,20 +213,20 @@ class _Rewriter:
         reason = self.backend.said(f"stands in for {original.op}: {decision.reason}")
         return replace(decision, reason=reason)
 
-    def _round_outputs(
-        self, node: Node, decision: Decision, reads: Sequence[Entry], made: list[Entry]
-    ) -> list[Entry]:
-        """Return an operator's outputs `made`, rounded to the dtype that its decision names."""
-        if decision.through is not None:
-            return [
-                self.builder.cast(entry, decision.through)
-                if decision.rounds(k, entry.dtype)
-                else entry
-                for k, entry in enumerate(made)
-            ]
-        if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
-            return [made[0]._replace(source=reads[0])]
-        return made
+    def _cast_inputs(self, node: Node, plan: _Plan, inputs: Sequence[_Value]) -> list[Entry]:
+        """Return the entries that an operator reads, adding their casts."""
+        if plan.op_class == "untouched":
+            reads = [self._restore(value) for value in inputs]
+        else:
+            entries = [value.entry for value in inputs]
+            for k in sorted(plan.lowered):
+                entries[k] = self.builder.cast(entries[k], plan.policy.target_dtype)
+            reads = [self._cast_input(entry, plan.decision, k) for k, entry in enumerate(entries)]
+        detours = node.kept is not None and node.kept.detours
+        if detours and plan.decision.through is None and not self.usage.converting:
+            # Casts can't read a view of a blocked float32 output either.
+            reads[0] = self.builder.add_plain_layout(reads[0])
+        return reads
 
     def _cast_input(self, entry: Entry, decision: Decision, position: int) -> Entry:
         """Return the entry that the operator reads as input `position`, adding its casts."""
@@ -242,6 +239,25 @@ class _Rewriter:
             entry = self.builder.cast(entry, decision.through)
         return self.builder.cast(entry, dtype)
 
+    def _round_outputs(
+        self, node: Node, plan: _Plan, reads: Sequence[Entry], made: list[Entry]
+    ) -> list[Entry]:
+        """Return an operator's outputs `made` in the dtypes that its plan names, adding casts."""
+        cast, decision, through = self.builder.cast, plan.decision, plan.decision.through
+        if through is not None:
+            return [
+                cast(entry, through) if decision.rounds(k, entry.dtype) else entry
+                for k, entry in enumerate(made)
+            ]
+        if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
+            return [made[0]._replace(source=reads[0])]
+        if plan.op_class != "untouched":
+            return made
+        # A model fused for bfloat16 computes in it under a float16 policy too, whose lists don't
+        # say which operators can read bfloat16.
+        others = HALVES - {plan.policy.target_dtype}
+        return [cast(entry, "float32") if entry.dtype in others else entry for entry in made]
+
     def _restore(self, value: _Value) -> Entry:
         """Return the entry of a value in the dtype that it has without mxamp, adding a cast."""
         entry, plain = value
@@ -251,8 +267,6 @@ class _Rewriter:
 
     def _rewrite_bodies(self, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
         """Return the rewritten bodies of a loop or a branch, unchanged where that is not safe."""
-        if not node.subgraphs:
-            return ()
         if not ir.rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
@@ -263,7 +277,7 @@ class _Rewriter:
 
 
 def _call_key(
-    policy: Policy, node: Node, inputs: Sequence[_Value], entries: Sequence[Entry]
+    policy: Policy, node: Node, inputs: Sequence[_Value], dtypes: Sequence[str]
 ) -> tuple[Any, ...]:
     """Return a key that calls share within a graph if their decisions and dtypes are the same."""
     original = node.stands_for
@@ -276,38 +290,19 @@ def _call_key(
         node.kept,
         original and original.op,
         *[value.plain for value in inputs],
-        *[entry.dtype for entry in entries],
+        *dtypes,
     )
 
 
-def _input_of_inserted_cast(node: Node, source: _Value, target: str) -> _Value | None:
-    """Return the input of a cast that a conversion has inserted; None for a cast by hand.
-
-    None too for a cast that widens half precision other than `target`: operators would compute in
-    float32 on it, since they read no two half dtypes.
-    """
-    if not is_inserted_cast(node):
-        return None
-    if source.entry.dtype in HALVES - {target} and node.attrs["dtype"] == "float32":
-        return None
-    if casts_like_conversions(node, source.plain):
-        return _Value(source.entry, node.attrs["dtype"])
-    # MXNet's own conversion casts integers too, which is a no-op.
-    return source if node.op == "amp_cast" else None
+def _choices_to_lower(entries: Sequence[Entry], target: str) -> frozenset[int]:
+    """Return which entries are float32 by choice, if all other floats are in `target`."""
+    others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.by_choice}
+    return frozenset(k for k, e in enumerate(entries) if e.by_choice and others == {target})
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:
     """Return whether all values are float16, bfloat16 or float32 without mxamp."""
     return {value.plain for value in values} <= CASTABLE
-
-
-def _output_dtypes(
-    node: Node, inputs: Sequence[_Value], reads: Sequence[Entry]
-) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the dtypes of a node's outputs without mxamp, and for the entries that it `reads`."""
-    plain, dtypes = [value.plain for value in inputs], [entry.dtype for entry in reads]
-    before = ir.infer_outputs(node, plain)
-    return before, before if dtypes == plain else ir.infer_outputs(node, dtypes)
 
 
 def _multicast_dtype(dtypes: Sequence[str], cast_narrow: bool) -> str:
@@ -334,7 +329,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
     if REGION not in Symbol.tojson(symbol, remove_amp_cast=False):
         return frozenset()
     graph = Graph.from_symbol(symbol)
-    return frozenset() if is_converted(graph) else graph.marks
+    return frozenset() if graph.is_converted else graph.marks
 
 
 @ir.collector_paused()
@@ -347,7 +342,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashabl
         return graph
     for _, node, decision in result.decided():
         if decision.through is not None:
-            node.attrs = {**node.attrs, PRECISION: decision.precision}
+            node.attrs = {**node.attrs, ROLE: decision.precision}
     return result.graph
 
 

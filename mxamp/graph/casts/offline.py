@@ -11,9 +11,8 @@ from mxnet.ndarray.ndarray import NDArray
 from ...framework.arrays import float32_parts
 from ...framework.machine import DTYPE_CODES
 from ..edit import Edit, View
-from ..ir import CASTS, TAKES_EMPTY, Graph, Node, Output
+from ..ir import CASTS, ROLE, Graph, Node, Output
 
-COPY = "_amp_copy"
 FLOAT32 = str(DTYPE_CODES["float32"])
 
 
@@ -55,11 +54,11 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
         if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
         for j, _ in view.consumers[i, 0]:
-            is_amp = nodes[j].op == "amp_cast" or TAKES_EMPTY in nodes[j].attrs
+            is_amp = nodes[j].op == "amp_cast" or nodes[j].is_inserted_cast
             to = nodes[j].attrs["dtype"] if is_amp else None
             # A variable in the other half precision is cast through float32, and weights of grouped
             # convolutions are copied before the cast.
-            between = to == "float32" or is_inserted_copy(nodes[j])
+            between = to == "float32" or nodes[j].is_inserted_copy
             behind = casts_behind(j) if between else [] if to == dtype else None
             if behind is None:
                 return None
@@ -76,9 +75,11 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
     return edit.applied(), cast_variables
 
 
-def is_inserted_copy(node: Node) -> bool:
-    """Return whether a conversion has inserted this copy before casts."""
-    return node.op == "_copy" and COPY in node.name
+def names_cast_to(graph: Graph, dtype: str) -> set[str]:
+    """Return the names of the nodes that a graph casts to `dtype`, directly or by `_copy`."""
+    casts = [node for node in graph.nodes if node.op in CASTS and node.attrs.get("dtype") == dtype]
+    sources = [graph.nodes[cast.inputs[0][0]] for cast in casts]
+    return {(graph.nodes[one.inputs[0][0]] if one.op == "_copy" else one).name for one in sources}
 
 
 def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
@@ -100,7 +101,8 @@ def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
         if reads_through_copy(node):
             source = node.inputs[0][0]
             if source not in made:
-                made[source] = edit.add("_copy", f"{graph.nodes[source].name}{COPY}", node.inputs)
+                name = f"{graph.nodes[source].name}_amp_copy"
+                made[source] = edit.add("_copy", name, node.inputs, **{ROLE: "copy"})
             edit.set_input(i, 0, made[source])
     return edit.applied()
 
@@ -109,7 +111,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
     """Return the graph without the copies that `with_copies_before_casts` has inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
-        if is_inserted_copy(node) and graph.nodes[node.inputs[0][0]].is_variable:
+        if node.is_inserted_copy and graph.nodes[node.inputs[0][0]].is_variable:
             edit.redirect((i, 0), node.inputs[0])
     return edit.applied()
 

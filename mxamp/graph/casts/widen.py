@@ -10,8 +10,7 @@ from ...policy.active import OFF
 from ...policy.decision import CASTABLE
 from ...policy.regions import REGION
 from ..edit import Edit, View
-from ..ir import CASTS, Graph, Node, Output, body_inputs, infer_outputs
-from .builder import HALVES, is_inserted_cast
+from ..ir import CASTS, HALVES, ROLE, Graph, Node, Output, Usage, body_inputs, infer_dtypes
 from .offline import FLOAT32
 
 #: The attributes that hold the dtype of an operator's output, and the half dtypes in them. Old
@@ -54,26 +53,38 @@ def widened(
     `dtypes` are the dtypes of the variables. Variables in `kept` keep their dtype: a cast behind
     each widens it. With `restore` the graph's outputs keep their dtypes too.
     """
-    view, edit = View(graph, {}), Edit(graph, {})
-    found: dict[Output, str] = {}
-    variables, roundings = set(), {}
+    edit, found = Edit(graph, {}), infer_dtypes(graph, Usage(dtypes))
+    variables = set()
     for i, node in enumerate(graph.nodes):
-        inputs = [found[output] for output in node.inputs]
-        outputs = (
-            [dtypes.get(node.name, "float32")] if node.is_variable else infer_outputs(node, inputs)
-        )
-        found.update({(i, k): dtype for k, dtype in enumerate(outputs)})
-        if node.is_variable and outputs[0] in HALVES and node.name in kept:
-            name = f"{node.name}_amp_cast_float32"
-            edit.redirect(
-                (i, 0), edit.add_node(Node("amp_cast", name, {"dtype": "float32"}, [(i, 0)]))
-            )
-        elif node.is_variable and outputs[0] in HALVES:
+        if not node.is_variable or dtypes.get(node.name) not in HALVES:
+            continue
+        if node.name in kept:
+            name, attrs = f"{node.name}_amp_cast_float32", {"dtype": "float32", ROLE: "cast"}
+            edit.redirect((i, 0), edit.add_node(Node("amp_cast", name, attrs, [(i, 0)])))
+        else:
             variables.add(node.name)
             edit.change(i, attrs=_with_float32(node.attrs, ("__dtype__", "dtype")))
-        elif node.is_variable or any(source in roundings for source, _ in node.inputs):
+    roundings = _widen_operators(edit, graph, found)
+    for place, (i, k) in enumerate(graph.heads if restore else ()):
+        if found[i, k] in HALVES:
+            name, attrs = f"{graph.nodes[i].name}_amp_cast_{found[i, k]}", {"dtype": found[i, k]}
+            edit.set_head(place, edit.add("amp_cast", name, [(i, k)], **attrs, **{ROLE: "cast"}))
+    return Widened(edit.applied(), frozenset(variables), roundings)
+
+
+def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> tuple[str, ...]:
+    """Take half precision out of a graph's operators; return the names of casts that stay.
+
+    `found` are the dtypes of all outputs.
+    """
+    view = View(graph, {})
+    roundings: dict[int, str] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.is_variable or any(source in roundings for source, _ in node.inputs):
             continue
-        elif _rounds(i, view, inputs):
+        inputs = [found[output] for output in node.inputs]
+        outputs = [found[i, k] for k in range(node.num_outputs)]
+        if _rounds(i, view, inputs):
             roundings[i] = node.name
         elif node.operator in (*CASTS, "amp_multicast") and {*inputs, *outputs} <= CASTABLE:
             for k, source in enumerate(node.inputs):
@@ -81,11 +92,7 @@ def widened(
         else:
             bodies = [_widened_body(node, k, inputs) for k in range(len(node.subgraphs))]
             edit.change(i, attrs=_with_float32(node.attrs), subgraphs=bodies)
-    for place, (i, k) in enumerate(graph.heads if restore else ()):
-        if found[i, k] in HALVES:
-            name = f"{graph.nodes[i].name}_amp_cast_{found[i, k]}"
-            edit.set_head(place, edit.add("amp_cast", name, [(i, k)], dtype=found[i, k]))
-    return Widened(edit.applied(), frozenset(variables), tuple(roundings.values()))
+    return tuple(roundings.values())
 
 
 def without_lowering_regions(graph: Graph) -> Graph:
@@ -106,7 +113,7 @@ def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
     operator computes in half precision between them, so their one effect is to round.
     """
     node = view.graph.nodes[i]
-    if node.operator != "Cast" or is_inserted_cast(node) or node.attrs["dtype"] not in HALVES:
+    if node.operator != "Cast" or node.is_inserted_cast or node.attrs["dtype"] not in HALVES:
         return False
     readers = [view.graph.nodes[j] for j, _ in view.consumers.get((i, 0), ()) if j >= 0]
     return (

@@ -20,12 +20,11 @@ from ...framework.keywords import checked_call
 from ...framework.operators import resolve
 from ...framework.tables import text_table
 from ...framework.wording import counted, one_of, shown
-from ...graph.casts.builder import HALVES, is_inserted_cast
 from ...graph.casts.insert import rewrite
-from ...graph.casts.offline import is_inserted_copy, without_copies_before_casts
+from ...graph.casts.offline import without_copies_before_casts
 from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
-from ...graph.ir import Graph, Node, Usage, body_usage, rewrites_bodies
+from ...graph.ir import HALVES, Graph, Node, Usage, body_usage, rewrites_bodies
 from ...patches.announcements import warn_of_speed
 from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
@@ -360,12 +359,12 @@ def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[Node
     """Yield the plans of a graph's operators with the casts that it has, for inputs of `dtypes`."""
     values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
     for i, node in enumerate(graph.nodes):
-        if node.is_variable or is_inserted_cast(node) or is_inserted_copy(node):
+        if node.is_variable or node.is_inserted_cast or node.is_inserted_copy:
             continue
         reads = [values[output].dtype for output in node.inputs]
         precision, read = precision_of_node(graph, i, values), " and ".join(dict.fromkeys(reads))
         reason = f"its inputs are {read}" if reads else "it has no input"
-        casts = [graph.nodes[j] for j, _ in node.inputs if is_inserted_cast(graph.nodes[j])]
+        casts = [graph.nodes[j] for j, _ in node.inputs if graph.nodes[j].is_inserted_cast]
         halves = sorted({values[cast.inputs[0]].dtype for cast in casts} & HALVES)
         reason += f", rounded to {' and '.join(halves)}" if halves else ""
         yield _node_plan(graph, node, precision if precision in PRECISIONS else "as is", reason)
@@ -383,7 +382,7 @@ def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePla
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
     """Return the name of node i and None, or the source and the dtype of an inserted cast."""
     node, dtype = graph.nodes[i], None
-    while is_inserted_cast(node) or is_inserted_copy(node):
+    while node.is_inserted_cast or node.is_inserted_copy:
         dtype = dtype or node.attrs.get("dtype")
         node = graph.nodes[node.inputs[0][0]]
     return node.name, dtype
@@ -392,7 +391,7 @@ def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
 def _inserted_casts(graph: Graph) -> Iterable[Cast]:
     """Yield the casts that mxamp has inserted in a graph and in the bodies of its loops."""
     for node in graph.nodes:
-        if is_inserted_cast(node):
+        if node.is_inserted_cast:
             yield Cast(graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])
         for body in node.subgraphs:
             yield from _inserted_casts(body)

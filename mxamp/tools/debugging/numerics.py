@@ -15,8 +15,7 @@ from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shown
-from ...graph.casts.builder import HALVES
-from ...graph.ir import CASTS
+from ...graph.ir import CASTS, HALVES
 from .findings import Finding, NumericsError, Statistics
 from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
 

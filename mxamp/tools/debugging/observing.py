@@ -27,10 +27,8 @@ from ...framework.arrays import as_list, dtypes_of
 from ...framework.machine import BFLOAT16
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
-from ...graph.casts.builder import HALVES, is_inserted_cast
-from ...graph.casts.insert import PRECISION
 from ...graph.inspect import FLOATS
-from ...graph.ir import CASTS, Graph, Output
+from ...graph.ir import CASTS, HALVES, Graph, Output, emulated_dtype
 from ...patches.cached_op import graph_listeners, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
@@ -363,8 +361,9 @@ class MonitoredGraph:
         sides = [k for k, _ in node.inputs], self._readers.get(i, [])
         near, far = sides if backward else sides[::-1]
         # An operator with that attribute is in 16 bits, and computes in float32 between casts.
-        found = [k for k in far if self._graph.nodes[k].attrs.get(PRECISION) in HALVES] or near
-        return [name for k in found if is_inserted_cast(node) for name in self._layers(k, backward)]
+        nodes = self._graph.nodes
+        found = [k for k in far if emulated_dtype(nodes[k].attrs) in HALVES] or near
+        return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Site:
         """Return the site of a node, in the forward or the backward pass."""

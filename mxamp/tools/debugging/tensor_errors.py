@@ -15,9 +15,7 @@ from ...framework.keywords import checked_call
 from ...framework.machine import dtype_name
 from ...framework.tables import text_table
 from ...framework.wording import counted, shown
-from ...graph.casts.builder import HALVES
-from ...graph.casts.insert import PRECISION
-from ...graph.ir import CASTS
+from ...graph.ir import CASTS, HALVES, emulated_dtype
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from . import measured
@@ -248,6 +246,6 @@ class _Layers(TensorObserver):
         name = f"{site.block}_{site.operator}" if site.node == site.block else site.node
         self._calls[name] += number == 0
         key = self._keys[output] = name, self._calls[name], number
-        precision = site.attributes.get(PRECISION) or output.dtype
+        precision = emulated_dtype(site.attributes) or output.dtype
         read = [one and self._before_cast.get(one, one).values for one in inputs]
         self.layers[key] = _Layer(site.block, site.operator, precision, values, read, site.zeros)
