@@ -20,7 +20,7 @@ from ..choices import ChoosingBackend, Match, Setting
 from . import cpu, eager, fuse, fusible, inputs, optimizers, recurrent, shape_rules
 from .substitutions import PASSES
 
-CAST_WEIGHT = "oneDNN's gradient for a weight that was cast writes out of bounds"
+CAST_WEIGHT = "the gradient for a weight that was cast writes out of bounds"
 NO_FLOAT64 = "3-D and dilated ones have no kernel in half precision, and a wrong one in float64"
 HALF_WEIGHT = (
     "a dilated transposed convolution with a weight in {dtype} has no right kernel on CPUs: keep "
@@ -62,7 +62,7 @@ class OneDNN(ChoosingBackend):
         if call.rule.operator != "Deconvolution" or not call.rule.missing:
             return None
         is_volume = len(parse_integers(call.attributes.get("kernel", "()"))) == len("DHW")
-        return NO_FLOAT64 if is_volume or _is_dilated(call.attributes) else None
+        return self.said(NO_FLOAT64) if is_volume or _is_dilated(call.attributes) else None
 
     def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
         casts = {*call.dtypes[1:2]} & (CASTABLE - {dtype})
@@ -73,7 +73,7 @@ class OneDNN(ChoosingBackend):
         if _is_dilated(call.attributes):
             raise ArgumentError(HALF_WEIGHT.format(dtype=call.dtypes[1]))
         # MXNet's own kernel, which float64 selects, computes that gradient.
-        return Quirk("float64", CAST_WEIGHT)
+        return Quirk("float64", self.said(CAST_WEIGHT))
 
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
