@@ -36,7 +36,7 @@ def in_options(text: str) -> str:
 
 def print_errors(errors: Iterable[Any]) -> None:
     """Print a table of `OutputError`s: the errors of finite elements, and the elements lost."""
-    from ..framework.tables import text_table  # `mxamp run` starts faster without NumPy
+    from ..tools.tables import text_table  # `mxamp run` starts faster without NumPy
 
     headings = ("output", "shape", "relative error", "largest", "lost to Inf or NaN", "same argmax")
     rows = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import replace
-from typing import Any, Callable, Hashable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -129,15 +129,6 @@ class _Op(NamedTuple):
         return [args[i] for i in self.order] if self.order else args
 
 
-class LastGraph(NamedTuple):
-    """Policy, mode, and dtypes and shapes by input name, that a block's last graph was made for."""
-
-    policy: Policy
-    dtypes: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
-    training: bool
-
-
 class CallKey(NamedTuple):
     """The properties of a call, but for policy and shapes, that select its graph."""
 
@@ -146,7 +137,7 @@ class CallKey(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-class _Made:
+class Made:
     """What a block has made for one policy."""
 
     def __init__(self) -> None:
@@ -167,7 +158,7 @@ class Variants:
         self.graph, self._policy, self._stored = source or Source(
             Graph.from_symbol(symbol), None, frozenset()
         )
-        names = self._names = symbol.list_inputs()
+        names = self.names = symbol.list_inputs()
         places = block._cached_op_args
         self.inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self.parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
@@ -185,14 +176,14 @@ class Variants:
         self._trained: dict[frozenset[str], Graph] = {}
         self._gradients: Sequence[Any] = ()
         #: By policy, the one used last at the end: a program may make new ones all the time.
-        self._made: dict[Policy, _Made] = {}
+        self.made: dict[Policy, Made] = {}
         self._hook: tuple[Any, bool] | None = None
 
     def find(self, policy: Policy, call: CallKey, args: Sequence[NDArray]) -> _Op:
         """Return the op for a policy and a call with these arguments, making it if it is new."""
-        made = self._made[policy] = self._made.pop(policy, _Made())
-        if len(self._made) > _MOST:
-            del self._made[next(iter(self._made))]
+        made = self.made[policy] = self.made.pop(policy, Made())
+        if len(self.made) > _MOST:
+            del self.made[next(iter(self.made))]
         added: tuple[int, ...] = ()
         if call.training:
             self._drop_stale_ops()
@@ -204,7 +195,7 @@ class Variants:
         op = made.ops.get(key)
         if op is None:
             # Whether a passed-in array accumulates gradients is unknown: assume that it does.
-            accumulated = frozenset(self._names[i] for i in (*self.inputs, *added))
+            accumulated = frozenset(self.names[i] for i in (*self.inputs, *added))
             usage = replace(self._usage(call), training=differs, accumulated=accumulated)
             op = made.ops[key] = self._build(policy, graph, usage, choices)
             if self._policy is None:
@@ -212,22 +203,6 @@ class Variants:
         elif policy.fp32_layers:
             warn_of_unknown_layers(policy)
         return op
-
-    def last_graph(self, policy: Policy | None) -> LastGraph | None:
-        """Return what the last graph under a policy, or any, was made for; None without any.
-
-        That is training if the block has trained. Only a policy that depends on shapes has shapes,
-        of the inputs that are no parameters.
-        """
-        used = [one for one in self._made if policy in (None, one)]
-        if not used:
-            return None
-        calls = self._made[used[-1]].choices
-        (call, _), known = (
-            [one for one in calls.items() if one[0][0].training] or [*calls.items()]
-        )[-1]
-        shapes = dict(zip((self._names[i] for i in self.inputs), [*known][-1] or ()))
-        return LastGraph(used[-1], dict(zip(self._names, call.dtypes)), shapes, call.training)
 
     def _drop_stale_ops(self) -> None:
         """Drop all ops if gradient arrays changed: static ops would write to the old arrays.
@@ -237,10 +212,10 @@ class Variants:
         before, self._gradients = self._gradients, [*map(_gradients_of, self.parameters.values())]
         if all(map(operator.is_, self._gradients, before)):
             return
-        for made in self._made.values():
+        for made in self.made.values():
             made.ops.clear()
         symbol = self.unchanged.symbol
-        own = self._cached_op(symbol, range(len(self._names)), self._flags)
+        own = self._cached_op(symbol, range(len(self.names)), self._flags)
         self.unchanged = _Op(own, symbol)
 
     def _graph_for(self, training: bool) -> Graph:
@@ -262,14 +237,14 @@ class Variants:
 
         Data of more than `_MOST` shapes shares the choices that hold for any shape.
         """
-        known = self._made[policy].choices.setdefault((call, id(graph)), {})
+        known = self.made[policy].choices.setdefault((call, id(graph)), {})
         depends = policy.depends_on_shapes or bool(graph.marks)
         sizes = tuple([shape_of(args[i]) for i in self.inputs]) if depends else None
         if sizes not in known and len(known) >= _MOST:
             sizes = None
         if sizes not in known:
             looked_at = self.parameters if sizes is None else range(len(args))
-            shapes = {self._names[i]: args[i].shape for i in looked_at}
+            shapes = {self.names[i]: args[i].shape for i in looked_at}
             usage = replace(self._usage(call), shapes=shapes)
             backend = backend_of(policy.device)
             known[sizes] = backend.choose(graph, policy, usage) if depends else NONE
@@ -277,7 +252,7 @@ class Variants:
 
     def _usage(self, call: CallKey) -> Usage:
         """Return the usage of the graph in a call, without shapes."""
-        dtypes = {n: d for n, d in zip(self._names, call.dtypes) if n not in self._stored}
+        dtypes = {n: d for n, d in zip(self.names, call.dtypes) if n not in self._stored}
         return Usage(dtypes, stored=self._stored, training=call.training, off=call.off)
 
     def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
@@ -290,7 +265,7 @@ class Variants:
             # The plain op of a converted block has the casts for other dtypes.
             return self.unchanged
         symbol = rewritten.to_symbol(self._symbol_class)
-        places = {name: i for i, name in enumerate(self._names)}
+        places = {name: i for i, name in enumerate(self.names)}
         order = [places.get(name, _SCALE) for name in symbol.list_inputs()]
         flags = backend.cached_op_flags(self._flags, self.graph)
         return _Op(self._cached_op(symbol, order, flags), symbol, order)
@@ -307,7 +282,7 @@ class Variants:
     def set_hook(self, callback: Any, monitor_all: bool) -> None:
         """Register a hook of Gluon with all ops, those made later too; None removes it."""
         self._hook = (callback, monitor_all) if callback else None
-        made = [op for one in self._made.values() for op in one.ops.values()]
+        made = [op for one in self.made.values() for op in one.ops.values()]
         for op in (self.unchanged, *made):
             op.run._register_op_hook(callback, monitor_all)
 
@@ -320,14 +295,14 @@ class PolicyCachedOp:
 
     def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
-        self._variants = Variants(block, source)
-        graph, self._policy = self._variants.graph, source.policy if source is not None else None
+        self.variants = Variants(block, source)
+        graph, self._policy = self.variants.graph, source.policy if source is not None else None
         converted = graph.is_converted
         if self._policy is None and graph.has_fused_operators and not converted:
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if converted else graph.marks
         # Custom operators scale their results themselves where mixed precision is off.
-        self._scales = self._variants.scalable is not None and "Custom" not in graph.operators
+        self._scales = self.variants.scalable is not None and "Custom" not in graph.operators
         args, output = block._in_format, block._out_format
         #: The number of arguments if they and the output are arrays, not lists of arrays.
         self.arrays = len(args) if [*args, output] == [0] * (len(args) + 1) else None
@@ -353,13 +328,9 @@ class PolicyCachedOp:
         op = self._select(args)
         return op.symbol, op.inputs(args)
 
-    def last_graph(self, policy: Policy | None) -> LastGraph | None:
-        """Return what the last new graph under a policy, or any, was made for: see `Variants`."""
-        return self._variants.last_graph(policy)
-
     def _select(self, args: Sequence[NDArray]) -> _Op:
         """Return the op for the policy in force and these arguments."""
-        variants = self._variants
+        variants = self.variants
         policy, off = self._policy_in_force()
         if policy is None:
             return variants.unchanged
@@ -395,4 +366,4 @@ class PolicyCachedOp:
         return policy or (_records_under_policy() if self._scales else None), True
 
     def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
-        self._variants.set_hook(callback, monitor_all)
+        self.variants.set_hook(callback, monitor_all)

@@ -229,7 +229,7 @@ def test_policies_and_sequence_lengths_that_come_and_go_leave_no_graphs_behind()
     with amp.autocast(policy=policy):
         for steps in range(1, 60):
             net(randn(2, steps, 4))
-    made = net._cached_op._variants._made
+    made = net._cached_op.variants.made
     assert len(made) == 32 and [*made][-1] is policy
     (known,) = made[policy].choices.values()
     assert len(known) == 33 and None in known
@@ -268,7 +268,7 @@ def test_recurrent_layers_do_not_run_on_memory_that_was_never_written(
     with amp.autocast(dtype, enabled=way == "autocast"):
         for _ in range(3):
             np.testing.assert_allclose(values(net(data)), expected, atol=0.02)
-    (made,) = net._cached_op._variants._made.values()
+    (made,) = net._cached_op.variants.made.values()
     (ours,) = [given[op.run] for op in made.ops.values()]
     assert ours["static_alloc"]
     assert ours.get("static_shape", False) == static

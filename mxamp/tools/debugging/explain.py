@@ -18,7 +18,6 @@ from ...convert.symbols import widened_for
 from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
 from ...framework.operators import resolve
-from ...framework.tables import text_table
 from ...framework.wording import counted, one_of, shown
 from ...graph.casts.insert import rewrite
 from ...graph.casts.offline import without_copies_before_casts
@@ -26,11 +25,12 @@ from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import HALVES, Graph, Node, Usage, body_usage, rewrites_bodies
 from ...patches.announcements import warn_of_speed
-from ...patches.cached_op import PolicyCachedOp, Source
+from ...patches.cached_op import PolicyCachedOp, Source, Variants
 from ...policy.active import current_policy
 from ...policy.overrides import Layers
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
+from ..tables import text_table
 
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
@@ -314,12 +314,30 @@ def _in_force(
     """Return the policy and mode that a model has run in, or would run in, and its inputs then."""
     policy = current_policy() if source is None else source.policy
     op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
-    run = op.last_graph(policy) if isinstance(op, PolicyCachedOp) else None
-    if run is None:
+    used = _last_run(op.variants, policy) if isinstance(op, PolicyCachedOp) else None
+    if used is None:
         return policy, mode or (INFERENCE if policy and source is None else None), inputs
-    dtypes = {**run.dtypes, **(inputs.dtypes or {})}
-    inputs = inputs._replace(dtypes=dtypes, shapes={**run.shapes, **inputs.shapes})
-    return run.policy, mode or (TRAINING if run.training else INFERENCE), inputs
+    policy, training, dtypes, shapes = used
+    dtypes, shapes = {**dtypes, **(inputs.dtypes or {})}, {**shapes, **inputs.shapes}
+    inputs = inputs._replace(dtypes=dtypes, shapes=shapes)
+    return policy, mode or (TRAINING if training else INFERENCE), inputs
+
+
+def _last_run(
+    variants: Variants, policy: Policy | None
+) -> tuple[Policy, bool, dict[str, str], dict[str, Any]] | None:
+    """Return what a block's last graph under a policy, or under any, was made for.
+
+    That is the policy, whether it trains, which it does if any graph has, and dtypes and shapes by
+    input name: shapes of data alone, and only of a policy that depends on them.
+    """
+    used = [one for one in variants.made if policy in (None, one)]
+    if not used:
+        return None
+    calls = [*variants.made[used[-1]].choices.items()]
+    (call, _), sizes = ([one for one in calls if one[0][0].training] or calls)[-1]
+    shapes = dict(zip((variants.names[i] for i in variants.inputs), [*sizes][-1] or ()))
+    return used[-1], call.training, dict(zip(variants.names, call.dtypes)), shapes
 
 
 def _decided(

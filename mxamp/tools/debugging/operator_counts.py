@@ -13,10 +13,10 @@ from ...framework import arrays
 from ...framework.keywords import checked_call
 from ...framework.operators import by_handle, handle_of
 from ...framework.patching import Original, Patch
-from ...framework.tables import text_table
 from ...framework.wording import counted
 from ...graph.inspect import FLOATS, Census, is_cast, take_census
 from ...graph.ir import CASTS, Graph
+from ..tables import text_table
 from .observing import Arrays, Observer, patch_over
 
 #: `NDArray.astype` runs as `_copyto`.

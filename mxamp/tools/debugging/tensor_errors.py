@@ -13,11 +13,11 @@ from ...convert.outputs import Distance
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
 from ...framework.machine import dtype_name
-from ...framework.tables import text_table
 from ...framework.wording import counted, shown
 from ...graph.ir import CASTS, HALVES, emulated_dtype
 from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
+from ..tables import text_table
 from . import measured
 from .observing import Inputs, Site, Tensor, TensorObserver
 

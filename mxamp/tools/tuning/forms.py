@@ -23,7 +23,6 @@ from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework.machine import dtype_name
-from ...framework.tables import text_table
 from ...framework.wording import shortened, shown
 from ...graph.inspect import FLOATS
 from ...graph.ir import Graph
@@ -34,6 +33,7 @@ from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
 from ..debugging.measured import Batch, arrays_in, loss_of
 from ..onnx import OpenVINO
+from ..tables import text_table
 
 TRAINING, INFERENCE = "training", "inference"
 #: The forms: a block as it is, or hybridized, with mixed precision off or under a policy;

@@ -1,6 +1,6 @@
 """Tables as text."""
 
-from mxamp.framework.tables import text_table
+from mxamp.tools.tables import text_table
 
 
 def test_text_is_left_and_numbers_are_right():
