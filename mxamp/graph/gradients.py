@@ -3,18 +3,22 @@
 MXNet's PReLU overwrites the incoming gradient with the gradient of its data, then reads it for the
 gradient of the slope, which becomes too small by a factor of the slope. Only eager calls and graph
 outputs are right. In the operators that replace PReLU here, each gradient has its own memory.
+
+MXNet computes no gradient of a dense layer's bias where the weight needs none, in eager calls too.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import AbstractSet, Sequence
+from typing import AbstractSet, Any, Sequence
 
-from mxnet import autograd
+from mxnet import autograd, nd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import has_gradient
+from ..backends import Action, CallSite
+from ..framework.arrays import cast, has_gradient
+from ..framework.machine import dtype_name
 from ..framework.operators import auxiliary_states, resolve, starts_backward, with_trait
 from .edit import Edit
 from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
@@ -22,6 +26,8 @@ from .ir import Graph, Node, Output, body_inputs, rewrites_bodies
 #: The positions of inputs: of a dense layer, and of a PReLU.
 _WEIGHT, _BIAS = 1, 2
 _SLOPE = 1
+#: The mark of the handles of weights that have a gradient array.
+_IS_TRAINED = "is_trained"
 
 
 def weights_beside_biases(graph: Graph) -> frozenset[str]:
@@ -46,15 +52,34 @@ def without_bias(attrs: dict[str, str]) -> dict[str, str]:
     return {**attrs, "no_bias": "True"}
 
 
-def needs_separate_bias(inputs: Sequence[NDArray]) -> bool:
-    """Return whether a recorded dense call on `inputs` may train its bias but not its weight.
+def separate_bias(then: Action, site: CallSite) -> Action:
+    """Give the bias of a dense layer in eager calls a gradient where the weight needs none."""
 
-    Only a weight with a gradient array gets a gradient for sure. For a computed weight, an operator
-    on the tape may stop gradients, and walking the tape takes too long.
-    """
-    if len(inputs) <= _BIAS or has_gradient(inputs[_WEIGHT]):
-        return False
-    return has_gradient(inputs[_BIAS]) or _is_recorded(inputs[_BIAS])
+    def action(original: Any, arguments: Sequence[Any]) -> Any:
+        handle, arrays, keys, vals, out, is_np_op, _ = arguments
+        # A gradient array stays: with one, the weight is not looked at again.
+        if len(arrays) <= _BIAS or hasattr(arrays[_WEIGHT].handle, _IS_TRAINED):
+            return then(original, arguments)
+        if has_gradient(arrays[_WEIGHT]):
+            setattr(arrays[_WEIGHT].handle, _IS_TRAINED, True)
+        elif autograd.is_recording() and (
+            has_gradient(arrays[_BIAS]) or _is_recorded(arrays[_BIAS])
+        ):
+            # Only a weight with a gradient array gets a gradient for sure. For a computed weight,
+            # an operator on the tape may stop gradients, and walking the tape takes too long.
+            attrs, bias = without_bias(dict(zip(keys, map(str, vals)))), arrays[_BIAS]
+            product = site.call(original, "FullyConnected", arrays[:_BIAS], attrs, is_np_op)
+            # Repeat the bias by a product with ones: its gradient is a product too, several times
+            # as fast as the sum that is the gradient of broadcasting.
+            ones = nd.ones((*product.shape[:-1], 1), ctx=bias.context)
+            columns = [cast(ones, dtype_name(bias.dtype)), bias.reshape((-1, 1))]
+            attrs = {**attrs, "flatten": "False"}
+            repeated = site.call(original, "FullyConnected", columns, attrs, is_np_op)
+            added = site.call(original, "elemwise_add", [product, repeated], {}, is_np_op)
+            return site.write(added, out)
+        return then(original, arguments)
+
+    return action
 
 
 def _is_recorded(array: NDArray) -> bool:

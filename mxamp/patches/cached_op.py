@@ -314,7 +314,7 @@ class PolicyCachedOp:
 
     def __call__(self, *args: NDArray, out: Any = None) -> Any:
         """Run the graph on these arguments, as MXNet's cached op does."""
-        op = self._select(args)
+        op = self.select(args)
         inputs, run = op.inputs(args), op.run
         for listener in graph_listeners:
             run = listener(op.symbol, inputs, run)
@@ -323,12 +323,7 @@ class PolicyCachedOp:
         call = _LIB.MXInvokeCachedOpEx
         return call_library(call, run.handle, inputs, (), self.is_np_sym, False, out)
 
-    def graph_of(self, args: Sequence[NDArray]) -> tuple[Symbol, Sequence[NDArray]]:
-        """Return the symbol that a call with these arguments runs, and the symbol's inputs."""
-        op = self._select(args)
-        return op.symbol, op.inputs(args)
-
-    def _select(self, args: Sequence[NDArray]) -> _Op:
+    def select(self, args: Sequence[NDArray]) -> _Op:
         """Return the op for the policy in force and these arguments."""
         variants = self.variants
         policy, off = self._policy_in_force()

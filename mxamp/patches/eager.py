@@ -37,7 +37,7 @@ from ..framework.arrays import (
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of, with_trait
 from ..framework.patching import Original
-from ..graph.gradients import needs_separate_bias, without_bias
+from ..graph.gradients import separate_bias
 from ..policy.active import current_policy, record_lowered, suspended
 from ..policy.decision import CASTABLE, SPARSE_GRADIENT, Decision, decide
 from ..policy.policy import PerPolicy, Policy
@@ -75,9 +75,6 @@ _Handles, _Kinds = ctypes.POINTER(NDArrayHandle), ctypes.POINTER(_c_int)
 # The most entries of a cache: a scalar that changes with every call adds one each time.
 _MANY = 4096
 
-_BIAS = 2  # the position of a dense layer's bias among its inputs
-#: The mark of the handles of float32 arrays that have a gradient.
-_IS_TRAINED = "is_trained"
 
 RAW_BITS = "a list's values would be raw bits: write array(values).astype(amp.bfloat16)"
 
@@ -242,41 +239,6 @@ def copy_by_float32(then: Action, _site: CallSite) -> Action:
         return then(original, arguments)
 
     return action
-
-
-def separate_bias(then: Action, site: CallSite) -> Action:
-    """Give the bias of a dense layer a gradient where the weight needs none.
-
-    MXNet computes no gradient of the bias there.
-    """
-
-    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
-        arrays = arguments[1]
-        # A gradient array stays: with one, the weight is not looked at again.
-        if len(arrays) <= _BIAS or hasattr(arrays[1].handle, _IS_TRAINED):
-            return then(original, arguments)
-        if mx_arrays.has_gradient(arrays[1]):
-            setattr(arrays[1].handle, _IS_TRAINED, True)
-        elif autograd.is_recording() and needs_separate_bias(arrays):
-            call = Arguments(*arguments)
-            return site.write(_with_separate_bias(site, original, call), call.out)
-        return then(original, arguments)
-
-    return action
-
-
-def _with_separate_bias(site: CallSite, original: Invoke, call: Arguments) -> Any:
-    """Return the output of a dense layer, as its product and an addition of its bias."""
-    attrs, is_np_op = without_bias(call.attrs), call.is_np_op
-    *reads, bias = call.arrays
-    product = site.call(original, "FullyConnected", reads, attrs, is_np_op)
-    # Repeat the bias by a product with ones: its gradient is a product too, several times as
-    # fast as the sum that is the gradient of broadcasting.
-    ones = cast(nd.ones((*product.shape[:-1], 1), ctx=bias.context), dtype_name(bias.dtype))
-    attrs = {**attrs, "flatten": "False"}
-    columns = [ones, bias.reshape((-1, 1))]
-    repeated = site.call(original, "FullyConnected", columns, attrs, is_np_op)
-    return site.call(original, "elemwise_add", [product, repeated], {}, is_np_op)
 
 
 def cast_inputs(_then: Action, site: Any) -> Action:
@@ -472,19 +434,15 @@ def patched_asnumpy(original: Original, self: NDArray) -> Any:
     return original(self)
 
 
-def build_scope_enter(original: Original) -> Original:
-    """Return the start of autograd's scopes, that of `record()` with shared casts of leaves."""
-
-    def enter(scope: Any) -> Any:
-        if scope._enter_is_record and mx_arrays.cast_dtypes:
-            mx_arrays.leaf_casts.begin(scope)
-        return original(scope)
-
-    return enter
+def patched_scope_enter(original: Original, scope: Any) -> Any:
+    """Begin a scope of autograd, that of `record()` with shared casts of leaves."""
+    if scope._enter_is_record and mx_arrays.cast_dtypes:
+        mx_arrays.leaf_casts.begin(scope)
+    return original(scope)
 
 
 def build_scope_exit(original: Original) -> Any:
-    """Return the end of autograd's scopes, as `build_scope_enter`.
+    """Return the end of autograd's scopes, as `patched_scope_enter` begins them.
 
     Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
     of them can't leave autograd recording.

@@ -94,7 +94,7 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     *((module, "_imperative_invoke", eager.build_invoke) for module in eager.INVOKE_MODULES),
     (_api_internal, "tensordot", wrapping(eager.patched_tensordot)),
     # The casts of a weight that is used several times share memory while autograd records.
-    (autograd._RecordingStateScope, "__enter__", eager.build_scope_enter),
+    (autograd._RecordingStateScope, "__enter__", wrapping(eager.patched_scope_enter)),
     (autograd._RecordingStateScope, "__exit__", eager.build_scope_exit),
     # MXNet reads and writes bfloat16 arrays as raw bits, and `mx.np` makes no such arrays.
     (NDArray, "asnumpy", wrapping(eager.patched_asnumpy)),
