@@ -2,7 +2,10 @@
 
 The core asks `backend_of(device)`, and neither names a device nor imports one of the packages
 below. `Backend` itself has no quirks: with it in place of the others, the core computes what the
-policy says, no faster and no slower. A backend is loaded when it is first asked for.
+policy says, no faster and no slower.
+
+A backend is loaded when it is first asked for; the first policy and the first patch ask for all of
+them, since lists name the rules of every device, and arrays may be on any.
 """
 
 from __future__ import annotations
@@ -243,7 +246,9 @@ class ShapeCheck(NamedTuple):
 
     holds: Holds
     exact: bool  #: it changes results, not only speed
-    detours: bool  #: it stands for a missing kernel, whatever the class of the operator is
+    is_missing_kernel: (
+        bool  #: it stands for a missing kernel, whatever the class of the operator is
+    )
     in_calls: bool  #: eager calls follow it too
 
 
@@ -251,12 +256,12 @@ _shape_checks: dict[str, ShapeCheck] = {}
 
 
 def rule(
-    name: str, *, exact: bool = False, detours: bool = False, in_calls: bool = False
+    name: str, *, exact: bool = False, is_missing_kernel: bool = False, in_calls: bool = False
 ) -> Callable[[Holds], Holds]:
     """Return a decorator that registers a rule by shape: a function of a site and a limit."""
 
     def register(holds: Holds) -> Holds:
-        _shape_checks[name] = ShapeCheck(holds, exact, detours, in_calls)
+        _shape_checks[name] = ShapeCheck(holds, exact, is_missing_kernel, in_calls)
         return holds
 
     return register

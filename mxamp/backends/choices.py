@@ -101,7 +101,8 @@ def _input_shapes(
             if node.name in usage.shapes:
                 shapes[i, 0] = usage.shapes[node.name]
             continue
-        by_shape = policy_for_node(policy, node.attrs, usage.off).rule(node.operator).by_shape
+        inside = policy_for_node(policy, node.attrs, usage.regions_only)
+        by_shape = inside.rule(node.operator).by_shape
         if usage.converting and by_shape:
             wanted[i] = [None, *node.inputs[1:2]]
         elif not usage.converting and (by_shape or node.operator in passes.by_operator):
@@ -173,7 +174,7 @@ class ChoosingBackend(Backend):
         self, graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]
     ) -> Any:
         """Return the choices for a graph whose operators have the input shapes `known`."""
-        policies = [policy_for_node(policy, node.attrs, usage.off) for node in graph.nodes]
+        policies = [policy_for_node(policy, node.attrs, usage.regions_only) for node in graph.nodes]
         kept, substituted = self.choose_nodes(Setting(graph, policies, policy, usage, known))
         bodies = {}
         for i, node in enumerate(graph.nodes):

@@ -60,6 +60,7 @@ class Options:
         elif policy is not None or any(one is not None for one in lists):
             raise ArgumentError(NOTHING_TO_LOWER)
         else:
+            # Nothing is lowered, so any dtype would do; substitutions and `fuse` are for CPUs.
             given["policy"] = Policy.default("bfloat16", "cpu").in_float32()
         check_mapping("input_dtypes", given.get("input_dtypes"), "dtypes")
         for name in ("cast_optional_params", "fuse", "keep_io_types"):

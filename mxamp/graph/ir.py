@@ -65,7 +65,7 @@ class Usage:
     converting : bool
         The graph is saved for data of any shape: it keeps its operators, and no choice depends on
         the shapes of data.
-    off : bool
+    regions_only : bool
         Mixed precision is off around the graph: only its own regions are cast.
     """
 
@@ -77,7 +77,7 @@ class Usage:
     training: bool = False
     restore: bool = True
     converting: bool = False
-    off: bool = False
+    regions_only: bool = False
 
 
 Output = Tuple[int, int]  #: (index of the node, index among its outputs)

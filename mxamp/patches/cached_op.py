@@ -91,7 +91,10 @@ def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any
 
 
 class Source(NamedTuple):
-    """The graph that a block runs; for a converted one its policy, and parameters cast offline."""
+    """The graph that a block runs; for a converted one its policy, and parameters cast offline.
+
+    A `ConvertedBlock` keeps it as its `_source`.
+    """
 
     graph: Graph
     policy: Policy | None
@@ -132,7 +135,7 @@ class _Op(NamedTuple):
 class CallKey(NamedTuple):
     """The properties of a call, but for policy and shapes, that select its graph."""
 
-    off: bool  #: mixed precision is off outside the graph's regions
+    regions_only: bool  #: mixed precision is off outside the graph's regions
     training: bool
     dtypes: tuple[str, ...]
 
@@ -155,7 +158,7 @@ class Variants:
         #: The block's own op, which runs without a policy.
         self.unchanged = _Op(op, symbol)
         self._symbol_class = type(symbol)
-        self.graph, self._policy, self._stored = source or Source(
+        self.graph, self._own_policy, self._stored = source or Source(
             Graph.from_symbol(symbol), None, frozenset()
         )
         names = self.names = symbol.list_inputs()
@@ -163,8 +166,7 @@ class Variants:
         self.inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
         self.parameters = {i: p for i, (is_data, p) in enumerate(places) if not is_data}
         self._flags = [*block._flags]
-        # Without unsafe loops and without changes for training, training runs the inference graph.
-        self._loops = not UNSAFE_LOOPS.isdisjoint(self.graph.operators)
+        self._has_unsafe_loops = not UNSAFE_LOOPS.isdisjoint(self.graph.operators)
         #: The graph with the loss scale among its inputs, in MXNet's order; None if unneeded.
         self.scalable = with_scale_input(self.graph)
         if self.scalable is not None:
@@ -190,7 +192,8 @@ class Variants:
             added = tuple([i for i, p in self.parameters.items() if p._grad_req == "add"])
         graph = self._graph_for(call.training)
         choices = self._choose(policy, call, graph, args)
-        differs = call.training and (self._loops or graph is not self.graph)
+        # Without unsafe loops and without changes for training, training runs the inference graph.
+        differs = call.training and (self._has_unsafe_loops or graph is not self.graph)
         key = (call._replace(training=differs), id(graph), added, choices)
         op = made.ops.get(key)
         if op is None:
@@ -198,7 +201,7 @@ class Variants:
             accumulated = frozenset(self.names[i] for i in (*self.inputs, *added))
             usage = replace(self._usage(call), training=differs, accumulated=accumulated)
             op = made.ops[key] = self._build(policy, graph, usage, choices)
-            if self._policy is None:
+            if self._own_policy is None:
                 record_layers(policy, self.graph)
         elif policy.fp32_layers:
             warn_of_unknown_layers(policy)
@@ -253,7 +256,8 @@ class Variants:
     def _usage(self, call: CallKey) -> Usage:
         """Return the usage of the graph in a call, without shapes."""
         dtypes = {n: d for n, d in zip(self.names, call.dtypes) if n not in self._stored}
-        return Usage(dtypes, stored=self._stored, training=call.training, off=call.off)
+        usage = Usage(dtypes, stored=self._stored, training=call.training)
+        return replace(usage, regions_only=call.regions_only)
 
     def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
         """Return a new op that runs `graph` rewritten; the block's own if nothing changes."""
@@ -261,11 +265,12 @@ class Variants:
         rewritten = rewritten_graph(graph, policy, usage, choices)
         if rewritten is not graph:
             rewritten = backend.with_ordered_inputs(rewritten)
-        elif graph is self.graph and self._policy is None:
+        elif graph is self.graph and self._own_policy is None:
             # The plain op of a converted block has the casts for other dtypes.
             return self.unchanged
         symbol = rewritten.to_symbol(self._symbol_class)
         places = {name: i for i, name in enumerate(self.names)}
+        # The loss scale alone is no argument of the block.
         order = [places.get(name, _SCALE) for name in symbol.list_inputs()]
         flags = backend.cached_op_flags(self._flags, self.graph)
         return _Op(self._cached_op(symbol, order, flags), symbol, order)
@@ -296,9 +301,9 @@ class PolicyCachedOp:
     def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
         self.variants = Variants(block, source)
-        graph, self._policy = self.variants.graph, source.policy if source is not None else None
+        graph, self._own_policy = self.variants.graph, source.policy if source is not None else None
         converted = graph.is_converted
-        if self._policy is None and graph.has_fused_operators and not converted:
+        if self._own_policy is None and graph.has_fused_operators and not converted:
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if converted else graph.marks
         # Custom operators scale their results themselves where mixed precision is off.
@@ -326,7 +331,7 @@ class PolicyCachedOp:
     def select(self, args: Sequence[NDArray]) -> _Op:
         """Return the op for the policy in force and these arguments."""
         variants = self.variants
-        policy, off = self._policy_in_force()
+        policy, regions_only = self._policy_in_force()
         if policy is None:
             return variants.unchanged
         training = autograd.is_recording()
@@ -335,14 +340,14 @@ class PolicyCachedOp:
         params = [args[i] for i in variants.parameters]
         objects = [policy, *params, *map(_gradients_of, variants.parameters.values())]
         values = [(kind_code(args[i]), shape_of(args[i])) for i in variants.inputs]
-        key = [off, training, values, *map(id, objects)]
+        key = [regions_only, training, values, *map(id, objects)]
         device = id(params[0]) if params else 0
         last = self._last.get(device)
         if last is not None and key == last[0]:
             return last[1]
         if not on_device(args[:1], policy.device):
             return variants.unchanged
-        op = variants.find(policy, CallKey(off, training, dtypes_of(args)), args)
+        op = variants.find(policy, CallKey(regions_only, training, dtypes_of(args)), args)
         # With `fp32_layers`, each call may have to warn of layers that no block has. Without
         # parameters, a call may be on another device.
         if params and not policy.fp32_layers:
@@ -353,7 +358,7 @@ class PolicyCachedOp:
 
     def _policy_in_force(self) -> tuple[Policy | None, bool]:
         """Return a call's policy, and whether it is for the graph's regions or losses alone."""
-        policy = self._policy or current_policy()
+        policy = self._own_policy or current_policy()
         if policy is not None:
             return policy, False
         if self._marks:

@@ -180,7 +180,7 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
     loss = LOSS_OUTPUT_HANDLES.get(operator.handle)
     # Without a policy, custom operators scale their results themselves.
     scales = loss is not None and (policy is not None or loss not in with_trait("calls_python"))
-    first: list[Step] = [scale_losses] if scales else []
+    first: list[Step] = [scale_gradients] if scales else []
     if policy is None:
         return first
     if operator.zero_gradients:
@@ -194,8 +194,8 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
 # ---------------------------------------------------------------------- steps
 
 
-def scale_losses(then: Action, _site: CallSite) -> Action:
-    """Scale the losses of an output operator while autograd records."""
+def scale_gradients(then: Action, _site: CallSite) -> Action:
+    """Let the gradients that an output operator starts carry the loss scale, while recording."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
         if autograd.is_recording():
@@ -242,7 +242,7 @@ def copy_by_float32(then: Action, _site: CallSite) -> Action:
 
 
 def cast_inputs(_then: Action, site: Any) -> Action:
-    """Call the operator on inputs that are cast as the policy decides."""
+    """Call MXNet's own operator on inputs that are cast as the policy decides: the last step."""
     return site.cast  # type: ignore[no-any-return]
 
 
@@ -268,8 +268,7 @@ class _Site:
         self.operator, self.policy = operator, policy
         rule = self.rule = policy.rule(operator.name)
         self._decided = functools.lru_cache(_MANY)(self._decide_anew)
-        #: Whether calls on float32 inputs are never cast.
-        self._follows = not rule.lowers
+        self._stays_float32 = not rule.lowers  #: on float32 inputs
         checks = shape_checks()
         followed = [one for one in rule.by_shape if checks[one.name].in_calls]
         self._by_shape = bool(followed)
@@ -282,7 +281,7 @@ class _Site:
 
     def cast(self, original: Invoke, arguments: Sequence[Any]) -> Any:
         """Call the operator on inputs that are cast as the policy decides."""
-        if all_float32(arguments[1]) and (self._follows or self.kept(arguments) is not None):
+        if all_float32(arguments[1]) and (self._stays_float32 or self.kept(arguments) is not None):
             return original(*arguments)
         call = Arguments(*arguments)
         decision = self._decide(call)
@@ -319,7 +318,7 @@ class _Site:
         """Return why a call stays in float32; None if only for its speed, and MXNet may raise."""
         casts = recording and dtype_code(arrays[1]) != self._target
         shapes = [arrays[0].shape, arrays[1].shape]
-        site = Site(self.operator.name, attrs, shapes, recording, 1, casts, in_call=True)
+        site = Site(self.operator.name, attrs, shapes, recording, casts_weight=casts, in_call=True)
         try:
             return backend_of(self.policy.device).reason_to_keep(self.rule, site)
         except (IndexError, ValueError):
@@ -376,19 +375,19 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is not None:
-            array = mx_arrays.copy(arrays[i]) if i in decision.guards else arrays[i]
-            if decision.through is not None:
-                array = cast(array, decision.through)
+            array = mx_arrays.copy(arrays[i]) if i in decision.copied else arrays[i]
+            if decision.emulated is not None:
+                array = cast(array, decision.emulated)
             inputs[i] = cast(array, dtype)
     return inputs
 
 
 def _rounded(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
     """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
-    if decision.through is None:
+    if decision.emulated is None:
         return outputs
     rounded = [
-        cast(array, decision.through, is_np_op) if decision.rounds(i, dtype_of(array)) else array
+        cast(array, decision.emulated, is_np_op) if decision.rounds(i, dtype_of(array)) else array
         for i, array in enumerate(as_list(outputs))
     ]
     return rounded if isinstance(outputs, list) else rounded[0]

@@ -126,7 +126,7 @@ class _Binding:
         accumulated = frozenset(name for name, asked in grad_reqs.items() if asked == "add")
         training, off = len(frozen) < len(grad_reqs), active.current_policy() is None
         self._symbol = symbol
-        self._usage = Usage(dtypes, accumulated=accumulated, training=training, off=off)
+        self._usage = Usage(dtypes, accumulated=accumulated, training=training, regions_only=off)
         self._graph = trained_graph(self._read, frozen) if training else self._read
         self._policy = policy
         record_layers(policy, self._read)

@@ -35,27 +35,27 @@ SPARSE_GRADIENT = "sparse_grad"
 class Decision:
     """The casts around one call of an operator.
 
-    `reads[i]` is the dtype that input i is cast to, None for no cast. With `through` set, the
-    operator computes in a wider dtype on rounded values: inputs are cast to `through` and then to
-    `reads`, and outputs to `through`. `guards` are
-    inputs to copy before the cast (see `_inputs_to_copy`).
+    `reads[i]` is the dtype that input i is cast to, None for no cast. With a dtype `emulated`, the
+    operator computes in a wider one on rounded values: inputs are cast to `emulated` and then to
+    `reads`, and outputs to `emulated`. `copied` are the inputs to copy before their cast, as the
+    backend's `inputs_to_copy` says.
     """
 
     reads: tuple[str | None, ...]
     reason: str
     precision: str = "as is"  #: the dtype of the computation, for reports
-    through: str | None = None
+    emulated: str | None = None
     keep_outputs: tuple[int, ...] = ()
-    guards: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether to round output number `output`, computed in `dtype`, to `through`."""
-        return self.through is not None and output not in self.keep_outputs and dtype in _WIDE
+        """Return whether to round output number `output`, computed in `dtype`, to `emulated`."""
+        return self.emulated is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
         """Whether the call needs a cast."""
-        return self.through is not None or any(dtype is not None for dtype in self.reads)
+        return self.emulated is not None or any(dtype is not None for dtype in self.reads)
 
 
 MIXED = "its inputs are {dtypes}: the widest dtype is kept"
@@ -95,7 +95,7 @@ def decide(
     rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
     call = DecidedCall(rule, attributes, dtypes, policy.target_dtype)
     why, missing = backend.reason_to_widen(call), rule.missing
-    if kept is not None and kept.detours:
+    if kept is not None and kept.is_missing_kernel:  # at this place of a graph alone
         missing = kept.text
     elif kept is not None:
         why = why or kept.text
@@ -118,11 +118,11 @@ def decide(
     quirk = Quirk(rule.computes, missing) if dtype == target and missing is not None else None
     quirk = quirk or backend.quirk(call, dtype)
     reads = _reads(floats, len(dtypes), dtype, quirk)
-    guards = backend.inputs_to_copy(call, dtype, reads)
+    copied = backend.inputs_to_copy(call, dtype, reads)
     if quirk is None:
-        return Decision(reads, reason, dtype, guards=guards)
+        return Decision(reads, reason, dtype, copied=copied)
     reason = f"{reason}; but here in {quirk.computes} on {dtype} values: {quirk.reason}"
-    return Decision(reads, reason, dtype, dtype, rule.keep_outputs, guards)
+    return Decision(reads, reason, dtype, dtype, rule.keep_outputs, copied)
 
 
 def _reads(

@@ -201,7 +201,7 @@ def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
 
 def _detour_rules(rule: Rule) -> tuple[ShapeRule, ...]:
     """Return an operator's shape rules that exist because a low-precision kernel is missing."""
-    return tuple(one for one in rule.by_shape if one.reason.detours)
+    return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 
 def checked_substitutions(

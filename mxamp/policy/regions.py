@@ -60,12 +60,12 @@ def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
 _policies_inside: PerPolicy[dict[str, Policy]] = PerPolicy(lambda _policy: {})
 
 
-def policy_for_node(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> Policy:
+def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool = False) -> Policy:
     """Return the policy for a graph node with these attributes, in a graph under `policy`.
 
-    With `off`, mixed precision is off around the graph: nodes without a mark are not cast.
+    With `regions_only`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
-    mark = attrs.get(REGION, OFF if off else None)
+    mark = attrs.get(REGION, OFF if regions_only else None)
     if mark is None:
         return policy
     regions = _policies_inside(policy)
@@ -83,12 +83,14 @@ def _policy_in_region(policy: Policy, mark: str) -> Policy:
     return region.override(fp32_layers=policy.fp32_layers)
 
 
-def argument_dtype(policy: Policy, attrs: Mapping[str, str], off: bool = False) -> str | None:
+def argument_dtype(
+    policy: Policy, attrs: Mapping[str, str], regions_only: bool = False
+) -> str | None:
     """Return the dtype for a node that copies an argument of a `float_function` or its like.
 
     None for any other node, and where mixed precision is off.
     """
-    cast, mark = attrs.get(CAST), attrs.get(REGION, OFF if off else ON)
+    cast, mark = attrs.get(CAST), attrs.get(REGION, OFF if regions_only else ON)
     region = _policy_of_mark(policy, mark) if cast is not None else None
     if region is None:
         return None

@@ -52,7 +52,7 @@ class Reason(NamedTuple):
     kind: str  #: the name of a rule by shape, or "substitution"
     text: str  #: for reports; never compared
     exact: bool = False  #: it affects results, not only speed
-    detours: bool = False  #: it is a missing kernel, whatever the operator's class is
+    is_missing_kernel: bool = False  #: it is a missing kernel, whatever the operator's class is
 
 
 class ShapeRule(NamedTuple):

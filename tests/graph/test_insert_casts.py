@@ -5,6 +5,7 @@ import pytest
 
 import mxamp as amp
 from helpers import kind, randn, with_avx512
+from mxamp.backends import NONE
 from mxamp.graph.casts.insert import rewrite, rewritten_graph
 from mxamp.graph.ir import Graph, Usage
 from nets import Control
@@ -86,7 +87,7 @@ def test_accumulated_gradients_get_a_copy_before_bfloat16_casts():
 def test_a_graph_with_nothing_to_lower_runs_as_it_is():
     symbol = mx.sym.softmax(var("x"))
     graph = Graph.from_symbol(symbol)
-    assert rewritten_graph(graph, GPU, Usage()) is graph
+    assert rewritten_graph(graph, GPU, Usage(), NONE) is graph
 
 
 @pytest.mark.parametrize("read, dtype", [

@@ -85,7 +85,7 @@ def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
     on()
     slow = Policy.load(path)
     assert slow is Policy.default("bfloat16") is not fast
-    assert decide("Convolution", {}, ["float32"] * 3, slow).through == "bfloat16"
+    assert decide("Convolution", {}, ["float32"] * 3, slow).emulated == "bfloat16"
     back = saved(slow, tmp_path)
     on("avx512", "avx512_bf16")
     assert Policy.load(back) is fast

@@ -16,8 +16,9 @@ logger = logging.getLogger("mxamp")
 WHEEL = "mxnet-cu112"
 #: The oldest driver on Linux that runs the wheel, from CUDA's release notes.
 DRIVER = "450.80.02"
-#: The oldest one that loads what CUDA 11.8's compiler NVRTC makes of fused operators. CUDA promises
-#: older drivers for machine code, but not for PTX.
+#: The oldest one that loads what CUDA 11.8's compiler NVRTC makes of fused operators, for messages:
+#: `preload` compares the versions of driver and compiler. CUDA promises older drivers for machine
+#: code, but not for PTX.
 FUSION_DRIVER = "520.61.05"
 #: The environment variable of MXNet's fusion of operators on GPUs.
 FUSION = "MXNET_USE_FUSION"

@@ -103,8 +103,8 @@ def add_fourth_channel(then: Action, site: CallSite) -> Action:
     """Convolve color images, cast to bfloat16, with a fourth channel of zeros, as graphs do."""
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
-        arrays = arguments[1]
-        if len(arrays) < 2 or arrays[1].shape[1:2] != (COLORS,):  # noqa: PLR2004
+        _, arrays, _, _, out, *_ = arguments
+        if not arrays[1:] or arrays[1].shape[1:2] != (COLORS,):
             return then(original, arguments)
         calls, shapes = _Calls(site, original, arguments), [array.shape for array in arrays]
         training, dtypes = autograd.is_recording(), {*dtypes_of(arrays)}
@@ -113,7 +113,7 @@ def add_fourth_channel(then: Action, site: CallSite) -> Action:
         fits = match is not None and match[0] == "image_convolution" and on_device(arrays, "cpu")
         if not fits or site.kept(arguments) is not None:
             return then(original, arguments)
-        return site.write(image_convolution(calls, ())[0], arguments[4])
+        return site.write(image_convolution(calls, ())[0], out)
 
     return action
 

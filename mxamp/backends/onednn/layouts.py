@@ -141,7 +141,7 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> froze
             continue
         if any(source in giving for source, _ in node.inputs):
             readers.add(i)
-        inside = policy_for_node(policy, node.attrs, usage.off)
+        inside = policy_for_node(policy, node.attrs, usage.regions_only)
         if _is_volume_product(node) or (i in readers and _keeps_volume_layout(node, inside)):
             giving.add(i)
     return frozenset(readers)
@@ -167,7 +167,7 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
             volumes.add(i)
         if not sources:
             continue
-        rule = policy_for_node(policy, node.attrs, usage.off).rule(node.operator)
+        rule = policy_for_node(policy, node.attrs, usage.regions_only).rule(node.operator)
         if rule.has_shape_rule("volume_views"):
             views.add(i)
         if rule.op_class != "low":

@@ -306,7 +306,7 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
     return site.casts_weight
 
 
-@rule("volume_views", exact=True, detours=True)
+@rule("volume_views", exact=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
     """Return whether a view may be of a 3-D convolution's output, which oneDNN can't read."""
     return site.reads_volume

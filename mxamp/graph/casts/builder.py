@@ -13,14 +13,14 @@ from ..ir import HALVES, ROLE, Graph, Node, Output
 class Entry(NamedTuple):
     """An output in the new graph, its dtype, and its `source`: the entry that it casts up, if any.
 
-    An entry is float32 `by_choice` where only a shape rule keeps it in float32. Next to inputs in
-    the target dtype it is cast down, instead of widening the other inputs.
+    An entry is in float32 `for_speed` if a rule about speed alone has kept it there. Where the
+    other inputs of an operator are in the target dtype, it is cast down, and does not widen them.
     """
 
     output: Output
     dtype: str
     source: Entry | None = None
-    by_choice: bool = False
+    for_speed: bool = False
 
 
 class Builder:

@@ -12,7 +12,7 @@ from typing import AbstractSet, Any, Hashable, Iterator, NamedTuple, Sequence
 
 from mxnet.symbol import Symbol
 
-from ...backends import NONE, backend_of
+from ...backends import backend_of
 from ...errors import AmpError
 from ...policy import regions
 from ...policy.active import record_lowered
@@ -78,7 +78,7 @@ class _Plan(NamedTuple):
 
     policy: Policy
     op_class: str
-    lowered: frozenset[int]  #: the inputs in float32 by choice that are cast down before `decision`
+    lowered: frozenset[int]  #: inputs in float32 for speed, cast down before `decision`
     decision: Decision
     key: tuple[Any, ...]  #: equal for operators with equal plans and dtypes
 
@@ -151,7 +151,7 @@ class _Rewriter:
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
         """Return an argument of a decorated user function, cast to the dtype that it requires."""
-        dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.off)
+        dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.regions_only)
         cast = node.attrs[CAST]
         if cast.startswith(regions.WIDEST_INSIDE):
             dtypes = self.promoted.setdefault(cast, set())
@@ -180,11 +180,11 @@ class _Rewriter:
             made = without if read == given else ir.infer_outputs(node, read)
             self.inferred[plan.key] = without, made
         plain, dtypes = self.inferred[plan.key]
-        by_choice = (node.kept is not None and not node.kept.exact) or (
-            plan.op_class in ("neutral", "widest") and any(entry.by_choice for entry in reads)
+        for_speed = (node.kept is not None and not node.kept.exact) or (
+            plan.op_class in ("neutral", "widest") and any(entry.for_speed for entry in reads)
         )
         outputs = [
-            Entry((added, k), dtype, by_choice=by_choice and dtype == "float32")
+            Entry((added, k), dtype, for_speed=for_speed and dtype == "float32")
             for k, dtype in enumerate(dtypes)
         ]
         rounded = self._round_outputs(node, plan, reads, outputs)
@@ -192,7 +192,7 @@ class _Rewriter:
 
     def _plan(self, node: Node, inputs: Sequence[_Value]) -> _Plan:
         """Return how to add an operator, by its policy and the dtypes of its inputs."""
-        policy = regions.policy_for_node(self.policy, node.attrs, self.usage.off)
+        policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
         entries = [value.entry for value in inputs]
         lowered = _choices_to_lower(entries, target) if op_class == "widest" else frozenset()
@@ -222,8 +222,8 @@ class _Rewriter:
             for k in sorted(plan.lowered):
                 entries[k] = self.builder.cast(entries[k], plan.policy.target_dtype)
             reads = [self._cast_input(entry, plan.decision, k) for k, entry in enumerate(entries)]
-        detours = node.kept is not None and node.kept.detours
-        if detours and plan.decision.through is None and not self.usage.converting:
+        detours = node.kept is not None and node.kept.is_missing_kernel
+        if detours and plan.decision.emulated is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.add_plain_layout(reads[0])
         return reads
@@ -233,17 +233,17 @@ class _Rewriter:
         dtype = decision.reads[position]
         if dtype is None:
             return entry
-        if position in decision.guards:
+        if position in decision.copied:
             entry = Entry(self.builder.add_copy(entry.output), entry.dtype)
-        if decision.through is not None:
-            entry = self.builder.cast(entry, decision.through)
+        if decision.emulated is not None:
+            entry = self.builder.cast(entry, decision.emulated)
         return self.builder.cast(entry, dtype)
 
     def _round_outputs(
         self, node: Node, plan: _Plan, reads: Sequence[Entry], made: list[Entry]
     ) -> list[Entry]:
         """Return an operator's outputs `made` in the dtypes that its plan names, adding casts."""
-        cast, decision, through = self.builder.cast, plan.decision, plan.decision.through
+        cast, decision, through = self.builder.cast, plan.decision, plan.decision.emulated
         if through is not None:
             return [
                 cast(entry, through) if decision.rounds(k, entry.dtype) else entry
@@ -296,8 +296,8 @@ def _call_key(
 
 def _choices_to_lower(entries: Sequence[Entry], target: str) -> frozenset[int]:
     """Return which entries are float32 by choice, if all other floats are in `target`."""
-    others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.by_choice}
-    return frozenset(k for k, e in enumerate(entries) if e.by_choice and others == {target})
+    others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.for_speed}
+    return frozenset(k for k, e in enumerate(entries) if e.for_speed and others == {target})
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:
@@ -333,7 +333,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
 
 
 @ir.collector_paused()
-def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashable = NONE) -> Graph:
+def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashable) -> Graph:
     """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
@@ -341,7 +341,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashabl
     if result.graph == graph:
         return graph
     for _, node, decision in result.decided():
-        if decision.through is not None:
+        if decision.emulated is not None:
             node.attrs = {**node.attrs, ROLE: decision.precision}
     return result.graph
 

@@ -85,8 +85,8 @@ def names_cast_to(graph: Graph, dtype: str) -> set[str]:
 def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     """Return the graph with a copy between each variable and its casts to or from bfloat16.
 
-    On CPUs the gradient of such a cast is lost under grad_req="add" (see `Builder.cast`), and a
-    saved graph may be trained with any grad_req.
+    On CPUs the gradient of such a cast is lost under grad_req="add" (see
+    `Builder._input_of_cast`), and a saved graph may be trained with any grad_req.
     """
 
     def reads_through_copy(node: Node) -> bool:
