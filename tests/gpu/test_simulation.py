@@ -127,12 +127,13 @@ def test_fused_kernels_need_a_driver_for_their_ptx():
 def test_auto_is_float32_without_tensor_cores():
     code = """
 amp.init("auto")
-print(json.dumps([str(amp.current_policy()), amp.backends.backend_of("gpu").why_float32()]))
+backend = amp.backends.backend_of("gpu")
+print(json.dumps([str(amp.current_policy()), backend.fast_dtype(), backend.why_float32()]))
 """
     for capability, on in (("5.2", False), ("6.1", False), ("7.0", True), ("8.6", True)):
-        policy, why = run(code, SIMULATED_GPU_CAPABILITY=capability)
-        assert ("float16" in policy) == on
-        assert (f"compute capability {capability}, has no tensor cores" in why) != on
+        policy, fast, why = run(code, SIMULATED_GPU_CAPABILITY=capability)
+        assert ("float16" in policy) == on and (fast == "float16") == on
+        assert on or f"compute capability {capability}, has no tensor cores" in why
     code = 'amp.init("float16"); print(json.dumps(amp.current_policy().target_dtype))'
     assert run(code, SIMULATED_GPU_CAPABILITY="6.1") == "float16"
 
