@@ -30,7 +30,7 @@ from ..policy.active import chose_float32, current_policy
 from ..policy.policy import FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
-from ..scaling.trainer import active_hook, attach_hook, check_skippable
+from ..scaling.trainer import active_state, attach_state, check_skippable
 
 logger = logging.getLogger("mxamp")
 
@@ -118,7 +118,7 @@ def initialize(
     for trainer in optimizers:
         if in_float16 and opt_level == "O2":
             trainer._optimizer.multi_precision = True
-        attach_hook(trainer, copy.deepcopy(scaler), scaled_by="initialize")
+        attach_state(trainer, copy.deepcopy(scaler), scaled_by="initialize")
     return models if trainers is None else (models, trainers)
 
 
@@ -147,9 +147,9 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
             "use one of the two, or call mxamp.shutdown() before"
         )
     for trainer in trainers:
-        hook = active_hook(trainer)
-        if hook is not None:
-            raise StateError(f"{hook.scaled_by} scales this trainer's losses already")
+        state = active_state(trainer)
+        if state is not None:
+            raise StateError(f"{state.scaled_by} scales this trainer's losses already")
         if trainer._kv_initialized:
             raise StateError("initialize comes before a trainer's first step")
     for net in nets:

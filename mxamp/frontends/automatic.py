@@ -24,7 +24,7 @@ from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
 from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
 from ..scaling.scaler import LossScaler, SharedScale
-from .backward import backward_patches, shared_hooks
+from .backward import backward_patches, shared_states
 from .contrib import contrib_patches
 from .module_api import module_patches
 
@@ -57,8 +57,8 @@ class _AutomaticRun(FrontEnd):
     def close(self) -> None:
         """Undo the patch, and leave the trainers to other APIs."""
         super().close()
-        for hook in shared_hooks():  # gradients that wait for their step are checked
-            hook.scaled_by = ""
+        for state in shared_states():  # gradients that wait for their step are checked
+            state.scaled_by = ""
 
     def summarize(self) -> None:
         """Log the run's dtype and, in float16, its steps, unless it has ended before."""

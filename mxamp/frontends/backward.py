@@ -29,7 +29,7 @@ from ..scaling.ledger import entries_of, ledger, named
 from ..scaling.passes import passes
 from ..scaling.running import Pass, current, run
 from ..scaling.scaler import SharedScale, scale_of
-from ..scaling.trainer import State, active_hook, attach_hook
+from ..scaling.trainer import State, active_state, attach_state
 from .variables import Variables, by_gradient
 
 logger = logging.getLogger("mxamp")
@@ -92,7 +92,7 @@ class _BackwardPatches(FrontEnd):
         if shared is None:
             return
         try:
-            attach_hook(trainer, shared.scaler, scaled_by=shared.scaled_by)
+            attach_state(trainer, shared.scaler, scaled_by=shared.scaled_by)
         except AmpError as error:
             if own_scale is not None:
                 raise
@@ -100,18 +100,18 @@ class _BackwardPatches(FrontEnd):
 
     def run(self, compute: Compute, one: Pass, head_grads: Any) -> None:
         """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
-        hooks = shared_hooks()
-        dropped = {hook for hook in hooks if hook.overflown}
-        scale = _lowest_scale(hooks, one)
+        states = shared_states()
+        dropped = {state for state in states if state.overflown}
+        scale = _lowest_scale(states, one)
         with ledger.written(one, one.scale):
             if scale == 1:
                 # No scale to take out; trainers check the gradients they are about to use.
                 run(one, partial(compute, head_grads))
             else:
                 self.run_scaled(compute, one, head_grads, scale)
-        for hook in hooks:
-            hook.mark_unscaled(scale, one.overflown, hook in dropped)
-        owned = {id(entry.data) for hook in hooks for entry in entries_of(hook.trainer)}
+        for state in states:
+            state.mark_unscaled(scale, one.overflown, state in dropped)
+        owned = {id(entry.data) for state in states for entry in entries_of(state.trainer)}
         if not one.overflown <= owned and not self._has_warned:
             self._has_warned = True
             logger.warning(OVERFLOW, scale)
@@ -144,7 +144,7 @@ class _BackwardPatches(FrontEnd):
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
         outer = current()
         one = Pass(heads)
-        one.scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_hooks(), one)
+        one.scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_states(), one)
         scale = one.scale
         if scale == 1:
             return compute(head_grads)
@@ -158,20 +158,20 @@ class _BackwardPatches(FrontEnd):
 backward_patches = _BackwardPatches()
 
 
-def shared_hooks() -> list[State]:
+def shared_states() -> list[State]:
     """Return the states of the trainers that have a shared scale."""
-    found = [active_hook(trainer) for trainer in ledger.known()]
-    return [hook for hook in found if hook is not None and hook.is_shared]
+    found = [active_state(trainer) for trainer in ledger.known()]
+    return [state for state in found if state is not None and state.is_shared]
 
 
-def _lowest_scale(hooks: Sequence[State], one: Pass) -> float:
+def _lowest_scale(states: Sequence[State], one: Pass) -> float:
     """Return the lowest scale of the trainers, or 1.
 
     If they differ, those of parameters behind the pass's heads count: others may be done with.
     """
-    if len({hook.scaler.loss_scale for hook in hooks}) > 1:
-        hooks = [h for h in hooks if named(entries_of(h.trainer), one.names)] or hooks
-    scale = min([hook.scaler.loss_scale for hook in hooks], default=1.0)
+    if len({state.scaler.loss_scale for state in states}) > 1:
+        states = [h for h in states if named(entries_of(h.trainer), one.names)] or states
+    scale = min([state.scaler.loss_scale for state in states], default=1.0)
     is_half = any(dtype_name(head.dtype) == "float16" for head in one.heads)
     return min(scale, _HALF_LIMIT) if is_half else scale
 

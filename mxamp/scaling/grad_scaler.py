@@ -20,7 +20,7 @@ from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .passes import passes, scale_losses
 from .scaler import LossScaler
-from .trainer import Stage, State, active_hook, attach_hook
+from .trainer import Stage, State, active_state, attach_state
 
 logger = logging.getLogger("mxamp")
 
@@ -113,7 +113,7 @@ class GradScaler:
             The trainer of the parameters that the loss depends on.
         """
         if self._enabled:
-            self._attached_hook(trainer).unscale()
+            self._attached_state(trainer).unscale()
 
     def step(self, trainer: Trainer, batch_size: Any, ignore_stale_grad: bool = False) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
@@ -133,7 +133,7 @@ class GradScaler:
             This trainer has stepped since the last `update`, or another API scales its losses.
         """
         if self._enabled:
-            self._attached_hook(trainer).check("step")
+            self._attached_state(trainer).check("step")
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
@@ -154,10 +154,10 @@ class GradScaler:
             self._scaler.update(all(results.values()))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())
-        for hook in results:
-            hook.pending = None
-            if hook.report is not None:
-                hook.report = hook.report._replace(next_loss_scale=self.get_scale())
+        for state in results:
+            state.pending = None
+            if state.report is not None:
+                state.report = state.report._replace(next_loss_scale=self.get_scale())
         results.clear()
         passes.end()
 
@@ -180,14 +180,14 @@ class GradScaler:
         if self._enabled:
             self._scaler.load_state_dict(state)
 
-    def _attached_hook(self, trainer: Trainer) -> State:
+    def _attached_state(self, trainer: Trainer) -> State:
         """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
-        hook = active_hook(trainer) or attach_hook(trainer, self._scaler, scaled_by="GradScaler")
-        hook.check_scaled_by("GradScaler")
-        if hook.stage is not Stage.STEPPED:
-            hook.scaler = self._scaler
-            hook.mark_scaled(hook.loss_scale)
-        return hook
+        state = active_state(trainer) or attach_state(trainer, self._scaler, scaled_by="GradScaler")
+        state.check_scaled_by("GradScaler")
+        if state.stage is not Stage.STEPPED:
+            state.scaler = self._scaler
+            state.mark_scaled(state.loss_scale)
+        return state
 
     def __repr__(self) -> str:
         return f"GradScaler({self.get_scale():g}{'' if self._enabled else ', enabled=False'})"

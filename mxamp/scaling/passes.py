@@ -142,13 +142,16 @@ class _Passes(FrontEnd):
         holds one of them from before the patches.
         """
         arrays, given = tape.arrays_of(heads), tape.arrays_of(head_grads) if head_grads else None
-        is_grad = isinstance(others[0], int) and others[0] > 0  # the number of its variables
+        # MXAutogradBackwardEx also takes the number of the variables of `grad`, their handles, and
+        # create_graph.
+        variables, _, retain, create = others[:4] if others[3:] else (0, None, others[0], None)
+        is_grad = variables > 0
         automatic = None if is_grad else self.automatic
-        one = Pass(arrays, frees=not others[2 if others[2:] else 0].value)
+        one = Pass(arrays, frees=not retain.value)
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
-            if is_grad and others[3].value:  # it makes a tape of its own
+            if is_grad and create.value:  # it makes a tape of its own
                 losses, gradients = tape.unscaled_heads(arrays, gradients)
                 starts = tape.handles_of(losses)
             if gradients is not given:
@@ -176,7 +179,7 @@ class _Passes(FrontEnd):
             ledger.bring(ledger.behind(one.inner), one.scale)
         if one.frees:
             tape.forget(name for found in marks for name in found)
-            loss_outputs.forget(vars(one).get("names", ()))
+            loss_outputs.forget(vars(one).get("names", ()))  # if they were read
         return 0
 
     def _patched_grad(

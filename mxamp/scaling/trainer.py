@@ -454,7 +454,7 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
     scaler = None if chose_float32() else loss_scaler
-    if attach_hook(optimizer_or_trainer, scaler).scaler.scales:
+    if attach_state(optimizer_or_trainer, scaler).scaler.scales:
         passes.open()
 
 
@@ -485,7 +485,7 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
     StateError
         The gradients are not scaled, or are unscaled already.
     """
-    hook_of(optimizer_or_trainer).unscale()
+    scaling_state(optimizer_or_trainer).unscale()
 
 
 @checked_call
@@ -524,12 +524,12 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     StateError
         The gradients are not scaled, or are unscaled already.
     """
-    hook = hook_of(trainer)
+    state = scaling_state(trainer)
     limit = max_norm if max_norm == math.inf else positive_number("max_norm", max_norm)
-    hook.check("unscale")
+    state.check("unscale")
     trainer.allreduce_grads()
     ledger.note_sum(trainer)  # for `step`
-    hook.unscale()
+    state.unscale()
     used = fresh(trainer)
     # Each device that has computed a gradient holds the sum.
     norm = math.sqrt(square_sum([*{entry.param: entry.gradient for entry in used}.values()]))
@@ -538,21 +538,21 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
     return norm
 
 
-def active_hook(trainer: Any) -> State | None:
+def active_state(trainer: Any) -> State | None:
     """Return a trainer's state; None if no API scales its losses, or that API has ended."""
     state = state_of(trainer)
     return state if state is not None and state.scaled_by else None
 
 
-def hook_of(trainer: Any) -> State:
+def scaling_state(trainer: Any) -> State:
     """Return a trainer's state; raise if the trainer has no loss scaling."""
-    state = active_hook(trainer)
+    state = active_state(trainer)
     if state is None:
         raise StateError(NOT_INITIALIZED.format(shortened([p.name for p in trainer._params], 1)))
     return state
 
 
-def attach_hook(
+def attach_state(
     trainer: Trainer, loss_scaler: LossScaler | None, scaled_by: str = "init_trainer"
 ) -> State:
     """Give a trainer a state for losses that the API `scaled_by` scales, or update its state.
@@ -641,15 +641,15 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         The loss is scaled already. A trainer that has gradients of the scaled loss, but is not in
         `optimizer_or_trainer`, raises `StateError` in its step.
     """
-    hooks = list(dict.fromkeys(map(hook_of, as_list(optimizer_or_trainer))))
-    if not hooks:
+    states = list(dict.fromkeys(map(scaling_state, as_list(optimizer_or_trainer))))
+    if not states:
         raise ArgumentError("scale_loss takes a gluon.Trainer or a list of them, not an empty list")
-    for hook in hooks:
-        hook.check_scaled_by("scale_loss", "init_trainer", "initialize")
-        hook.drop()
+    for state in states:
+        state.check_scaled_by("scale_loss", "init_trainer", "initialize")
+        state.drop()
     # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
-    scale = min([hook.scaler.loss_scale for hook in hooks if hook.scaler.scales], default=1.0)
+    scale = min([state.scaler.loss_scale for state in states if state.scaler.scales], default=1.0)
     scaled = scale_losses(loss, scale)
-    for hook in hooks:
-        hook.mark_scaled(scale)
+    for state in states:
+        state.mark_scaled(scale)
     return nullcontext(scaled)
