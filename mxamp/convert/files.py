@@ -114,7 +114,7 @@ def convert_files(
         raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     with saved_semantics(prefix, epoch):
         model = load_model(prefix, epoch)
-        converted = here = converted_model(model, options)
+        converted = runnable = converted_model(model, options)
         errors: Tuple[OutputError, ...] = ()
         if check_inputs is not None:
             original, policy = model, options.policy
@@ -122,12 +122,12 @@ def convert_files(
                 # The CPU computes in float32, and rounds to float16 where a GPU computes in it.
                 policy = policy_of(policy.target_dtype, "cpu", policy.changes)
                 options = replace(options, policy=policy)
-                here = converted_model(model, options)
+                runnable = converted_model(model, options)
             dtypes = resolved_dtypes(model[0], {**model[1], **model[2]}, input_dtypes)
             # MXNet's CPU kernels don't run every half-precision model.
             if has_halves(Graph.from_symbol(model[0]), dtypes):
                 original = converted_model(model, Options.of("float32", input_dtypes=input_dtypes))
-            errors = compare_models(original, here, check_inputs)
+            errors = compare_models(original, runnable, check_inputs)
             check_errors(errors, tolerance, KEEP_MORE if policy.lowers else ALL_WIDE)
         before = sum(path.stat().st_size for path in read)
         write_model(converted, written, force)

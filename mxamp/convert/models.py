@@ -298,8 +298,8 @@ def _converted_buckets(
     """Return each bucket's symbol converted, by bucket key; all share parameters in one dtype."""
     symbols = {key: bucket._symbol for key, bucket in module._buckets.items()}
     buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
-    common = set.intersection(*(set(one.inputs) for one in buckets.values()))
-    not_common = frozenset(name for one in buckets.values() for name in one.inputs) - common
+    common = set.intersection(*(set(one.narrowed) for one in buckets.values()))
+    not_common = frozenset(name for one in buckets.values() for name in one.narrowed) - common
     if not_common:
         options = replace(options, not_offline=not_common)
         buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}

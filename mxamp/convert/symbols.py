@@ -75,7 +75,7 @@ class Converted(NamedTuple):
     """A converted symbol with its new dtypes, and the graph, parameters and policy it came from."""
 
     symbol: Symbol
-    inputs: Dict[str, str]  #: new dtypes of the inputs that were cast offline
+    narrowed: Dict[str, str]  #: new dtypes of the inputs that were cast offline
     data: Dict[str, str]  #: dtypes of the inputs that are no parameters
     params: Params  #: all values, cast, including those of fused operators
     source: Graph  #: the graph without casts
@@ -100,24 +100,26 @@ def convert(
     if params is None:
         data = name_list("data_names", options.data_names)
         check_names(data, graph.input_names, "input")
-    graph, held, dtypes, policy = _float32_source(symbol, graph, policy, options, params)
-    shapes = {name: array.shape for name, array in held.items()}
+    graph, values, dtypes, policy = _float32_source(symbol, graph, policy, options, params)
+    shapes = {name: array.shape for name, array in values.items()}
     # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
-    kept = {*options.not_offline, *(data if options.keep_io_types else ())}
+    uncast = {*options.not_offline, *(data if options.keep_io_types else ())}
     if not (options.cast_optional_params or options.fuse):
-        kept.update(name for name in graph.input_names if name not in data)
-    offline, restore = frozenset(graph.input_names) - kept, options.keep_io_types
-    usage = Usage(dtypes, shapes, offline=offline, restore=restore, converting=True)
+        uncast.update(name for name in graph.input_names if name not in data)
+    offline = frozenset(graph.input_names) - uncast
+    usage = Usage(dtypes, shapes, offline=offline, restore=options.keep_io_types, converting=True)
     new = rewrite(graph, policy, usage).graph
     lowered = names_cast_to(new, policy.target_dtype)
-    new, inputs = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
-    taken = {name: dtype for name, dtype in {**dtypes, **inputs}.items() if name in data}
-    _warn_of_bad_values(held, graph, lowered, inputs, policy.target_dtype)
+    new, narrowed = cast_offline(with_recorded_dtypes(new, dtypes), uncast, policy.target_dtype)
+    dtypes = {**dtypes, **narrowed}
+    _warn_of_bad_values(values, graph, lowered, narrowed, policy.target_dtype)
     warn_of_speed(policy, of_model=True)
     if not options.fuse:
-        new = with_copies_before_casts(new, {**dtypes, **inputs})
+        new = with_copies_before_casts(new, dtypes)
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
-    return Converted(written, inputs, taken, cast_params(held, inputs), graph, policy)
+    taken = {name: dtype for name, dtype in dtypes.items() if name in data}
+    values = cast_params(values, narrowed)
+    return Converted(written, narrowed, taken, values, graph, policy)
 
 
 def _float32_source(
@@ -131,16 +133,16 @@ def _float32_source(
 
     Also returns the values and the dtypes of its inputs, and the policy for the fused graph.
     """
-    held = dict(params or {})
-    dtypes = resolved_dtypes(symbol, held, options.input_dtypes)
+    values = dict(params or {})
+    dtypes = resolved_dtypes(symbol, values, options.input_dtypes)
     graph, variables, _ = widened_for(graph, policy, dtypes, params, options.keep_io_types)
-    held.update(cast_params(held, dict.fromkeys(variables & held.keys(), "float32")))
+    values.update(cast_params(values, dict.fromkeys(variables & values.keys(), "float32")))
     dtypes.update(dict.fromkeys(variables, "float32"))
     if options.fuse:
-        graph, held, policy = backend_of(policy.device).fuse(graph, held, policy)
+        graph, values, policy = backend_of(policy.device).fuse(graph, values, policy)
     elif policy.lowers and not has_halves(graph, dtypes):
         backend_of(policy.device).check_fused(graph, policy)
-    return graph, held, dtypes, policy
+    return graph, values, dtypes, policy
 
 
 def widened_for(
@@ -155,8 +157,8 @@ def widened_for(
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
     `params` is None, all inputs do. Parameters that nothing reads become float32 too.
     """
-    held = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
-    dtypes = {**held, **dtypes}
+    known = {name: dtype_name(array.dtype) for name, array in (params or {}).items()}
+    dtypes = {**known, **dtypes}
     # Fused operators have no class in a policy: they keep the precision that they were fused in.
     stays = policy.lowers and graph.has_fused_operators
     if stays and policy.target_dtype == "float16":
@@ -167,7 +169,7 @@ def widened_for(
         return Widened(graph, frozenset(), ())
     kept = {name for name in graph.input_names if params is None or name not in params}
     wide = widened(graph, dtypes, kept if keep_io_types else frozenset(), restore=keep_io_types)
-    unread = {name for name in held if held[name] in HALVES} - set(graph.input_names)
+    unread = {name for name in known if known[name] in HALVES} - set(graph.input_names)
     return wide._replace(variables=wide.variables | unread)
 
 

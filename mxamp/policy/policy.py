@@ -72,10 +72,10 @@ def custom_classes() -> CustomClasses:
 
 
 #: The parts of rules that a machine and a process decide: instructions, and custom operators.
-Here = Tuple[FrozenSet[str], CustomClasses]
+Surroundings = Tuple[FrozenSet[str], CustomClasses]
 
 
-def here(device: str) -> Here:
+def surroundings(device: str) -> Surroundings:
     """Return what policies made now for a kind of device depend on beside their fields."""
     return backend_of(device).features(), custom_classes()
 
@@ -110,21 +110,21 @@ class Policy:
     target_dtype: str
     device: str
     changes: tuple[Change, ...] = ()
-    _here: Here | None = None
+    _surroundings: Surroundings | None = None
 
     def __post_init__(self) -> None:
-        if self._here is None:
-            object.__setattr__(self, "_here", here(self.device))
+        if self._surroundings is None:
+            object.__setattr__(self, "_surroundings", surroundings(self.device))
 
     @cached_property
     def _list(self) -> OperatorList:
         """The rules, layers and substitutions after all changes."""
-        features, custom = self._here or here(self.device)
+        features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
-        outer = policy_of(self.target_dtype, self.device, tuple(before), self._here)
+        outer = policy_of(self.target_dtype, self.device, tuple(before), self._surroundings)
         return last.apply(outer._list, self.target_dtype, self.device)
 
     @cached_property
@@ -206,7 +206,7 @@ class Policy:
         """
         dtype = targets.check_target(target_dtype)
         kind = targets.check_device(dtype, targets.device_type(device, "device"))
-        return _own_policy(dtype, kind, here(kind))
+        return _own_policy(dtype, kind, surroundings(kind))
 
     @classmethod
     @checked_call
@@ -352,7 +352,8 @@ class Policy:
 
     def changed(self, change: Change) -> Policy:
         """Return the policy after one more change; itself where that changes nothing."""
-        policy = policy_of(self.target_dtype, self.device, (*self.changes, change), self._here)
+        changes = *self.changes, change
+        policy = policy_of(self.target_dtype, self.device, changes, self._surroundings)
         return self if policy._list == self._list else policy
 
 
@@ -378,16 +379,16 @@ class PerPolicy(Generic[Value]):
 
 
 def policy_of(
-    dtype: str, device: str, changes: tuple[Change, ...] = (), now: Here | None = None
+    dtype: str, device: str, changes: tuple[Change, ...] = (), now: Surroundings | None = None
 ) -> Policy:
     """Return the policy with these fields: the existing object if there is one."""
-    key = (dtype, device, changes, here(device) if now is None else now)
+    key = (dtype, device, changes, surroundings(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
 
 
 @lru_cache(maxsize=None)
-def _own_policy(dtype: str, device: str, now: Here) -> Policy:
+def _own_policy(dtype: str, device: str, now: Surroundings) -> Policy:
     """Return mxamp's own policy; cached, since the caches of casts belong to a policy object."""
     return policy_of(dtype, device, (), now)
 

@@ -18,7 +18,7 @@ from ..framework.machine import default_device
 from .active import OFF, ON, Mark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import FLOAT32, Choice, Here, PerPolicy, Policy, here, policy_from_data
+from .policy import FLOAT32, Choice, PerPolicy, Policy, Surroundings, policy_from_data, surroundings
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
 #: The attribute with the mark of the region that a node was made in.
@@ -102,7 +102,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     if mark in (OFF, ON):
         return policy if mark == ON else None
     if mark.startswith(_POLICY):
-        given = _policy_in_mark(mark, here(policy.device))
+        given = _policy_in_mark(mark, surroundings(policy.device))
         return given if given.device == policy.device else None
     backend = backend_of(policy.device)
     dtype = backend.fast_dtype() if mark == AUTO else mark
@@ -114,7 +114,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
 
 
 @lru_cache(maxsize=64)
-def _policy_in_mark(mark: str, _now: Here) -> Policy:
+def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
     """Return the policy that a mark holds as text."""
     try:
         return policy_from_data(json.loads(mark[len(_POLICY) :]))
@@ -166,7 +166,7 @@ def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     # Marks with a dtype come first; `autocast()` without arguments names none.
     for mark in sorted(marks - {OFF}, key=lambda one: (one != ON, one)):
         if mark.startswith(_POLICY):
-            return _policy_in_mark(mark, here(default_device()))
+            return _policy_in_mark(mark, surroundings(default_device()))
         choice = policy_inside(None if mark == ON else mark, outer)
         if isinstance(choice, Policy):
             return choice
