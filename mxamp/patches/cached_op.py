@@ -188,7 +188,7 @@ class Variants:
             del self.made[next(iter(self.made))]
         added: tuple[int, ...] = ()
         if call.training:
-            self._drop_stale_ops()
+            self._drop_stale_ops(policy)
             added = tuple([i for i, p in self.parameters.items() if p._grad_req == "add"])
         graph = self._graph_for(call.training)
         choices = self._choose(policy, call, graph, args)
@@ -207,7 +207,7 @@ class Variants:
             warn_of_unknown_layers(policy)
         return op
 
-    def _drop_stale_ops(self) -> None:
+    def _drop_stale_ops(self, policy: Policy) -> None:
         """Drop all ops if gradient arrays changed: static ops would write to the old arrays.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
@@ -218,8 +218,7 @@ class Variants:
         for made in self.made.values():
             made.ops.clear()
         symbol = self.unchanged.symbol
-        own = self._cached_op(symbol, range(len(self.names)), self._flags)
-        self.unchanged = _Op(own, symbol)
+        self.unchanged = _Op(self._cached_op(policy, symbol, range(len(self.names))), symbol)
 
     def _graph_for(self, training: bool) -> Graph:
         """Return the block's graph before casts; for training, one with the loss scale as an input.
@@ -272,11 +271,11 @@ class Variants:
         places = {name: i for i, name in enumerate(self.names)}
         # The loss scale alone is no argument of the block.
         order = [places.get(name, _SCALE) for name in symbol.list_inputs()]
-        flags = backend.cached_op_flags(self._flags, self.graph)
-        return _Op(self._cached_op(symbol, order, flags), symbol, order)
+        return _Op(self._cached_op(policy, symbol, order), symbol, order)
 
-    def _cached_op(self, symbol: Symbol, order: Sequence[int], flags: Sequence[Any]) -> CachedOp:
+    def _cached_op(self, policy: Policy, symbol: Symbol, order: Sequence[int]) -> CachedOp:
         """Return MXNet's cached op of a symbol that reads the block's arguments in this order."""
+        flags = backend_of(policy.device).cached_op_flags(self._flags, self.graph)
         data = [place for place, i in enumerate(order) if i not in self.parameters]
         params = [place for place, i in enumerate(order) if i in self.parameters]
         op = CachedOp(symbol, [("data_indices", data), ("param_indices", params), *flags])
