@@ -118,8 +118,7 @@ def convert(
         new = with_copies_before_casts(new, dtypes)
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
     taken = {name: dtype for name, dtype in dtypes.items() if name in data}
-    values = cast_params(values, narrowed)
-    return Converted(written, narrowed, taken, values, graph, policy)
+    return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
 
 
 def _float32_source(

@@ -283,7 +283,7 @@ class Variants:
             op._register_op_hook(*self._hook)
         return op
 
-    def set_hook(self, callback: Any, monitor_all: bool) -> None:
+    def set_hook(self, callback: Any, monitor_all: bool = False) -> None:
         """Register a hook of Gluon with all ops, those made later too; None removes it."""
         self._hook = (callback, monitor_all) if callback else None
         made = [op for one in self.made.values() for op in one.ops.values()]
@@ -300,6 +300,7 @@ class PolicyCachedOp:
     def __init__(self, block: HybridBlock, source: Source | None = None) -> None:
         self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
         self.variants = Variants(block, source)
+        self._register_op_hook = self.variants.set_hook
         graph, self._own_policy = self.variants.graph, source.policy if source is not None else None
         converted = graph.is_converted
         if self._own_policy is None and graph.has_fused_operators and not converted:
@@ -363,6 +364,3 @@ class PolicyCachedOp:
         if self._marks:
             policy = policy_for_regions(self._marks)
         return policy or (_records_under_policy() if self._scales else None), True
-
-    def _register_op_hook(self, callback: Any, monitor_all: bool = False) -> None:
-        self.variants.set_hook(callback, monitor_all)

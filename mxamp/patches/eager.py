@@ -292,12 +292,10 @@ class _Site:
 
     def kept(self, arguments: Sequence[Any]) -> Reason | None:
         """Return why the shapes of a call keep it in float32, or None; cached."""
-        if not self._by_shape:
-            return None
+        if not (self._by_shape and arguments[1][1:]):
+            return None  # without a weight MXNet raises an error of its own
         _, arrays, keys, vals, *_ = arguments
-        recording, weight = autograd.is_recording(), arrays[1] if arrays[1:] else None
-        if weight is None:
-            return None  # MXNet raises an error of its own
+        recording, weight = autograd.is_recording(), arrays[1]
         # The numbers of units and channels are among the attributes.
         read = (dtype_code(weight), shape_of(weight)) if self._reads_weight else ()
         key = (shape_of(arrays[0]), recording, read, *keys, *vals)
@@ -313,14 +311,14 @@ class _Site:
             return self._kept[key]
 
     def _reason(
-        self, arrays: Sequence[NDArray], attrs: dict[str, str], recording: bool
+        self, arrays: Sequence[NDArray], attrs: dict[str, str], training: bool
     ) -> Reason | None:
-        """Return why a call stays in float32; None if only for its speed, and MXNet may raise."""
-        casts = recording and dtype_code(arrays[1]) != self._target
-        shapes = [arrays[0].shape, arrays[1].shape]
-        site = Site(self.operator.name, attrs, shapes, recording, casts_weight=casts, in_call=True)
+        """Return why the backend keeps a call in float32, uncached."""
+        casts = training and dtype_code(arrays[1]) != self._target
+        shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
+        site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
         try:
-            return backend_of(self.policy.device).reason_to_keep(self.rule, site)
+            return backend.reason_to_keep(self.rule, site)
         except (IndexError, ValueError):
             return None  # MXNet raises an error of its own
 
