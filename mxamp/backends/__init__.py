@@ -100,9 +100,6 @@ class CallSite(Protocol):
     rule: Rule
     policy: Policy
 
-    def kept(self, arguments: Sequence[Any]) -> Reason | None:
-        """Return why the shapes of a call keep it in float32, or None."""
-
     def call(
         self, original: Any, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> Any:
@@ -250,18 +247,24 @@ class ShapeCheck(NamedTuple):
         bool  #: it stands for a missing kernel, whatever the class of the operator is
     )
     in_calls: bool  #: eager calls follow it too
+    reads_weight: bool  #: dtype or shape, beyond what an operator's attributes say of it
 
 
 _shape_checks: dict[str, ShapeCheck] = {}
 
 
 def rule(
-    name: str, *, exact: bool = False, is_missing_kernel: bool = False, in_calls: bool = False
+    name: str,
+    *,
+    exact: bool = False,
+    is_missing_kernel: bool = False,
+    in_calls: bool = False,
+    reads_weight: bool = False,
 ) -> Callable[[Holds], Holds]:
     """Return a decorator that registers a rule by shape: a function of a site and a limit."""
 
     def register(holds: Holds) -> Holds:
-        _shape_checks[name] = ShapeCheck(holds, exact, is_missing_kernel, in_calls)
+        _shape_checks[name] = ShapeCheck(holds, exact, is_missing_kernel, in_calls, reads_weight)
         return holds
 
     return register

@@ -187,8 +187,10 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
         first.append(copy_inputs)
     if operator.handle in (_COPY_TO, _CAST):
         return [*first, copy_by_float32]
-    backend, own = backend_of(policy.device).steps(operator.name), STEPS.get(operator.name, ())
-    return [*first, *backend, *own, *([cast_inputs] if _may_cast(operator, policy) else [])]
+    backend = backend_of(policy.device).steps(operator.name)
+    if not _may_cast(operator, policy):
+        return [*first, *backend]
+    return [*first, *STEPS.get(operator.name, ()), keep_float32, *backend, cast_inputs]
 
 
 # ---------------------------------------------------------------------- steps
@@ -241,12 +243,23 @@ def copy_by_float32(then: Action, _site: CallSite) -> Action:
     return action
 
 
+def keep_float32(then: Action, site: Any) -> Action:
+    """Call MXNet's own operator where policy or shapes leave float32 inputs as they are."""
+
+    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+        if all_float32(arguments[1]) and (site.stays_float32 or site.kept(arguments) is not None):
+            return original(*arguments)
+        return then(original, arguments)
+
+    return action
+
+
 def cast_inputs(_then: Action, site: Any) -> Action:
     """Call MXNet's own operator on inputs that are cast as the policy decides: the last step."""
     return site.cast  # type: ignore[no-any-return]
 
 
-#: The steps of single operators before the cast, after those of the backend.
+#: The first steps of single operators.
 STEPS: Mapping[str, Sequence[Step]] = {"FullyConnected": (separate_bias,)}
 
 
@@ -268,12 +281,10 @@ class _Site:
         self.operator, self.policy = operator, policy
         rule = self.rule = policy.rule(operator.name)
         self._decided = functools.lru_cache(_MANY)(self._decide_anew)
-        self._stays_float32 = not rule.lowers  #: on float32 inputs
+        self.stays_float32 = not rule.lowers  #: on float32 inputs
         checks = shape_checks()
-        followed = [one for one in rule.by_shape if checks[one.name].in_calls]
-        self._by_shape = bool(followed)
-        #: Whether a rule by shape also reads the weight: rules about speed know it from attributes.
-        self._reads_weight = any(one.reason.exact for one in followed)
+        self._by_shape = any(checks[one.name].in_calls for one in rule.by_shape)
+        self._reads_weight = any(checks[one.name].reads_weight for one in rule.by_shape)
         self._kept: dict[Any, Reason | None] = {}
         self._target = DTYPE_CODES[policy.target_dtype]
         read = {*operator.decisive_attributes, *(c.attribute for c in rule.conditions)}
@@ -281,8 +292,6 @@ class _Site:
 
     def cast(self, original: Invoke, arguments: Sequence[Any]) -> Any:
         """Call the operator on inputs that are cast as the policy decides."""
-        if all_float32(arguments[1]) and (self._stays_float32 or self.kept(arguments) is not None):
-            return original(*arguments)
         call = Arguments(*arguments)
         decision = self._decide(call)
         if decision is None:

@@ -60,6 +60,7 @@ def called_amp(symbol):
 
 @pytest.mark.parametrize("then", DTYPES)
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("empty")])
+@pytest.mark.backend
 def test_an_earlier_file_is_converted_again(name, then):
     saved = S.load_json(json.dumps(FILES[name]))
     assert inserted(saved) == called_amp(saved) != set()

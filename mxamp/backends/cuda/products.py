@@ -12,7 +12,7 @@ GEMM2 = "gemm2"
 ABOUT_GEMM2 = "float32 batch_dot by linalg.gemm2, with TF32 from compute capability 8.0 on"
 
 
-@rule("long_sums", exact=True, in_calls=True)
+@rule("long_sums", exact=True, in_calls=True, reads_weight=True)
 def has_long_sums(site: Site, limit: int) -> bool:
     """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
 

@@ -14,7 +14,7 @@ from mxnet import autograd
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework import arrays as mx_arrays
-from ...framework.arrays import cast, dtype_code, dtypes_of, on_device
+from ...framework.arrays import cast, dtype_code, dtypes_of, on_device, shape_of
 from ...framework.machine import DTYPE_CODES
 from ...framework.operators import handle_of
 from ...framework.patching import Original
@@ -104,14 +104,14 @@ def add_fourth_channel(then: Action, site: CallSite) -> Action:
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
         _, arrays, _, _, out, *_ = arguments
-        if not arrays[1:] or arrays[1].shape[1:2] != (COLORS,):
+        if not arrays[1:] or shape_of(arrays[1])[1:2] != (COLORS,):
             return then(original, arguments)
         calls, shapes = _Calls(site, original, arguments), [array.shape for array in arrays]
         training, dtypes = autograd.is_recording(), {*dtypes_of(arrays)}
         call = Call(Node("Convolution", "", dict(calls.attrs)), site.policy, training, shapes)
         match = PASSES.match(call) if "float32" in dtypes <= {"float32", "bfloat16"} else None
         fits = match is not None and match[0] == "image_convolution" and on_device(arrays, "cpu")
-        if not fits or site.kept(arguments) is not None:
+        if not fits:
             return then(original, arguments)
         return site.write(image_convolution(calls, ())[0], out)
 
@@ -133,7 +133,7 @@ def keep_layout(then: Action, site: CallSite) -> Action:
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
         casts = len(arguments[1]) > 1 and dtype_code(arguments[1][1]) == _FLOAT32
-        if casts and not autograd.is_training() and site.kept(arguments) is None:
+        if casts and not autograd.is_training():
             original = functools.partial(trained, original)
         return then(original, arguments)
 

@@ -297,7 +297,7 @@ def has_plain_layout(site: Site, _limit: int = 0) -> bool:
     return not site.blocked
 
 
-@rule("cast_weight", exact=True, in_calls=True)
+@rule("cast_weight", exact=True, in_calls=True, reads_weight=True)
 def casts_weight(site: Site, _limit: int = 0) -> bool:
     """Return whether gradients may be computed for a weight that would be cast.
 
