@@ -111,68 +111,51 @@ class _Sites:
         kept, small, excess = {}, {}, 0.0  # type: dict[int, Reason], dict[int, Reason], float
         blocked: dict[Output, bool] = {}
         for i, node in enumerate(self._graph.nodes):
-            rules = () if node.is_variable else self._policies[i].rule(node.operator).by_shape
-            is_read = rules or i in self._substituted or layouts.may_be_blocked(node)
-            if node.is_variable or not is_read:
+            if node.is_variable:
                 continue
+            rule = self._policies[i].rule(node.operator)
             site = self._site(i, node, blocked)
             reason = small_layers.get(i)
             if reason is None:
-                reason = reason_to_keep(site, [one for one in rules if one.name != SMALL_LAYERS])
+                others = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
+                reason = reason_to_keep(site, others)
             if reason is not None:
                 kept[i] = reason
             elif not self._policies[i].keeps_layer(node.name):
-                for one in rules:
+                doubles = site.training and site.operator == "FullyConnected"
+                for one in rule.by_shape:
                     if one.name == SMALL_LAYERS:
                         small[i] = one.reason
-                        excess += _relative_size(site, one.limit * _times(site)) - 1
-            blocked[i, 0] = reason is None and self._is_blocked(i, site, blocked)
+                        limit = one.limit * (_TIMES_IN_TRAINING if doubles else 1)
+                        excess += _relative_size(site, limit) - 1
+            blocked[i, 0] = reason is None and (
+                site.has_blocks
+                or layouts.has_blocked_output(site, self._running[i], rule.op_class, blocked)
+            )
         return kept, small, excess
 
     def _site(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
         """Return node i and its surroundings; `blocked` holds the outputs before it that are."""
-        uses = self._uses_of_weight(i, node)
+        usage, uses, casts_weight = self._usage, 0, False
+        if node.inputs[1:]:
+            weight = self._graph.nodes[node.inputs[1][0]]
+            held = usage.dtypes.get(weight.name) == self._policies[i].target_dtype
+            if not weight.is_variable or not (weight.name in usage.stored or held):
+                uses = self._readers[node.inputs[1]]
+            offline = weight.is_variable and weight.name in usage.offline and uses == 1
+            casts_weight = uses > 0 and (usage.training or usage.converting) and not offline
         return Site(
             node.operator,
             node.attrs,
             self._known.get(i, ()),
-            self._usage.training,
+            usage.training,
             uses,
-            casts_weight=self._casts_weight(node, uses),
+            casts_weight=casts_weight,
             feeds_norm=i in self._norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
             reads_volume=i in self._of_volumes,
             has_blocks=i in self._substituted and self._substituted[i][0] in BLOCKED,
         )
-
-    def _is_blocked(self, i: int, site: Site, blocked: Mapping[Output, bool]) -> bool:
-        """Return whether the output of a node that may compute in bfloat16 is blocked."""
-        op_class = self._policies[i].rule(site.operator).op_class
-        return site.has_blocks or layouts.has_blocked_output(
-            site, self._running[i], op_class, blocked
-        )
-
-    def _uses_of_weight(self, i: int, node: Node) -> int:
-        """Return the number of readers of a node's second input; 0 if it needs no cast."""
-        if not node.inputs[1:]:
-            return 0
-        weight, usage = self._graph.nodes[node.inputs[1][0]], self._usage
-        held = usage.dtypes.get(weight.name) == self._policies[i].target_dtype
-        stored = weight.is_variable and (weight.name in usage.stored or held)
-        return 0 if stored else self._readers[node.inputs[1]]
-
-    def _casts_weight(self, node: Node, uses: int) -> bool:
-        """Return whether the graph may be trained and casts the second input, read `uses` times."""
-        if not uses or not (self._usage.training or self._usage.converting):
-            return False
-        weight = self._graph.nodes[node.inputs[1][0]]
-        return not (weight.is_variable and weight.name in self._usage.offline and uses == 1)
-
-
-def _times(site: Site) -> int:
-    """Return by how much the limit of small layers grows for a layer."""
-    doubles = site.training and site.operator == "FullyConnected"
-    return _TIMES_IN_TRAINING if doubles else 1
 
 
 # ---------------------------------------------------------------------- the rules
