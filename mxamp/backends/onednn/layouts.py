@@ -5,12 +5,13 @@ From them, `shape_rules` decides which operators stay in float32 and which get a
 
 from __future__ import annotations
 
-from typing import AbstractSet, Mapping, Sequence
+from typing import AbstractSet, Callable, Mapping, Sequence
 
 from ...framework.operators import with_trait
-from ...graph.ir import Graph, Node, Output, Shape, Usage
+from ...graph.ir import Graph, Node, Output, Usage
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
+from ...policy.rules import Rule
 from ...policy.values import parse_integers
 from .. import Site
 
@@ -69,11 +70,6 @@ def has_blocked_output(
     return all(blocked.get(output, False) for output in tensors)
 
 
-def may_be_blocked(node: Node) -> bool:
-    """Return whether the output of a node may be in oneDNN's blocked layout."""
-    return node.operator in CONVOLUTIONS or _keeps_layout(node)
-
-
 def _keeps_layout(node: Node) -> bool:
     """Return whether a node's output has the layout of its input."""
     # The rewrite removes the casts of an earlier conversion.
@@ -102,20 +98,30 @@ def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
     return frozenset(reaching)
 
 
-# ---------------------------------------------------------------------- gradients
+# ---------------------------------------------------------------------- consumers
+
+
+def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) -> frozenset[int]:
+    """Return the indexes of the nodes whose consumers all fit; the caller of the graph never does.
+
+    `fits(consumer, position, found)` gets a consumer, the position of the input that it reads, and
+    whether the consumer is itself one of the nodes to return.
+    """
+    found = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    for i in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[i]
+        reads = enumerate(node.inputs)
+        found.difference_update(j for k, (j, _) in reads if not fits(node, k, i in found))
+    return frozenset(found)
 
 
 def nodes_before_products(graph: Graph) -> frozenset[int]:
     """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
-    feeding = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
+    ends = with_trait("spreads_infinity")
     passing = with_trait("passes_gradient") | with_trait("keeps_finite")
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
-        passes = i in feeding and node.operator in passing
-        if node.is_variable or passes or node.operator in with_trait("spreads_infinity"):
-            continue
-        feeding.difference_update(source for source, _ in node.inputs)
-    return frozenset(feeding)
+    return nodes_with_consumers(
+        graph, lambda node, _, found: node.operator in ends or (found and node.operator in passing)
+    )
 
 
 # ---------------------------------------------------------------------- views of volumes
@@ -131,20 +137,16 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> froze
     Operators that follow their inputs may keep the layout, whatever the shape. An input of five
     axes may be the result of an eager call.
     """
-    readers: set[int] = set()
-    giving: set[int] = set()
-    for i, node in enumerate(nodes):
+
+    def keeps(node: Node) -> bool:
         if node.is_variable:
-            held_low = usage.dtypes.get(node.name) == policy.target_dtype
-            if held_low and _is_volume(usage.shapes.get(node.name)):
-                giving.add(i)
-            continue
-        if any(source in giving for source, _ in node.inputs):
-            readers.add(i)
-        inside = policy_for_node(policy, node.attrs, usage.regions_only)
-        if _is_volume_product(node) or (i in readers and _keeps_volume_layout(node, inside)):
-            giving.add(i)
-    return frozenset(readers)
+            return usage.dtypes.get(node.name) == policy.target_dtype
+        if node.operator in CONVOLUTIONS or node.is_inserted_cast:
+            return node.is_inserted_cast  # the rewrite removes the casts of an earlier conversion
+        rule = policy_for_node(policy, node.attrs, usage.regions_only).rule(node.operator)
+        return rule.op_class in ("neutral", "widest") and not rule.has_shape_rule("volume_views")
+
+    return frozenset(_volumes(nodes, usage, keeps)[1])
 
 
 def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
@@ -152,32 +154,34 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
 
     An equivalent that begins with a view can't replace these nodes.
     """
-    readers: set[int] = set()
+
+    def rule_of(node: Node) -> Rule:
+        return policy_for_node(policy, node.attrs, usage.regions_only).rule(node.operator)
+
+    volumes, readers = _volumes(
+        nodes, usage, lambda node: node.is_variable or rule_of(node).op_class != "low"
+    )
+    views = {i for i in volumes & readers if rule_of(nodes[i]).has_shape_rule("volume_views")}
+    return frozenset(i for i in readers if any(j in views for j, _ in nodes[i].inputs))
+
+
+def _volumes(
+    nodes: Sequence[Node], usage: Usage, keeps: Callable[[Node], bool]
+) -> tuple[set[int], set[int]]:
+    """Return the nodes that may hold a 3-D convolution's output, and the nodes that read them.
+
+    `keeps` says whether an input of five axes, or a node that reads a volume, may hold one.
+    """
     volumes: set[int] = set()
-    views: set[int] = set()
+    readers: set[int] = set()
     for i, node in enumerate(nodes):
-        if node.is_variable:
-            if _is_volume(usage.shapes.get(node.name)):
-                volumes.add(i)
-            continue
-        sources = [source for source, _ in node.inputs if source in volumes]
-        if views.intersection(sources):
+        if any(source in volumes for source, _ in node.inputs):
             readers.add(i)
-        if _is_volume_product(node):
+        has_volume_shape = len(usage.shapes.get(node.name) or ()) == _VOLUME_AXES
+        may_hold = has_volume_shape if node.is_variable else i in readers
+        if _is_volume_product(node) or (may_hold and keeps(node)):
             volumes.add(i)
-        if not sources:
-            continue
-        rule = policy_for_node(policy, node.attrs, usage.regions_only).rule(node.operator)
-        if rule.has_shape_rule("volume_views"):
-            views.add(i)
-        if rule.op_class != "low":
-            volumes.add(i)
-    return frozenset(readers)
-
-
-def _is_volume(shape: Shape | None) -> bool:
-    """Return whether a shape is that of a batch of volumes."""
-    return shape is not None and len(shape) == _VOLUME_AXES
+    return volumes, readers
 
 
 def _is_volume_product(node: Node) -> bool:
@@ -188,12 +192,3 @@ def _is_volume_product(node: Node) -> bool:
     inner = [one for body in node.subgraphs for one in body.nodes]
     kernels = (parse_integers(one.attrs.get("kernel", "()")) for one in (node, *inner))
     return any(len(kernel) == _VOLUME_KERNEL_AXES for kernel in kernels)
-
-
-def _keeps_volume_layout(node: Node, policy: Policy) -> bool:
-    """Return whether a node may keep a 3-D convolution's blocked layout, whatever its shape."""
-    # The rewrite removes the casts of an earlier conversion.
-    if node.operator in CONVOLUTIONS or node.is_inserted_cast:
-        return node.is_inserted_cast
-    rule = policy.rule(node.operator)
-    return rule.op_class in ("neutral", "widest") and not rule.has_shape_rule("volume_views")
