@@ -13,11 +13,11 @@ import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.operators import with_trait
-from ...graph.edit import Edit, without_shape
+from ...graph.edit import Edit
 from ...graph.ir import Node, Output
 from ...policy.active import suspended
 from ...policy.values import flattens_data
-from .fusible import FusionView
+from .fusible import FusionView, set_parameter
 
 #: The least elements of a weight, and its least rows and columns. With fewer, turning rows into
 #: pixels and back costs more than the convolution saves.
@@ -25,11 +25,8 @@ _LARGE, _WIDE = 2**20, 1000
 
 _LEAKY = frozenset({"leaky", "elu", "gelu", "selu"})
 
-_TO_IMAGE = {"shape": "(-4, 1, -1, -4, -1, 1)"}  # (channels, rows) to (1, channels, rows, 1)
-_TO_MATRIX = {"shape": "(-3, -3)"}  # and back
-
-# The attributes that a convolution lacks.
-_DENSE_ONLY = frozenset({"num_hidden", "flatten"})
+#: The shapes that turn (channels, rows) into (1, channels, rows, 1), and back.
+_IMAGE, _MATRIX = "(-4, 1, -1, -4, -1, 1)", "(-3, -3)"
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
@@ -44,41 +41,37 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
         return
     images = _Images(view, edit)
     for i, node in enumerate(view.graph.nodes):
-        name = _large_weight_name(view, node)
-        if name is not None:
-            variable = node.inputs[1][0]
-            edit.params[name] = _with_kernel_axes(view.params[name])
-            edit.change(variable, attrs=without_shape(view.graph.nodes[variable]))
-            images.add_convolution(i, node)
+        weight = _large_weight(view, node)
+        if weight is not None:
+            with suspended():  # a copy with axes for a 1x1 kernel, from any layout
+                kernel = mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
+            set_parameter(edit, node.inputs[1][0], kernel)
+            data, *parameters = node.inputs
+            images.replace(i, _as_convolution(node), [images.of_matrix(data, node), *parameters])
         elif _is_elementwise(node) and node.inputs[0] in images.by_output:
-            images.add_elementwise(i, node)
+            images.replace(i, node, [images.by_output[node.inputs[0]]])
     images.restore_matrices()
 
 
-def _large_weight_name(view: FusionView, node: Node) -> str | None:
-    """Return the name of the weight of a dense layer to replace; None for other nodes."""
+def _large_weight(view: FusionView, node: Node) -> NDArray | None:
+    """Return the weight of a dense layer to replace; None for other nodes."""
     if node.op != "FullyConnected" or not flattens_data(node.attrs):
         return None
     name = view.own_parameter(node, 1)
     if name is None:
         return None
-    shape = view.params[name].shape
-    large = math.prod(shape) >= _LARGE and min(shape) >= _WIDE
+    weight = view.params[name]
+    large = math.prod(weight.shape) >= _LARGE and min(weight.shape) >= _WIDE
     kept = view.stays_float32(node) or view.stays_float32(_as_convolution(node))
-    return name if large and not kept else None
+    return weight if large and not kept else None
 
 
 def _as_convolution(dense: Node) -> Node:
     """Return the 1x1 convolution with the inputs and units of a dense layer."""
-    attrs = {name: text for name, text in dense.attrs.items() if name not in _DENSE_ONLY}
-    attrs.update(kernel="(1, 1)", num_filter=dense.attrs["num_hidden"])
+    attrs = {**dense.attrs, "kernel": "(1, 1)", "num_filter": dense.attrs["num_hidden"]}
+    for name in ("num_hidden", "flatten"):  # a convolution has neither
+        attrs.pop(name, None)
     return replace(dense, op="Convolution", attrs=attrs)
-
-
-def _with_kernel_axes(weight: NDArray) -> NDArray:
-    """Return a copy of a dense weight with two axes of length 1 for a kernel, from any layout."""
-    with suspended():
-        return mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
 
 
 def _is_elementwise(node: Node) -> bool:
@@ -96,15 +89,6 @@ class _Images:
         self._read: dict[Output, Output] = {}  # by matrix of the source graph
         self._on_images: set[int] = set()  # nodes of the source graph that read an image
 
-    def add_convolution(self, i: int, node: Node) -> None:
-        """Replace dense layer i of the source graph with a convolution."""
-        data, *parameters = node.inputs
-        self._replace(i, _as_convolution(node), [self._image_of(node, data), *parameters])
-
-    def add_elementwise(self, i: int, node: Node) -> None:
-        """Replace elementwise node i of the source graph with one that reads its input's image."""
-        self._replace(i, node, [self.by_output[node.inputs[0]]])
-
     def restore_matrices(self) -> None:
         """Turn images back into matrices for consumers that read no image."""
         for output, image in self.by_output.items():
@@ -112,22 +96,22 @@ class _Images:
             if all(i in self._on_images and k == 0 for i, k in readers):
                 continue
             name = self._view.graph.nodes[output[0]].name
-            matrix = self._edit.add("Reshape", f"{name}_matrix", [image], **_TO_MATRIX)
+            matrix = self._edit.add("Reshape", f"{name}_matrix", [image], shape=_MATRIX)
             self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
-    def _replace(self, i: int, node: Node, inputs: list[Output]) -> None:
+    def replace(self, i: int, node: Node, inputs: list[Output]) -> None:
         """Replace node i of the source graph with `node`, whose output is an image."""
         self._on_images.add(i)
         self.by_output[i, 0] = self._edit.add_node(node.with_inputs(inputs))
         self._edit.redirect((i, 0), self.by_output[i, 0])
 
-    def _image_of(self, node: Node, data: Output) -> Output:
+    def of_matrix(self, data: Output, node: Node) -> Output:
         """Return the image of the matrix `data` that `node` reads, adding it unless it exists."""
         if data in self.by_output:
             return self.by_output[data]
         if data not in self._read:
             rows = self._edit.add("Flatten", f"{node.name}_data_rows", [data])
             columns = self._edit.add("transpose", f"{node.name}_data_columns", [rows])
-            image = self._edit.add("Reshape", f"{node.name}_data_image", [columns], **_TO_IMAGE)
+            image = self._edit.add("Reshape", f"{node.name}_data_image", [columns], shape=_IMAGE)
             self._read[data] = image
         return self._read[data]

@@ -13,7 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.arrays import as_list, invoke
 from ...framework.operators import resolve, with_trait
-from ...graph.edit import Edit, Params, View, without_fused_operators, without_shape
+from ...graph.edit import Edit, Params, View, without_fused_operators
 from ...graph.ir import Graph, Node, Output
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
@@ -26,13 +26,6 @@ from .layouts import BLOCK
 from .pad_channels import pad_channels
 from .substitutions import ACTIVATIONS
 from .substitutions import PASSES as RUNNING_PASSES
-
-_BIAS = 2  # the position of a product's bias among its inputs
-
-_FUSED_DENSE = "_sg_mkldnn_fully_connected"
-
-#: The convolution that gives an image its fourth channel.
-_FOURTH_CHANNEL = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
 
 
 def fused(
@@ -49,7 +42,9 @@ def fused(
     for fusion_pass in PASSES:
         graph, values = apply_pass(fusion_pass, graph, values, policy)
     view = fusible.FusionView(graph, values, policy)
-    graph = _fused_by_mxnet(graph)
+    apart, made = fusible.with_barriers(graph, before_norms=True)
+    together = Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN"))
+    graph = _without_shared_weights(fusible.without_barriers(together, made))
     if not policy.lowers:
         return graph, values, policy.override(fp32=fusible.FUSED)
     layers = [
@@ -74,22 +69,15 @@ def apply_pass(
     return graph, {name: value for name, value in edit.params.items() if name in inputs}
 
 
-def _fused_by_mxnet(graph: Graph) -> Graph:
-    """Return the graph with oneDNN's fused operators, made by MXNet's `get_backend_symbol`."""
-    apart, made = fusible.with_barriers(graph, before_norms=True)
-    together = Graph.from_symbol(apart.to_symbol().get_backend_symbol("MKLDNN"))
-    return _without_shared_weights(fusible.without_barriers(together, made))
-
-
 def _without_shared_weights(graph: Graph) -> Graph:
     """Return the graph with the original operators of fused dense layers that share a weight.
 
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
     """
-    view = View(graph, {})
+    view, dense = View(graph, {}), "_sg_mkldnn_fully_connected"
     return without_fused_operators(
-        graph, lambda node: node.op == _FUSED_DENSE and view.reads(node.inputs[1][0]) > 1
+        graph, lambda node: node.op == dense and view.reads(node.inputs[1][0]) > 1
     )
 
 
@@ -220,8 +208,8 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: 
         edit.params[names[1]] = fusible.float32_array(biases[0] * scale + shift)
         return
     bias = edit.add_parameter(f"{product.name}_folded_bias", fusible.float32_array(shift))
-    inputs = [*product.inputs[:_BIAS], bias]
-    edit.change(i, inputs=inputs, attrs={**product.attrs, "no_bias": "False"})
+    attrs = {**product.attrs, "no_bias": "False"}
+    edit.change(i, inputs=[*product.inputs, bias], attrs=attrs)
 
 
 # ---------------------------------------------------------------------- images
@@ -237,14 +225,15 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
     """
     images: dict[Output, Output] = {}
     padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-    for i, name, weight in _matching_weights(view, "image_convolution"):
-        _set_weight(edit, i, name, np.pad(weight, padding))
+    for i, weight in _matching_weights(view, "image_convolution"):
+        _set_weight(edit, i, np.pad(weight, padding))
         data = view.graph.nodes[i].inputs[0]
         if data not in images:
             made = edit.unique_name(f"{view.graph.nodes[i].name}_data_four")
             eye = fusible.float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
             inputs = [data, edit.add_parameter(f"{made}_weight", eye)]
-            images[data] = edit.add_node(Node("Convolution", made, _FOURTH_CHANNEL, inputs))
+            attrs = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
+            images[data] = edit.add_node(Node("Convolution", made, attrs, inputs))
         edit.set_input(i, 0, images[data])
 
 
@@ -255,27 +244,23 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
 
     The substitution of the same name does this in graphs that run, but not in fused operators.
     """
-    for i, name, weight in _matching_weights(view, "merged_groups"):
+    for i, weight in _matching_weights(view, "merged_groups"):
         channels, narrow, *kernel = weight.shape
         merged, groups = BLOCK // narrow, channels // BLOCK
         apart = weight.reshape(groups, merged, narrow, 1, narrow, *kernel)
         own = np.eye(merged, dtype=bool).reshape(1, merged, 1, merged, 1, 1, 1)
         whole = np.where(own, apart, np.float32(0)).reshape(channels, BLOCK, *kernel)
-        _set_weight(edit, i, name, whole)
+        _set_weight(edit, i, whole)
         edit.change(i, attrs={**edit.node(i).attrs, "num_group": str(groups)})
 
 
-def _set_weight(edit: Edit, i: int, name: str, values: Any) -> None:
+def _set_weight(edit: Edit, i: int, values: Any) -> None:
     """Set the weight of node i to values of another shape."""
-    edit.params[name] = fusible.float32_array(values)
-    variable = edit.node(i).inputs[1][0]
-    edit.change(variable, attrs=without_shape(edit.node(variable)))
+    fusible.set_parameter(edit, edit.node(i).inputs[1][0], fusible.float32_array(values))
 
 
-def _matching_weights(
-    view: fusible.FusionView, substitution: str
-) -> Iterator[tuple[int, str, Any]]:
-    """Yield the index of each convolution that a substitution fits, and its weight's name, values.
+def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Any]]:
+    """Yield the index and the weight of each convolution that a substitution fits.
 
     The weights have no other consumers.
     """
@@ -286,7 +271,7 @@ def _matching_weights(
             call = Call(node, inside, training=False, shapes=(None, weight.shape))
             match = RUNNING_PASSES.match(call)
             if match is not None and match[0] == substitution:
-                yield i, name, weight.asnumpy()
+                yield i, weight.asnumpy()
 
 
 #: In order: each pass sees the graph that the passes before it have made.

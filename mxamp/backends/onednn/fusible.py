@@ -13,7 +13,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...errors import ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.wording import shortened
-from ...graph.edit import Edit, View
+from ...graph.edit import Edit, View, without_shape
 from ...graph.ir import Graph, Node, Usage
 from ...policy.decision import decide
 from ...policy.policy import Policy
@@ -77,6 +77,13 @@ class FusionView(View):
 def float32_array(values: Any) -> NDArray:
     """Return NumPy values as a float32 array on the CPU."""
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
+
+
+def set_parameter(edit: Edit, i: int, value: NDArray) -> None:
+    """Give the parameter of variable i a value, which may have another shape."""
+    variable = edit.node(i)
+    edit.params[variable.name] = value
+    edit.change(i, attrs=without_shape(variable))
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
