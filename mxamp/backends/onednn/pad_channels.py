@@ -9,16 +9,18 @@ values, since only zeros are added to their sums.
 from __future__ import annotations
 
 import math
-from typing import AbstractSet, Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
+from collections import defaultdict
+from typing import AbstractSet, Any, Callable, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
 from ...framework.operators import with_trait
-from ...graph.edit import Edit, View, without_shape
-from ...graph.ir import Graph, Node, Output
+from ...graph.edit import Edit, View
+from ...graph.ir import Node, Output
 from ...policy.values import flattens_data, parse_integers
-from .fusible import FusionView, float32_array
-from .layouts import BLOCK, COLORS, NORMS, PLANAR_AXES
+from ..passes import Attributes
+from .fusible import FusionView, float32_array, set_parameter
+from .layouts import BLOCK, COLORS, NORMS, PLANAR_AXES, nodes_with_consumers
 
 #: Pairs of (number of original channels, number of padding channels after them), in order.
 Runs = Tuple[Tuple[int, int], ...]
@@ -49,12 +51,12 @@ class Channels(NamedTuple):
         """The number of all channels."""
         return self.own + self.added
 
-    def times(self, count: int) -> Channels:
-        """Return channels with `count` channels in place of each."""
-        return self._replace(runs=tuple((own * count, added * count) for own, added in self.runs))
+
+_UNKNOWN = Channels(())
+Inputs = Sequence[Channels]  #: the channels of a node's inputs
 
 
-def concatenated_channels(parts: Sequence[Channels]) -> Channels:
+def concatenated_channels(parts: Inputs) -> Channels:
     """Return the channels of a concatenation of tensors with channels `parts`."""
     runs = [parts[0].runs[0]]
     for own, added in [run for part in parts for run in part.runs][1:]:
@@ -83,49 +85,38 @@ def padded_weight(values: Any, axis: int, runs: Runs, fill: float) -> Any:
 
 # ---------------------------------------------------------------------- operators
 
-#: Returns the bound of an operator's output, from its attributes and the bound of its input.
-_BoundRule = Callable[[Mapping[str, str], float], float]
+#: By how much each kind of Activation may enlarge a value.
+_ENLARGED_BY = {
+    **dict.fromkeys(("relu", "tanh", "softsign", "mish"), 0),
+    **dict.fromkeys(("sigmoid", "softrelu", "log_sigmoid"), 1),
+}
 
 
-def _scalar(attrs: Mapping[str, str]) -> float:
+def _scalar(attrs: Attributes) -> float:
     """Return the magnitude of an operator's scalar."""
     return abs(float(attrs.get("scalar", "1")))
 
 
-def _bound_after_activation(attrs: Mapping[str, str], bound: float) -> float:
-    """Return the largest magnitude after an Activation of values up to `bound`; inf if unknown."""
-    kind = attrs["act_type"]
-    if kind in ("sigmoid", "softrelu", "log_sigmoid"):
-        return bound + 1
-    return bound if kind in ("relu", "tanh", "softsign", "mish") else math.inf
-
-
-def _bound_after_dropout(attrs: Mapping[str, str], bound: float) -> float:
-    """Return the largest magnitude after a Dropout of values up to `bound`; inf if unknown."""
-    # The random mask of a seed depends on the number of channels.
-    return math.inf if attrs.get("mode", "training") == "always" else bound
-
-
-def _bound_after_leaky(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_leaky(attrs: Attributes, bound: float) -> float:
     """Return the largest magnitude after a LeakyReLU of values up to `bound`; inf if unknown."""
     kind, slope = attrs.get("act_type", "leaky"), abs(float(attrs.get("slope", "0.25")))
     return bound * max(1, slope) if kind in ("leaky", "elu", "gelu") else math.inf
 
 
-def _bound_after_clip(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_clip(attrs: Attributes, bound: float) -> float:
     """Return the largest magnitude after a clip of values up to `bound`; inf if unknown."""
     low, high = float(attrs["a_min"]), float(attrs["a_max"])
     return bound if low <= 0 <= high else max(abs(low), abs(high))
 
 
-def _bound_after_pad(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_pad(attrs: Attributes, bound: float) -> float:
     """Return the largest magnitude after a Pad of values up to `bound`; inf if unknown."""
     if attrs["mode"] != "constant" or any(parse_integers(attrs["pad_width"])[:4]):
         return math.inf
     return max(bound, abs(float(attrs.get("constant_value", "0"))))
 
 
-def _bound_after_pooling(attrs: Mapping[str, str], bound: float) -> float:
+def _bound_after_pooling(attrs: Attributes, bound: float) -> float:
     """Return the largest magnitude after a Pooling of values up to `bound`; inf if unknown."""
     if attrs.get("layout", "None") not in ("None", "NCHW"):
         return math.inf
@@ -133,10 +124,12 @@ def _bound_after_pooling(attrs: Mapping[str, str], bound: float) -> float:
 
 
 #: Operators that treat all channels alike, with the bound of their output for one of their input.
-_ELEMENTWISE: Mapping[str, _BoundRule] = {
-    "Activation": _bound_after_activation, "LeakyReLU": _bound_after_leaky,
-    "clip": _bound_after_clip, "Pooling": _bound_after_pooling,
-    "Dropout": _bound_after_dropout, "Pad": _bound_after_pad,
+_ELEMENTWISE: Mapping[str, Callable[[Attributes, float], float]] = {
+    "LeakyReLU": _bound_after_leaky, "clip": _bound_after_clip,
+    "Pooling": _bound_after_pooling, "Pad": _bound_after_pad,
+    "Activation": lambda attrs, bound: bound + _ENLARGED_BY.get(attrs["act_type"], math.inf),
+    # The random mask of a seed depends on the number of channels.
+    "Dropout": lambda attrs, bound: math.inf if attrs.get("mode") == "always" else bound,
     **dict.fromkeys(("relu", "_npx_relu", "tanh", "_npi_tanh"), lambda _attrs, bound: bound),
     **dict.fromkeys(("_copy", "BlockGrad", "amp_cast", "Cast"), lambda _attrs, bound: bound),
     **dict.fromkeys(("sigmoid", "_npx_sigmoid", "hard_sigmoid"), lambda _attrs, _bound: 1.0),
@@ -149,8 +142,8 @@ _ELEMENTWISE: Mapping[str, _BoundRule] = {
 }  # fmt: skip
 
 
-def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Channels | None:
-    """Return the output channels of a node that treats all channels alike; else None."""
+def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
+    """Return the output channels of a node that treats all channels alike; else unknown ones."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
     if operator in with_trait("sums"):
@@ -160,9 +153,9 @@ def _channels_after_elementwise(node: Node, inputs: Sequence[Channels]) -> Chann
     elif operator in _ELEMENTWISE and len(inputs) == 1:
         bound = _ELEMENTWISE[operator](node.attrs, bounds[0])
     else:
-        return None
+        return _UNKNOWN
     if not bound <= _LARGEST or any(one.runs != first.runs for one in inputs):
-        return None
+        return _UNKNOWN
     return concatenated_channels(inputs)._replace(runs=first.runs, bound=bound)
 
 
@@ -173,6 +166,8 @@ _FEW = frozenset({2, COLORS, 4, 8, 12})
 
 # The values of padding channels in a BatchNorm's gamma, beta, mean and variance.
 _OF_NORMS = (0.0, 0.0, 0.0, 1.0)
+# Operators through which a dense layer may read a map.
+_FLAT = frozenset({"Flatten", "Dropout"})
 
 
 def pad_channels(view: FusionView, edit: Edit) -> None:
@@ -185,25 +180,10 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
     rule = view.policy.rule("Convolution")
     if rule.given or rule.missing is not None:
         return
-    unpadded: set[int] = set()
-    while True:
-        plan = _Plan(view, unpadded)
-        plan.propagate()
-        if not plan.refused:
-            break
-        unpadded |= plan.refused
+    plan = _Plan(view, frozenset())
+    while plan.refused:
+        plan = _Plan(view, plan.unpadded | plan.refused)
     plan.write(edit)
-
-
-Inputs = Sequence[Optional[Channels]]  #: the channels of a node's inputs, None where unknown
-
-
-class _Padding(NamedTuple):
-    """Padding for one axis of a parameter."""
-
-    axis: int
-    runs: Runs
-    fill: float = 0.0
 
 
 class _Plan:
@@ -212,14 +192,17 @@ class _Plan:
     def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
         self.refused: set[int] = set()  #: more convolutions to leave unpadded
-        self._channels: dict[Output, Channels] = {}
-        self._paddings: dict[int, list[_Padding]] = {}  # by index of the variable
+        self._channels: dict[Output, Channels] = defaultdict(lambda: _UNKNOWN)
+        # Axis, runs of channels and fill value, by index of the variable.
+        self._paddings: dict[int, list[tuple[int, Runs, float]]] = {}
         self._attrs: dict[int, dict[str, str]] = {}
         self._sliced_inputs: set[tuple[int, int]] = set()  # (node, position)
-        self._read_by_dense_layers = _nodes_read_by_dense(view.graph)
-
-    def propagate(self) -> None:
-        """Record the channels of all tensors, and the convolutions that refuse padding."""
+        # The nodes that only dense layers read as data, directly or through a Flatten.
+        self._read_by_dense_layers = nodes_with_consumers(
+            view.graph,
+            lambda node, k, found: k == 0
+            and (node.operator == "FullyConnected" or (found and node.operator in _FLAT)),
+        )
         for i, node in enumerate(self.graph.nodes):
             if not node.is_variable:
                 self._propagate(i, node)
@@ -229,19 +212,17 @@ class _Plan:
     def write(self, edit: Edit) -> None:
         """Record the padding of the graph and its parameters in `edit`."""
         for i, paddings in self._paddings.items():
-            variable = self.graph.nodes[i]
-            array = self.view.params[variable.name].asnumpy()
-            for axis, runs, fill in paddings:
-                array = padded_weight(array, axis, runs, fill)
-            edit.params[variable.name] = float32_array(array)
-            edit.change(i, attrs=without_shape(variable))
+            array = self.view.params[self.graph.nodes[i].name].asnumpy()
+            for padding in paddings:
+                array = padded_weight(array, *padding)
+            set_parameter(edit, i, float32_array(array))
         for i, attrs in self._attrs.items():
             edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
         slices: dict[Output, Output] = {}
         for i, k in sorted(self._sliced_inputs):
             edit.set_input(i, k, self._sliced(edit, slices, self.graph.nodes[i].inputs[k]))
         for place, output in enumerate(self.graph.heads):
-            if self._added(output):
+            if self._channels[output].added:
                 edit.set_head(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: dict[Output, Output], output: Output) -> Output:
@@ -256,63 +237,56 @@ class _Plan:
 
     def _propagate(self, i: int, node: Node) -> None:
         """Record the output channels of node i, or slice or refuse padding that it can't read."""
-        inputs = [self._channels.get(output) for output in node.inputs]
+        inputs = [self._channels[output] for output in node.inputs]
         channels_after = self._CHANNELS_AFTER.get(node.operator, _Plan._channels_after_other)
         outputs = channels_after(self, i, node, inputs)
-        if outputs is not None:
+        if outputs.runs:
             self._channels[i, 0] = outputs
             return
         for k, output in enumerate(node.inputs):
-            if self._added(output) and node.operator not in with_trait("leaves_blocks"):
-                self.refused |= self._channels[output].added_by
-            elif self._added(output):
+            if inputs[k].added and node.operator not in with_trait("leaves_blocks"):
+                self.refused |= inputs[k].added_by
+            elif inputs[k].added:
                 self._sliced_inputs.add((i, k))
                 self._refuse_inner_padding(output)
 
     def _refuse_inner_padding(self, output: Output) -> None:
         """Refuse padding of `output` between original channels, which no single slice removes."""
-        if self._added(output) and len(self._channels[output].runs) > 1:
-            self.refused |= self._channels[output].added_by
-
-    def _added(self, output: Output) -> int:
-        """Return the number of padding channels of an output."""
-        return self._channels[output].added if output in self._channels else 0
+        channels = self._channels[output]
+        if channels.added and len(channels.runs) > 1:
+            self.refused |= channels.added_by
 
     # ------------------------------------------------------------------ operators
-    # Each method returns the output channels for the channels of the inputs. None means that they
-    # are unknown, or that the operator can't read its input's padding.
+    # Each method returns the output channels for the channels of the inputs. They are unknown, too,
+    # where the operator can't read its input's padding.
 
-    def _channels_after_other(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of an elementwise operator; None for other operators."""
-        known = [one for one in inputs if one is not None]
-        are_all_known = known and len(known) == len(inputs)
-        return _channels_after_elementwise(node, known) if are_all_known else None
+    def _channels_after_other(self, i: int, node: Node, inputs: Inputs) -> Channels:
+        """Return the output channels of an operator without a weight."""
+        if not inputs or not all(one.runs for one in inputs):
+            return _UNKNOWN
+        if node.operator == "Flatten":
+            return inputs[0] if i in self._read_by_dense_layers else _UNKNOWN
+        if node.operator == "Concat":
+            joins = node.attrs.get("dim", "1") == "1"
+            return concatenated_channels(inputs) if joins else _UNKNOWN
+        return _channels_after_elementwise(node, inputs)
 
-    def _channels_after_concat(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of a Concat; None unless it joins known channels."""
-        known = [one for one in inputs if one is not None]
-        on_channels = node.attrs.get("dim", "1") == "1" and len(known) == len(inputs)
-        return concatenated_channels(known) if on_channels else None
-
-    def _channels_after_flatten(self, i: int, _node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of a Flatten that only dense layers read; None for others."""
-        return inputs[0] if i in self._read_by_dense_layers else None
-
-    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of a convolution; None if it can't read padded data."""
+    def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels:
+        """Return the output channels of a convolution, with or without groups."""
         data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
             if groups == 1:
-                return self._channels_after_ungrouped(i, node, data or Channels(((weight[1], 0),)))
-            if data is not None and weight[1] == 1 and data.own == groups:
+                read = data if data.runs else Channels(((weight[1], 0),))
+                return self._channels_after_ungrouped(i, node, read)
+            if weight[1] == 1 and data.own == groups:
                 return self._channels_after_depthwise(i, node, data)
-        return None if data is not None and data.added else Channels(((own, 0),))
+        return _UNKNOWN if data.added else Channels(((own, 0),))
 
     def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
         """Return the output channels of a convolution without groups, padded to blocks of 16."""
         if data.added:
-            self._pad_input(node, 1, _Padding(1, data.runs))
+            self._pad_input(node, 1, 1, data.runs)
         own = int(node.attrs["num_filter"])
         total = -(-own // BLOCK) * BLOCK
         reads_blocks = data.total % BLOCK == 0 or data.total in _FEW
@@ -324,38 +298,38 @@ class _Plan:
 
     def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
         """Return the output channels of a depthwise convolution, padded as its input."""
-        outputs = data.times(int(node.attrs["num_filter"]) // data.own)._replace(bound=0.0)
+        each = int(node.attrs["num_filter"]) // data.own
+        runs = tuple((own * each, added * each) for own, added in data.runs)
+        outputs = Channels(runs, data.added_by)
         if outputs.added:
             filters, groups = str(outputs.total), str(data.total)
             self._add_filters(i, node, outputs, {"num_filter": filters, "num_group": groups})
         return outputs
 
-    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of a dense layer; None if it can't read padded data."""
+    def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels:
+        """Return the output channels of a dense layer."""
         data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
-        if data is not None and data.added:
+        if data.added:
             if weight is None or not flatten or weight[1] % data.own:
-                return None
-            self._pad_input(node, 1, _Padding(1, data.runs))
-        return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else None
+                return _UNKNOWN
+            self._pad_input(node, 1, 1, data.runs)
+        return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else _UNKNOWN
 
-    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels | None:
-        """Return the output channels of a BatchNorm; None if unknown."""
+    def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels:
+        """Return the output channels of a BatchNorm."""
         data = inputs[0]
         changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
-        if data is None or node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
-            return None
+        if node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
+            return _UNKNOWN
         if data.added:
             for k, fill in enumerate(_OF_NORMS, 1):
-                self._pad_input(node, k, _Padding(0, data.runs, fill))
+                self._pad_input(node, k, 0, data.runs, fill)
         return data
 
-    _CHANNELS_AFTER: Mapping[str, Callable[..., Channels | None]] = {
+    _CHANNELS_AFTER: Mapping[str, Callable[..., Channels]] = {
         "Convolution": _channels_after_convolution,
         "FullyConnected": _channels_after_dense,
-        "Concat": _channels_after_concat,
-        "Flatten": _channels_after_flatten,
         **dict.fromkeys(NORMS, _channels_after_norm),
     }
 
@@ -365,27 +339,15 @@ class _Plan:
         """Pad axis 0 of convolution i's weight and bias for `outputs`, and change its `attrs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
-            self._pad_input(node, k, _Padding(0, outputs.runs))
+            self._pad_input(node, k, 0, outputs.runs)
 
     def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
         """Return the shape of a node's weight if no other node reads its parameters; else None."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
 
-    def _pad_input(self, node: Node, position: int, padding: _Padding) -> None:
-        """Record the padding of the parameter that is input `position` of a node."""
-        self._paddings.setdefault(node.inputs[position][0], []).append(padding)
-
-
-def _nodes_read_by_dense(graph: Graph) -> set[int]:
-    """Return the nodes that only dense layers read as data, directly or through a Flatten."""
-    found: set[int] = set(range(len(graph.nodes))) - {i for i, _ in graph.heads}
-    read: set[int] = set()
-    for i in range(len(graph.nodes) - 1, -1, -1):
-        node = graph.nodes[i]
-        passes = not node.is_variable and node.operator in ("Flatten", "Dropout") and i in found
-        for k, (source, _) in enumerate(node.inputs):
-            read.add(source)
-            if k or not (passes or node.operator == "FullyConnected"):
-                found.discard(source)
-    return found & read
+    def _pad_input(
+        self, node: Node, position: int, axis: int, runs: Runs, fill: float = 0.0
+    ) -> None:
+        """Record padding, along an axis, of the parameter that is input `position` of a node."""
+        self._paddings.setdefault(node.inputs[position][0], []).append((axis, runs, fill))
