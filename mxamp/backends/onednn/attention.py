@@ -33,9 +33,6 @@ _SCORES, _MIXED = "_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"
 # A batch and a length that are constants of no model: shapes inferred from them hold for all.
 _BATCH, _LENGTH = 10007, 10009
 
-#: The axes of queries, keys and values by heads: batch, length, heads, size.
-_HEADS = "BLHS"
-
 _SWAPPED = {"axes": "(1, 0, 2)"}  # (batch, length, units) to (length, batch, units), and back
 _LOW = {"dtype": "bfloat16"}
 
@@ -102,9 +99,8 @@ def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
     if reshapes and _shapes_behind(reshapes, shape)[-1:] != [shape]:
         return None
     product = nodes[source]
-    if product.op != "batch_dot" or _transposes(product) != (False, True):
-        return None
-    if not _is_lowered(view, source):
+    is_fit = product.op == "batch_dot" and _transposes(product) == (False, True)
+    if not is_fit or not _is_lowered(view, source):
         return None
     power = {"_mul_scalar": 1, "_div_scalar": -1}.get(nodes[reader].op)
     scalar = float(nodes[reader].attrs.get("scalar", "1"))
@@ -145,14 +141,14 @@ def _projection(view: FusionView, product: int, position: int) -> _Projection | 
     if not view.is_read_once(source) or not view.own_parameters(dense):
         return None
     units = int(dense.attrs["num_hidden"]) // parts
-    shapes = _shapes_behind(chain, (_BATCH, _LENGTH, units))
-    heads, size = shapes[0][2:] if shapes and len(shapes[0]) == len(_HEADS) else (0, 0)
+    shapes = _shapes_swapping_heads(chain, (_BATCH, _LENGTH, units))
+    heads, size = shapes[0][2:] if shapes else (0, 0)
     expected = [
         (_BATCH, _LENGTH, heads, size),
         (_BATCH, heads, _LENGTH, size),
         (_BATCH * heads, _LENGTH, size),
     ]
-    if shapes != expected or not _swaps_heads(chain):
+    if shapes != expected:
         return None
     return _Projection(source, third if parts > 1 else None, heads, size)
 
@@ -184,20 +180,24 @@ def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | 
             return None
         [(i, _)] = view.consumers[i, 0]
         chain.append(view.graph.nodes[i])
-    shapes = _shapes_behind(chain, (_BATCH * one.heads, _LENGTH, one.size))
+    shapes = _shapes_swapping_heads(chain, (_BATCH * one.heads, _LENGTH, one.size))
     expected = [
         (_BATCH, one.heads, _LENGTH, one.size),
         (_BATCH, _LENGTH, one.heads, one.size),
         (_BATCH, _LENGTH, one.heads * one.size),
     ]
-    return i if shapes == expected and _swaps_heads(chain) else None
+    return i if shapes == expected else None
 
 
-def _swaps_heads(chain: Sequence[Node]) -> bool:
-    """Return whether three nodes are two Reshapes around a transpose of the middle axes."""
+def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
+    """Return `_shapes_behind` two Reshapes around a transpose of the middle axes; none for others.
+
+    The first Reshape makes four axes then, as the transpose needs.
+    """
     if [node.operator for node in chain] != ["Reshape", "transpose", "Reshape"]:
-        return False
-    return parse_integers(chain[1].attrs.get("axes", "()")) == [0, 2, 1, 3]
+        return []
+    swaps = parse_integers(chain[1].attrs.get("axes", "()")) == [0, 2, 1, 3]
+    return _shapes_behind(chain, shape) if swaps else []
 
 
 def _shapes_behind(chain: Sequence[Node], shape: Shape) -> list[Shape]:
@@ -205,7 +205,7 @@ def _shapes_behind(chain: Sequence[Node], shape: Shape) -> list[Shape]:
     linked = [node.with_inputs([(k, 0)]) for k, node in enumerate(chain)]
     graph = Graph([Node("null", "data"), *linked], [(k + 1, 0) for k in range(len(chain))], VERSION)
     try:
-        return list(graph.to_symbol().infer_shape_partial(data=shape)[1] or ()) if chain else []
+        return list(graph.to_symbol().infer_shape_partial(data=shape)[1] or ())
     except MXNetError:
         return []
 
@@ -263,17 +263,26 @@ def _lower_interleaved(view: FusionView, edit: Edit) -> None:
         edit.redirect((i, 0), product)
 
 
+# MXNet infers the shapes and dtypes of a fused operator from the graph inside, which writes
+# float32. It runs oneDNN's product instead.
+
+
 def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> Output:
     """Add oneDNN's product for scores, of an interleaved array in bfloat16."""
-    return edit.add_node(Node(_SCORES, name, count, [heads], [_scores_body(count)]))
+    wide = mx.sym.amp_cast(mx.sym.var("heads"), dtype="float32")
+    body = Graph.from_symbol(mx.sym.contrib.interleaved_matmul_selfatt_qk(wide, **count))
+    return edit.add_node(Node(_SCORES, name, count, [heads], [body]))
 
 
 def _add_mixed(
     edit: Edit, name: str, heads: Output, shares: Output, count: dict[str, str]
 ) -> Output:
     """Add oneDNN's product of shares, in float32, and the values of an interleaved array."""
+    read = [mx.sym.var("heads"), mx.sym.var("shares")]
+    mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*read, **count)
+    body = Graph.from_symbol(mx.sym.amp_cast(mixed, dtype="float32"))
     inputs = [heads, _add_low(edit, name, shares)]
-    return edit.add_node(Node(_MIXED, name, count, inputs, [_mixed_body(count)]))
+    return edit.add_node(Node(_MIXED, name, count, inputs, [body]))
 
 
 def _add_low(edit: Edit, name: str, output: Output) -> Output:
@@ -294,20 +303,3 @@ def _interleaved(
         thirds.append(values.reshape(one.heads, one.size, *values.shape[1:]) * np.float32(scale))
     whole = np.stack(thirds, axis=1)
     return float32_array(whole.reshape(-1, *whole.shape[3:]))
-
-
-# MXNet infers the shapes and dtypes of a fused operator from the graph inside. It runs oneDNN's
-# product instead.
-
-
-def _scores_body(count: dict[str, str]) -> Graph:
-    """Return the graph inside the product for scores, which writes float32."""
-    heads = mx.sym.amp_cast(mx.sym.var("heads"), dtype="float32")
-    return Graph.from_symbol(mx.sym.contrib.interleaved_matmul_selfatt_qk(heads, **count))
-
-
-def _mixed_body(count: dict[str, str]) -> Graph:
-    """Return the graph inside the product with values, which writes float32."""
-    inputs = [mx.sym.var("heads"), mx.sym.var("shares")]
-    mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*inputs, **count)
-    return Graph.from_symbol(mx.sym.amp_cast(mixed, dtype="float32"))
