@@ -46,7 +46,7 @@ def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outp
     )
     graph = Graph.from_symbol(symbol)
     choices = Choices(
-        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 1, 0)))})
+        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 0)))})
     )
     float32 = amp.Policy.default("bfloat16").in_float32()
     other = rewrite(graph, float32, Usage(), choices).graph

@@ -16,6 +16,8 @@ from ...graph.ir import Graph, Node, Output
 from ...policy.values import is_true
 from ..passes import Attributes, Call, Detail, Parts
 
+_Tensors = Sequence[Any]  #: outputs of nodes
+
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
@@ -50,11 +52,10 @@ def opened_inputs(graph: Graph, node: Node) -> list[Output]:
 
 
 def match_rnn(call: Call) -> Detail | None:
-    """Return (steps, rows, width, tensors, shaped) of an RNN that is faster unrolled; else None.
+    """Return (steps, rows, width, shaped) of an RNN that is faster unrolled; else None.
 
-    Unrolled are calls with large states and few steps. `tensors` is the number of
-    inputs that hold parameters: one vector, or a weight or bias each. `shaped` is 1 if weights are
-    matrices, and 0 if they are vectors.
+    Unrolled are calls with large states and few steps. `shaped` is 1 if weights are matrices, and 0
+    if they are vectors, or parts of the one vector of all parameters.
     """
     attrs, shape = call.attrs, call.shape
     if shape is None or not all(shape) or _is_special(attrs) or not call.lowers("FullyConnected"):
@@ -62,14 +63,12 @@ def match_rnn(call: Call) -> Detail | None:
     layers = int(attrs["num_layers"]) * _directions(attrs)
     weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
     steps, rows, _ = shape
-    if weight < _LARGE_WEIGHT[attrs["mode"]] or weight * rows < _LARGE_STEP:
+    large = weight >= _LARGE_WEIGHT[attrs["mode"]] and weight * rows >= _LARGE_STEP
+    if not large or steps * layers > _MOST_STEPS:
         return None
-    if steps * layers > _MOST_STEPS:
-        return None
-    if len(call.shapes) == 2 + _state_count(attrs):
-        return (*shape, 1, 0)
-    shaped = _are_shaped(call)
-    return None if shaped is None else (*shape, len(_shapes(attrs, shape[-1])), shaped)
+    joined = len(call.shapes) == 2 + _state_count(attrs)
+    shaped = 0 if joined else _are_shaped(call)
+    return None if shaped is None else (*shape, shaped)
 
 
 def match_layers(call: Call) -> Detail | None:
@@ -167,29 +166,23 @@ def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
     return [*weights, *[(rows,)] * len(weights)]
 
 
-def rnn(parts: Parts, detail: Detail) -> Sequence[Any] | None:
+def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
     """Before: an RNN. After: dense layers for the inputs of all steps, and for each step's state.
 
     Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
     is that of `match_rnn`.
     """
-    steps, rows, width, tensors, shaped = detail
-    attrs, (data, *others) = parts.attrs, parts.inputs
-    shapes = _shapes(attrs, width)
-    parameters = _add_parameters(parts, others[:tensors], shapes, bool(shaped))
-    begins = _add_begins(parts, others[tensors:], rows)
+    steps, *sizes = detail
 
-    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
-        run = _Layer(parts, f"l{k}", _of_layer(parameters, k))
-        begin = [run.slice_at(f"begin{n}", states, k) for n, states in enumerate(begins)]
-        order = range(steps)[:: -1 if k % _directions(attrs) else 1]
-        states, end = run.steps(below, order, begin)
+    def add_layer(k: int, below: Any, own: _Tensors, begin: _Tensors) -> tuple[Any, _Tensors]:
+        order = range(steps)[:: -1 if k % _directions(parts.attrs) else 1]
+        states, end = _Layer(parts, f"l{k}", own).steps(below, order, begin)
         return _add_concat(parts, f"l{k}", states, axis=0), end
 
-    return _add_layers(parts, data, add_layer)
+    return _add_layers(parts, sizes, add_layer)
 
 
-def layers(parts: Parts, detail: Detail) -> Sequence[Any] | None:
+def layers(parts: Parts, detail: Detail) -> _Tensors | None:
     """Before: an RNN of several layers or directions. After: an RNN for each.
 
     Conditions: each parameter is a tensor of its own, and no elements drop between layers.
@@ -198,45 +191,58 @@ def layers(parts: Parts, detail: Detail) -> Sequence[Any] | None:
     MXNet's RNN joins the weights of several layers or directions element by element, in each call
     in training. The RNN of a single one copies its weights at once.
     """
-    rows, width, shaped = detail
-    attrs, (data, *others) = parts.attrs, parts.inputs
-    shapes = _shapes(attrs, width)
-    parameters = _add_parameters(parts, others[: len(shapes)], shapes, bool(shaped))
-    begins = _add_begins(parts, others[len(shapes) :], rows)
+    attrs = parts.attrs
+    shapes = _shapes(attrs, detail[1])
     single = {**attrs, "num_layers": "1", "bidirectional": "False"}
+    count = 1 + _state_count(attrs) if _has_ends(attrs) else 1
 
-    def add_layer(k: int, below: Any) -> tuple[Any, Sequence[Any]]:
-        own = _of_layer(parameters, k)
+    def add_layer(k: int, below: Any, own: _Tensors, begin: _Tensors) -> tuple[Any, _Tensors]:
         vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
-        begin = [
-            parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
-            for n, states in enumerate(begins)
-        ]
         backward = bool(k % _directions(attrs))
-        read = _add_reverse(parts, f"l{k}_reversed", below) if backward else below
-        count = 1 + _state_count(attrs) if _has_ends(attrs) else 1
+        read = parts.add("reverse", f"l{k}_reversed", below, axis="0") if backward else below
         out, *end = parts.add_all("RNN", f"l{k}", count, read, vector, *begin, **single)
-        return _add_reverse(parts, f"l{k}_out", out) if backward else out, end
+        return parts.add("reverse", f"l{k}_out", out, axis="0") if backward else out, end
 
-    return _add_layers(parts, data, add_layer)
+    return _add_layers(parts, detail, add_layer)
 
 
 def _add_layers(
-    parts: Parts, data: Any, add_layer: Callable[[int, Any], tuple[Any, Sequence[Any]]]
-) -> Sequence[Any] | None:
+    parts: Parts,
+    sizes: Sequence[int],
+    add_layer: Callable[[int, Any, _Tensors, _Tensors], tuple[Any, _Tensors]],
+) -> _Tensors | None:
     """Add all layers and the operator's outputs: also the last states, if it has them.
 
-    `add_layer(k, below)` adds layer k, directions counted as layers, which reads `below`; it
-    returns the layer's output and its last state (and cell).
+    `sizes` are the last three numbers of `match_rnn`. `add_layer(k, below, own, begin)` adds layer
+    k, directions counted as layers, which reads `below`. Its parameters are `own`, and `begin` is
+    its first state (and cell). It returns the layer's output and its last state (and cell).
     """
-    directions, ends = _directions(parts.attrs), []  # type: int, list[Sequence[Any]]
-    below = data
-    for layer in range(int(parts.attrs["num_layers"])):
-        first = layer * directions
-        made = [add_layer(k, below) for k in range(first, first + directions)]
-        ends += [end for _, end in made]
-        below = _add_concat(parts, f"l{layer}_sides", [out for out, _ in made], axis=2)
-    if not _has_ends(parts.attrs):
+    rows, width, shaped = sizes
+    attrs, directions = parts.attrs, _directions(parts.attrs)
+    layer_count, first_state = int(attrs["num_layers"]), len(parts.inputs) - _state_count(attrs)
+    below, *tensors = parts.inputs[:first_state]
+    parameters = _add_parameters(parts, tensors, _shapes(attrs, width), bool(shaped))
+    biases = len(parameters) // 2
+    # MXNet often infers the shape of begin states from their consumers, but not from slices.
+    shape = f"({layer_count * directions}, {rows}, {attrs['state_size']})"
+    begins = [
+        parts.add("Reshape", f"begins{n}", states, shape=shape)
+        for n, states in enumerate(parts.inputs[first_state:], first_state)
+    ]
+    ends: list[_Tensors] = []
+    for layer in range(layer_count):
+        outputs = []
+        for k in range(layer * directions, (layer + 1) * directions):
+            own = [*parameters[2 * k :][:2], *parameters[biases + 2 * k :][:2]]
+            begin = [
+                parts.add("slice_axis", f"l{k}_begin{n}", states, **_bounds(k, k + 1))
+                for n, states in enumerate(begins)
+            ]
+            output, end = add_layer(k, below, own, begin)
+            outputs.append(output)
+            ends.append(end)
+        below = _add_concat(parts, f"l{layer}_sides", outputs, axis=2)
+    if not _has_ends(attrs):
         parts.add("_copy", "", below)
         return None
     joined = [_add_concat(parts, f"ends{k}", one, axis=0) for k, one in enumerate(zip(*ends))]
@@ -249,20 +255,7 @@ def _has_ends(attrs: Attributes) -> bool:
     return is_true(attrs.get("state_outputs", "False"))
 
 
-def _of_layer(parameters: Sequence[Any], k: int) -> Sequence[Any]:
-    """Return the two weights and two biases of layer k, directions counted as layers."""
-    biases = len(parameters) // 2
-    return [*parameters[2 * k :][:2], *parameters[biases + 2 * k :][:2]]
-
-
-def _add_reverse(parts: Parts, name: str, tensor: Any) -> Any:
-    """Add the reverse of a tensor in time."""
-    return parts.add("reverse", name, tensor, axis="0")
-
-
-def _add_vector(
-    parts: Parts, name: str, own: Sequence[Any], weights: Sequence[tuple[int, ...]]
-) -> Any:
+def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[tuple[int, ...]]) -> Any:
     """Add the vector of a layer's parameters `own`, joined row by row.
 
     MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
@@ -278,20 +271,7 @@ def _add_vector(
     return parts.add("Reshape", name, rows, shape="(-1,)")
 
 
-def _add_begins(parts: Parts, states: Sequence[Any], rows: int) -> Sequence[Any]:
-    """Give the states before the first step their shape.
-
-    MXNet often infers the shape of begin states from their consumers, but not from slices.
-    """
-    count = int(parts.attrs["num_layers"]) * _directions(parts.attrs)
-    shape = f"({count}, {rows}, {parts.attrs['state_size']})"
-    first = len(parts.inputs) - len(states)
-    return [
-        parts.add("Reshape", f"begins{k}", one, shape=shape) for k, one in enumerate(states, first)
-    ]
-
-
-def _add_concat(parts: Parts, name: str, tensors: Sequence[Any], axis: int) -> Any:
+def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Any:
     """Add a Concat of tensors, unless there is only one."""
     if len(tensors) == 1:
         return tensors[0]
@@ -299,8 +279,8 @@ def _add_concat(parts: Parts, name: str, tensors: Sequence[Any], axis: int) -> A
 
 
 def _add_parameters(
-    parts: Parts, tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], shaped: bool
-) -> Sequence[Any]:
+    parts: Parts, tensors: _Tensors, shapes: Sequence[tuple[int, ...]], shaped: bool
+) -> _Tensors:
     """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
@@ -343,14 +323,12 @@ def _bounds(begin: int, end: int) -> Attributes:
 class _Layer:
     """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
 
-    def __init__(self, parts: Parts, name: str, weights: Sequence[Any]) -> None:
+    def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
         self._parts, self._name = parts, name
         self._mode, self._size = parts.attrs["mode"], int(parts.attrs["state_size"])
         self._read, self._recur, self._read_bias, self._bias = weights
 
-    def steps(
-        self, data: Any, order: Sequence[int], begin: Sequence[Any]
-    ) -> tuple[list[Any], Sequence[Any]]:
+    def steps(self, data: Any, order: Sequence[int], begin: _Tensors) -> tuple[list[Any], _Tensors]:
         """Add all steps; return the states by time, and the last state (and cell).
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.
@@ -365,20 +343,19 @@ class _Layer:
         states = {}
         for t in order:
             before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
-            step = {"lstm": self._lstm, "gru": self._gru}.get(self._mode, self._simple)
-            state = step(self.slice_at(f"step{t}", gates, t, float32=apart), before, state)
+            name, keep = f"{self._name}_step{t}", self._parts.float32 if apart else None
+            read = self._parts.add("slice_axis", name, gates, keep=keep, **_bounds(t, t + 1))
+            if apart:
+                state = self._gru(read, before, state)
+            else:
+                # Not in float32: the sum has the dtype of the products.
+                total = self._parts.add("elemwise_add", f"{self._name}_gates", read, before)
+                state = self._lstm(total, state) if self._mode == "lstm" else self._simple(total)
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
 
-    def slice_at(self, name: str, tensor: Any, position: int, float32: bool = False) -> Any:
-        """Add the slice of a tensor at a position of its first axis."""
-        bounds, name = _bounds(position, position + 1), f"{self._name}_{name}"
-        keep = self._parts.float32 if float32 else None
-        return self._parts.add("slice_axis", name, tensor, keep=keep, **bounds)
-
-    def _lstm(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
-        """Add one LSTM step from the products of input and state; return new state and cell."""
-        gates = self._add_products(from_input, from_state)
+    def _lstm(self, gates: Any, state: _Tensors) -> _Tensors:
+        """Add one LSTM step from the sum of both products; return the new state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
         new = self._add_activation(self._gate(gates, 2), "tanh")
@@ -386,7 +363,7 @@ class _Layer:
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
-    def _gru(self, from_input: Any, from_state: Any, state: Sequence[Any]) -> Sequence[Any]:
+    def _gru(self, from_input: Any, from_state: Any, state: _Tensors) -> _Tensors:
         """Add one GRU step from the products of input and state; return the new state."""
         gates = self._add("elemwise_add", "gates", from_input, from_state)
         gates = self._add_activation(gates, "sigmoid")
@@ -399,9 +376,8 @@ class _Layer:
         part = self._add("elemwise_mul", "update", update, change)
         return [self._add("elemwise_add", "state", new, part)]
 
-    def _simple(self, from_input: Any, from_state: Any, _state: Sequence[Any]) -> Sequence[Any]:
-        """Add one relu or tanh step from the products of input and state; return the new state."""
-        total = self._add_products(from_input, from_state)
+    def _simple(self, total: Any) -> _Tensors:
+        """Add one relu or tanh step from the sum of both products; return the new state."""
         return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
     def _add(self, op: str, name: str, *inputs: Any, **attrs: str) -> Any:
@@ -422,10 +398,6 @@ class _Layer:
         attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
         return self._parts.add("FullyConnected", name, tensor, *parameters, **attrs)
-
-    def _add_products(self, from_input: Any, from_state: Any) -> Any:
-        """Add the sum of two products in the dtype that they have."""
-        return self._parts.add("elemwise_add", f"{self._name}_gates", from_input, from_state)
 
 
 def is_divided(node: Node) -> bool:
