@@ -49,17 +49,16 @@ def merged_groups(parts: Parts, detail: Detail) -> None:
     channels, narrow, height, width = detail
     merged, groups = BLOCK // narrow, channels // BLOCK
     data, weight, *bias = parts.inputs
+    add = parts.add_float32
     # A copy, since other operators can't read a weight in oneDNN's layout.
-    weight = parts.add_float32("_copy", "weight", weight)
-    repeated = parts.add_float32(
-        "Concat", "repeated", *[weight] * merged, num_args=str(merged), dim="1"
-    )
-    eye = parts.add_float32("_eye", "eye", N=str(merged))
+    weight = add("_copy", "weight", weight)
+    repeated = add("Concat", "repeated", *[weight] * merged, num_args=str(merged), dim="1")
+    eye = add("_eye", "eye", N=str(merged))
     shape = (groups, merged, narrow, merged, narrow * height * width)
-    apart = parts.add_float32("Reshape", "apart", eye, shape=str((1, merged, 1, merged, 1)))
-    whole = parts.add_float32("broadcast_to", "whole", apart, shape=str(shape))
-    mask = parts.add_float32("Reshape", "mask", whole, shape=str((channels, BLOCK, height, width)))
-    masked = parts.add_float32("elemwise_mul", "masked", repeated, mask)
+    apart = add("Reshape", "apart", eye, shape=str((1, merged, 1, merged, 1)))
+    whole = add("broadcast_to", "whole", apart, shape=str(shape))
+    mask = add("Reshape", "mask", whole, shape=str((channels, BLOCK, height, width)))
+    masked = add("elemwise_mul", "masked", repeated, mask)
     attrs = {**parts.attrs, "num_group": str(groups)}
     parts.add("Convolution", "", data, masked, *bias, **attrs)
 

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from ...policy.decision import CASTABLE
 from ...policy.values import is_true, parse_integers
-from ..passes import Attributes, Call, Detail, Parts, has_elements
+from ..passes import Call, Detail, Parts, has_elements
 
 # The least elements of a LayerNorm whose equivalent is faster.
 _LEAST_NORM = 2**11
@@ -121,21 +121,16 @@ def match_split(call: Call) -> Detail | None:
         return None
     if int(attrs.get("axis", "1")) not in (-1, len(shape) - 1):
         return None
-    axes, *bounds = _split_bounds(shape, attrs, call.training)
-    # Parts of NumPy's splits may be empty, and MXNet has no empty slices.
-    return (axes, *bounds) if all(a < b for a, b in zip(bounds, bounds[1:])) else None
-
-
-def _split_bounds(shape: tuple[int, ...], attrs: Attributes, training: bool) -> Detail:
-    """Return the detail of `match_split`, also where parts are empty."""
-    sections = int(attrs.get("num_outputs", attrs.get("sections", "0")))
+    sections, axes = int(attrs.get("num_outputs", attrs.get("sections", "0"))), 0
     if sections:
         # As in NumPy's array_split, the first parts are longer by one.
         size, longer = divmod(shape[-1], sections)
-        axes = len(shape) if training and not longer else 0
-        return (axes, *(size * i + min(i, longer) for i in range(sections + 1)))
-    starts = parse_integers(attrs["indices"])
-    return (0, *starts, shape[-1])
+        bounds = [size * i + min(i, longer) for i in range(sections + 1)]
+        axes = len(shape) if call.training and not longer else 0
+    else:
+        bounds = [*parse_integers(attrs["indices"]), shape[-1]]
+    # Parts of NumPy's splits may be empty, and MXNet has no empty slices.
+    return (axes, *bounds) if all(a < b for a, b in zip(bounds, bounds[1:])) else None
 
 
 def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:

@@ -7,7 +7,6 @@ BLAS is about 20 times as fast.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, Mapping
 
 from ...policy.values import is_true, parse_integers
@@ -74,20 +73,19 @@ def mean(parts: Parts, detail: Detail) -> None:
     _add_mean(parts, parts.attrs, detail)
 
 
-def _add_mean(parts: Parts, attrs: Attributes, detail: Detail, keep: str | None = None) -> None:
+def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
     """Add the operators of a mean with these attributes."""
     first, last, *shape = detail
-    sums = _add_sums(parts, detail, keep)
     count = str(math.prod(shape[first:last]))
-    means = parts.add("_div_scalar", "mean", sums, keep=keep, scalar=count)
-    _add_result(parts, means, attrs, detail, keep)
+    means = parts.add_float32("_div_scalar", "mean", _add_sums(parts, detail), scalar=count)
+    _add_result(parts, means, attrs, detail)
 
 
-def _add_sums(parts: Parts, detail: Detail, keep: str | None = None) -> Any:
+def _add_sums(parts: Parts, detail: Detail) -> Any:
     """Add operators that sum the first input by a product with ones; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
-    add = partial(parts.add, keep=keep)
+    add = parts.add_float32
     summed, inner = math.prod(shape[first:last]), math.prod(shape[last:])
     outer = "-1" if first else "1"
     if inner == 1:
@@ -100,18 +98,13 @@ def _add_sums(parts: Parts, detail: Detail, keep: str | None = None) -> Any:
     return add("batch_dot", "sums", add("ones_like", "ones", column), planes, transpose_a="True")
 
 
-def _add_result(
-    parts: Parts, sums: Any, attrs: Attributes, detail: Detail, keep: str | None = None
-) -> None:
+def _add_result(parts: Parts, sums: Any, attrs: Attributes, detail: Detail) -> None:
     """Give the sums the shape of a sum's or a mean's output."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
     kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
     after = [*before, *kept, *shape[last:]] or [1]
-    parts.add("Reshape", "", sums, keep=keep, shape=str(tuple(after)))
-
-
-_GLOBAL = {"kernel": "(1, 1)", "global_pool": "True", "pool_type": "avg"}
+    parts.add_float32("Reshape", "", sums, shape=str(tuple(after)))
 
 
 def match_pool(call: Call) -> Detail | None:
@@ -142,13 +135,12 @@ def pool_in_parts(parts: Parts, detail: Detail) -> None:
     Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
     """
     if len(detail) == PLANAR_AXES - 1:
-        attrs = {"axis": "(2, 3)", "keepdims": "True"}
-        _add_mean(parts, attrs, (2, 4, 0, *detail), keep=parts.float32)
+        _add_mean(parts, {"keepdims": "True"}, (2, 4, 0, *detail))
         return
     size = f"({detail[0]}, {detail[1]})"
-    small = {"kernel": size, "stride": size, "pool_type": "avg"}
-    averages = parts.add("Pooling", "parts", *parts.inputs, **small)
-    parts.add("Pooling", "", averages, **_GLOBAL)
+    kind = {"pool_type": "avg"}
+    averages = parts.add("Pooling", "parts", *parts.inputs, kernel=size, stride=size, **kind)
+    parts.add("Pooling", "", averages, kernel="(1, 1)", global_pool="True", **kind)
 
 
 def _least_divisor(side: int) -> int:
@@ -216,8 +208,7 @@ def broadcast(parts: Parts, detail: Detail) -> None:
         rows = _add_constant(parts, "rows", before, sign)
         repeated = _add_product(parts, "before", rows, columns, length)
     like = (shape[0] or -1, *shape[1:])
-    repeated = parts.add("Reshape", "repeated", repeated, shape=str(like))
-    inputs[which] = repeated
+    inputs[which] = parts.add("Reshape", "repeated", repeated, shape=str(like))
     if operator == _SUM:
         operator = "elemwise_sub"
         inputs[1] = inputs[1] if which else parts.add("negative", "negative", inputs[1])
