@@ -18,7 +18,7 @@ CORE = ("framework", "policy", "graph", "patches", "scaling", "convert", "fronte
 def test_the_tests_of_the_core_pass_with_the_empty_backend():
     folders = [str(ROOT / "tests" / name) for name in CORE]
     options = ["-q", "-n2", "--empty-backend", "-p", "no:cacheprovider"]
-    chosen = "not (backend or slow or proof or gpu)"
+    chosen = "not (slow or proof)"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", chosen, *folders],
         capture_output=True, text=True, cwd=ROOT, check=False,

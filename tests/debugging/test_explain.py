@@ -26,7 +26,7 @@ def test_each_operator_has_a_precision_and_a_reason():
     assert len(plan) == 4
     lines = str(plan).splitlines()
     assert lines[1].split()[:3] == ["fc", "FullyConnected", "float16"]
-    assert lines[-1].startswith("4 operators: 1 in float16, 3 in float32; 4 casts")
+    assert lines[-1].startswith("if converted to float16: 4 operators: 1 in float16, 3 in float32; 4 casts")
     assert (plan.casts[0].source, plan.casts[0].dtype) == ("data", "float16")
     assert "fc" in plan and "none" not in plan
     with pytest.raises(LookupError, match="unknown operator name 'none'"):
