@@ -248,8 +248,8 @@ class Variants:
             looked_at = self.parameters if sizes is None else range(len(args))
             shapes = {self.names[i]: args[i].shape for i in looked_at}
             usage = replace(self._usage(call), shapes=shapes)
-            backend = backend_of(policy.device)
-            known[sizes] = backend.choose(graph, policy, usage) if depends else NONE
+            choose = backend_of(policy.device).choose
+            known[sizes] = choose(graph, policy, usage) if depends else NONE
         return known[sizes]
 
     def _usage(self, call: CallKey) -> Usage:
@@ -260,10 +260,9 @@ class Variants:
 
     def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
         """Return a new op that runs `graph` rewritten; the block's own if nothing changes."""
-        backend = backend_of(policy.device)
         rewritten = rewritten_graph(graph, policy, usage, choices)
         if rewritten is not graph:
-            rewritten = backend.with_ordered_inputs(rewritten)
+            rewritten = backend_of(policy.device).with_ordered_inputs(rewritten)
         elif graph is self.graph and self._own_policy is None:
             # The plain op of a converted block has the casts for other dtypes.
             return self.unchanged
@@ -302,10 +301,9 @@ class PolicyCachedOp:
         self.variants = Variants(block, source)
         self._register_op_hook = self.variants.set_hook
         graph, self._own_policy = self.variants.graph, source.policy if source is not None else None
-        converted = graph.is_converted
-        if self._own_policy is None and graph.has_fused_operators and not converted:
+        if self._own_policy is None and graph.has_fused_operators and not graph.is_converted:
             logger.warning(FUSED_ALREADY, block.name)
-        self._marks = frozenset() if converted else graph.marks
+        self._marks = frozenset() if graph.is_converted else graph.marks
         # Custom operators scale their results themselves where mixed precision is off.
         self._scales = self.variants.scalable is not None and "Custom" not in graph.operators
         args, output = block._in_format, block._out_format
@@ -325,8 +323,8 @@ class PolicyCachedOp:
             run = listener(op.symbol, inputs, run)
         if type(run) is not CachedOp:
             return run(*inputs, out=out)
-        call = _LIB.MXInvokeCachedOpEx
-        return call_library(call, run.handle, inputs, (), self.is_np_sym, False, out)
+        entry = _LIB.MXInvokeCachedOpEx
+        return call_library(entry, run.handle, inputs, (), self.is_np_sym, False, out)
 
     def select(self, args: Sequence[NDArray]) -> _Op:
         """Return the op for the policy in force and these arguments."""

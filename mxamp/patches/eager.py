@@ -311,8 +311,7 @@ class _Site:
         try:
             return self._kept[key]
         except TypeError:  # kernels may be lists
-            texts = [*map(str, vals)]
-            return self.kept((None, arrays, keys, texts))
+            return self.kept((None, arrays, keys, [*map(str, vals)]))
         except KeyError:
             if len(self._kept) >= _MANY:
                 self._kept.clear()

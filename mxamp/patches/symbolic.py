@@ -139,17 +139,14 @@ class _Binding:
         usage = replace(self._usage, shapes=dict(shapes))
         choices = self._backend.choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
-            self._symbols[choices] = self._rewritten(usage, choices)
+            graph = rewritten_graph(self._graph, self._policy, usage, choices)
+            if not usage.training:
+                graph = self._backend.without_wrong_fusion(graph)
+            symbol = self._symbol
+            if graph is not self._read:
+                symbol = runnable_symbol(graph, type(symbol), self._graph.input_names)
+            self._symbols[choices] = symbol
         return self._symbols[choices]
-
-    def _rewritten(self, usage: Usage, choices: Hashable) -> Symbol:
-        """Return the symbol rewritten for these choices; the symbol itself if nothing changes."""
-        graph = rewritten_graph(self._graph, self._policy, usage, choices)
-        if not usage.training:
-            graph = self._backend.without_wrong_fusion(graph)
-        if graph is self._read:
-            return self._symbol
-        return runnable_symbol(graph, type(self._symbol), self._graph.input_names)
 
     def bind(self, call: Callable[[], Executor], groups: Any) -> Executor:
         """Return the executor that `call` binds, as if it were one of the original symbol."""
@@ -191,9 +188,8 @@ class _RewrittenExecutor(Executor):  # type: ignore[misc]
         arguments = symbol, self._ctx, arrays, gradients or None, self._grad_req, states_now
         # Loops in executors that share memory read stale values of the other executor.
         shared = None if self._binding.has_loops else self
-        groups = self._group2ctx
-        call = partial(bind, *arguments, group2ctx=groups, shared_exec=shared)
-        executor = self._binding.bind(call, groups)
+        call = partial(bind, *arguments, group2ctx=self._group2ctx, shared_exec=shared)
+        executor = self._binding.bind(call, self._group2ctx)
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
             callback, monitor_all = self._monitor_callback, self._monitor_all
