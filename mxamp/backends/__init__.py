@@ -243,9 +243,7 @@ class ShapeCheck(NamedTuple):
 
     holds: Holds
     exact: bool  #: it changes results, not only speed
-    is_missing_kernel: (
-        bool  #: it stands for a missing kernel, whatever the class of the operator is
-    )
+    is_missing_kernel: bool  #: it is for a missing kernel, whatever the operator's class
     in_calls: bool  #: eager calls follow it too
     reads_weight: bool  #: dtype or shape, beyond what an operator's attributes say of it
 
@@ -261,7 +259,10 @@ def rule(
     in_calls: bool = False,
     reads_weight: bool = False,
 ) -> Callable[[Holds], Holds]:
-    """Return a decorator that registers a rule by shape: a function of a site and a limit."""
+    """Return a decorator that registers a rule by shape, a function of a site and a limit.
+
+    `ShapeCheck` explains the arguments.
+    """
 
     def register(holds: Holds) -> Holds:
         _shape_checks[name] = ShapeCheck(holds, exact, is_missing_kernel, in_calls, reads_weight)

@@ -123,24 +123,6 @@ def reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     return next(kept, None)
 
 
-def _with_choices(graph: Graph, choices: Choices, training: bool, passes: Passes) -> Graph:
-    """Return the graph with the chosen equivalents and with the reasons of kept nodes."""
-    edit = Edit(graph, {})
-    for i, reason in choices.kept:
-        edit.change(i, kept=reason)
-    for (i, k), body in choices.bodies:
-        bodies = list(edit.node(i).subgraphs)
-        bodies[k] = _with_choices(bodies[k], body, training, passes)
-        edit.change(i, subgraphs=bodies)
-    for i, (name, detail) in sorted(choices.substituted):
-        one = passes.by_name[name]
-        parts = Parts(edit, i, one, one.inputs(graph, graph.nodes[i]), training)
-        for k, output in enumerate(one.apply(parts, detail) or ()):
-            if output != (i, k):
-                edit.redirect((i, k), output)
-    return edit.applied()
-
-
 class ChoosingBackend(Backend):
     """A backend that chooses by the shapes and neighbors of operators."""
 
@@ -190,7 +172,22 @@ class ChoosingBackend(Backend):
 
     def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
         """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
-        return _with_choices(graph, choices, training, self.passes) if choices else graph
+        if not choices:
+            return graph
+        edit = Edit(graph, {})
+        for i, reason in choices.kept:
+            edit.change(i, kept=reason)
+        for (i, k), body in choices.bodies:
+            bodies = list(edit.node(i).subgraphs)
+            bodies[k] = self.with_choices(bodies[k], body, training)
+            edit.change(i, subgraphs=bodies)
+        for i, (name, detail) in sorted(choices.substituted):
+            one = self.passes.by_name[name]
+            parts = Parts(edit, i, one, one.inputs(graph, graph.nodes[i]), training)
+            for k, output in enumerate(one.apply(parts, detail) or ()):
+                if output != (i, k):
+                    edit.redirect((i, k), output)
+        return edit.applied()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
         """Return why an eager call stays in float32 by the shapes of its inputs."""
