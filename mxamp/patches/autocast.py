@@ -218,20 +218,16 @@ class autocast(active.Regional):
         region = active.autocast_region(policy, mark)
         region.close = ending(_leave, region).close
         try:
-            return self._begin(region)
+            if region.policy is FLOAT32:
+                announce_float32()
+            else:
+                casting.acquire(region)
+            if region.policy:
+                warn_of_speed(region.policy)
+            active.begin(region)
         except BaseException:
-            region.close()
+            region.close()  # undoes whatever was done of this
             raise
-
-    def _begin(self, region: active.Region) -> "autocast":
-        """Begin a region, whose `close` undoes whatever was done of this."""
-        if region.policy is FLOAT32:
-            announce_float32()
-        else:
-            casting.acquire(region)
-        if region.policy:
-            warn_of_speed(region.policy)
-        active.begin(region)
         return self
 
     def __call__(self, function: Function) -> Function:

@@ -30,7 +30,7 @@ from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
 from .announcements import record_layers, warn_of_unknown_layers
-from .eager import call_library
+from .eager import MANY, call_library
 
 logger = logging.getLogger("mxamp")
 
@@ -40,8 +40,7 @@ FUSED_ALREADY = (
     '"bfloat16", fuse=True)'
 )
 _gradients_of = operator.attrgetter("_grad")
-#: The most policies that a block keeps graphs for, and the most shapes of data in each: a graph may
-#: hold memory, and choosing takes milliseconds.
+#: The most policies that a block keeps graphs for, and the most graphs of each: they hold memory.
 _MOST = 32
 _ARRAYS = frozenset({NDArray, mx.np.ndarray})
 #: Functions of the symbol of a block's graph that is about to run, its inputs, and a callable that
@@ -148,6 +147,8 @@ class Made:
         self.ops: dict[Any, _Op] = {}
         #: By call and graph, the choices by shapes of data; those for any other shapes by None.
         self.choices: dict[tuple[CallKey, int], dict[Any, Hashable]] = {}
+        #: One of each of these choices, which may be large: most shapes have equal ones.
+        self.distinct: dict[Hashable, Hashable] = {}
 
 
 class Variants:
@@ -191,7 +192,7 @@ class Variants:
             self._drop_stale_ops(policy)
             added = tuple([i for i, p in self.parameters.items() if p._grad_req == "add"])
         graph = self._graph_for(call.training)
-        choices = self._choose(policy, call, graph, args)
+        choices = self._choose(made, policy, call, graph, args)
         # Without unsafe loops and without changes for training, training runs the inference graph.
         differs = call.training and (self._has_unsafe_loops or graph is not self.graph)
         key = (call._replace(training=differs), id(graph), added, choices)
@@ -233,23 +234,26 @@ class Variants:
         return self._trained[frozen]
 
     def _choose(
-        self, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
+        self, made: Made, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
     ) -> Hashable:
         """Return the choices by shape for a call, cached.
 
-        Data of more than `_MOST` shapes shares the choices that hold for any shape.
+        Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
         """
-        known = self.made[policy].choices.setdefault((call, id(graph)), {})
-        depends = policy.depends_on_shapes or bool(graph.marks)
-        sizes = tuple([shape_of(args[i]) for i in self.inputs]) if depends else None
-        if sizes not in known and len(known) >= _MOST:
+        if not (policy.depends_on_shapes or graph.marks):
+            return NONE
+        known = made.choices.setdefault((call, id(graph)), {})
+        sizes: Any = tuple([shape_of(args[i]) for i in self.inputs])
+        if sizes not in known and len(made.ops) >= _MOST:
             sizes = None
         if sizes not in known:
+            if len(known) >= MANY:
+                known.clear()
             looked_at = self.parameters if sizes is None else range(len(args))
             shapes = {self.names[i]: args[i].shape for i in looked_at}
             usage = replace(self._usage(call), shapes=shapes)
-            choose = backend_of(policy.device).choose
-            known[sizes] = choose(graph, policy, usage) if depends else NONE
+            choices = backend_of(policy.device).choose(graph, policy, usage)
+            known[sizes] = made.distinct.setdefault(choices, choices)
         return known[sizes]
 
     def _usage(self, call: CallKey) -> Usage:

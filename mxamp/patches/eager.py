@@ -73,7 +73,7 @@ _COPY_TO, _CAST = handle_of("_copyto"), handle_of("Cast")
 _c_int, _byref = ctypes.c_int, ctypes.byref
 _Handles, _Kinds = ctypes.POINTER(NDArrayHandle), ctypes.POINTER(_c_int)
 # The most entries of a cache: a scalar that changes with every call adds one each time.
-_MANY = 4096
+MANY = 4096
 
 
 RAW_BITS = "a list's values would be raw bits: write array(values).astype(amp.bfloat16)"
@@ -106,7 +106,7 @@ def _encode(*texts: str) -> Any:
 
 
 #: Encoding attributes anew takes up to 5 microseconds of a call.
-_encoded = functools.lru_cache(_MANY)(_encode)
+_encoded = functools.lru_cache(MANY)(_encode)
 
 
 def _invoke(
@@ -280,7 +280,7 @@ class _Site:
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self.operator, self.policy = operator, policy
         rule = self.rule = policy.rule(operator.name)
-        self._decided = functools.lru_cache(_MANY)(self._decide_anew)
+        self._decided = functools.lru_cache(MANY)(self._decide_anew)
         self.stays_float32 = not rule.lowers  #: on float32 inputs
         checks = shape_checks()
         self._by_shape = any(checks[one.name].in_calls for one in rule.by_shape)
@@ -313,7 +313,7 @@ class _Site:
         except TypeError:  # kernels may be lists
             return self.kept((None, arrays, keys, [*map(str, vals)]))
         except KeyError:
-            if len(self._kept) >= _MANY:
+            if len(self._kept) >= MANY:
                 self._kept.clear()
             self._kept[key] = self._reason(arrays, dict(zip(keys, map(str, vals))), recording)
             return self._kept[key]

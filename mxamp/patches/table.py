@@ -58,14 +58,13 @@ def _wide(value: Any) -> Any:
 
 def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
     """Make batches without mixed precision."""
-    batches = original(self)
+    batches, end = original(self), object()
     while True:
         # Suspend only the loader: the code that runs during the yield is the script's.
         with suspended():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+            batch = next(batches, end)
+        if batch is end:
+            return
         yield batch
 
 

@@ -19,7 +19,7 @@ AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 
 IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
-NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give another dtype, or another device"
+NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give {has}, or another device"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
 ONE_DTYPE = (
@@ -91,8 +91,9 @@ def check_device(dtype: str, device: str | None) -> str:
         return next(kind for kind in kinds if dtype in backend_of(kind).dtypes)
     if device not in DEVICES:
         raise ArgumentError(f"the device must be {one_of(DEVICES)}, not {shown(device)}")
-    if dtype not in backend_of(device).dtypes:
-        raise ArgumentError(NO_DTYPE.format(dtype=dtype, device=device.upper()))
+    has = backend_of(device).dtypes
+    if dtype not in has:
+        raise ArgumentError(NO_DTYPE.format(dtype=dtype, device=device.upper(), has=one_of(has)))
     return device
 
 

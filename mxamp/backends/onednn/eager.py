@@ -77,11 +77,12 @@ def add_in_place_of_broadcast(then: Action, site: CallSite) -> Action:
         return then
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
-        _, (first, second), _, _, out, *rest = arguments
-        alike = dtype_code(first) == dtype_code(second) == _BFLOAT16 and first.shape == second.shape
-        if not (alike and first.size and first.ndim and on_device([first, second], "cpu")):
+        _, arrays, _, _, out, *rest = arguments
+        fits = [*map(dtype_code, arrays)] == [_BFLOAT16, _BFLOAT16] and on_device(arrays, "cpu")
+        first, second = arrays[0], arrays[-1]
+        if not (fits and first.shape == second.shape and first.size and first.ndim):
             return then(original, arguments)
-        return site.write(original(_ADD, [first, second], (), (), None, *rest), out)
+        return site.write(original(_ADD, arrays, (), (), None, *rest), out)
 
     return action if site.policy.target_dtype == "bfloat16" else then
 
