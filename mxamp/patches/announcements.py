@@ -11,9 +11,7 @@ from ..policy.policy import PerPolicy, Policy
 
 logger = logging.getLogger("mxamp")
 
-STAYS_OFF = (
-    "'auto' is float32 here, and mixed precision stays off: %s. To turn it on all the same, %s"
-)
+STAYS_OFF = "'auto' is float32 here, and mixed precision stays off: %s. To turn it on anyway, %s"
 UNSCALED_EXECUTORS = (
     "executors that compute gradients stay in float32: nothing scales their losses, which float16 "
     "needs. Bind with grad_req='null' for inference. To train in float16, decorate the optimizer "
