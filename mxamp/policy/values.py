@@ -23,9 +23,6 @@ RANGES: Mapping[str, _Range] = {
     "float32": _Range((2 - 2.0**-23) * 2.0**127, 2.0**-126),
 }
 
-#: The least number of each dtype that rounds to infinity: half a step above the largest.
-INFINITE_FROM: Mapping[str, float] = {"float16": 65520.0, "bfloat16": (2 - 2.0**-8) * 2.0**127}
-
 # Old models, saved by Python 2, have (3L, 3L).
 _LONG = re.compile(r"(?<=\d)L")
 
@@ -74,13 +71,9 @@ def _parse_value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
+        if text.startswith(("(", "[")):
+            return _as_tuples(ast.literal_eval(_LONG.sub("", text)))
         return float(text)
-    except ValueError:
-        pass
-    if text[:1] not in ("(", "["):
-        return text
-    try:
-        return _as_tuples(ast.literal_eval(_LONG.sub("", text)))
     except (SyntaxError, ValueError):
         return text
 
