@@ -19,6 +19,7 @@ AUTO = "auto"
 TARGETS_OR_AUTO = (*TARGETS, AUTO)
 
 IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
+ONE_DEVICE = "{} must name one kind of device ({}, or a Context of it), not {}"
 NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give {has}, or another device"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
@@ -53,20 +54,15 @@ def is_auto(dtype: Any) -> bool:
     return isinstance(dtype, str) and dtype == AUTO
 
 
-def auto_error() -> ArgumentError:
-    """Return the `ArgumentError` for a target dtype "auto" that is not allowed."""
-    return ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
-
-
 def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     """Return the name of a target dtype; raise `ArgumentError` unless it is `allowed`.
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
     """
-    if is_auto(dtype) and AUTO not in allowed:
-        raise auto_error()
     if is_auto(dtype):
-        return AUTO
+        if AUTO in allowed:
+            return AUTO
+        raise ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
     # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name not in TARGETS:
@@ -106,15 +102,10 @@ def device_type(ctx: Any, argument: str = "ctx") -> str | None:
         return None
     contexts: Sequence[Any] = ctx if isinstance(ctx, (list, tuple)) else [ctx]
     names = {str(getattr(one, "device_type", one)) for one in contexts}
-    if len(names) != 1:
-        kinds = " and ".join(sorted(names)) or "an empty list"
-        raise ArgumentError(f"{argument} must name one kind of device, not {kinds}")
-    name = names.pop()
-    kind = next((device for device in DEVICES if name.startswith(device)), "")
-    if not kind:
-        allowed = one_of((*DEVICES, "a Context")).replace("'a Context'", "a Context")
-        raise ArgumentError(f"{argument} must be {allowed}, not {shown(ctx)}")
-    return kind
+    kinds = [device for device in DEVICES for name in names if name.startswith(device)]
+    if len(names) != 1 or not kinds:
+        raise ArgumentError(ONE_DEVICE.format(argument, one_of(DEVICES), shown(ctx)))
+    return kinds[0]
 
 
 def check_same_target(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
