@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import AbstractSet, Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import Block
@@ -108,7 +108,9 @@ class Change:
     substitutions: tuple[str, ...] | None = None
     untuned: bool = False
     in_float32: bool = False
-    neutral: str | None = None  #: why no operator is cast
+    #: why every operator computes in the dtype of its inputs, as in plain MXNet; inputs of
+    #: different float dtypes, which MXNet refuses, are widened
+    neutral: str | None = None
     operator_list: str | None = None  #: a whole list in place of the one before, as JSON
 
     def given(self) -> dict[str, Any]:
@@ -119,78 +121,71 @@ class Change:
     def apply(self, before: OperatorList, dtype: str, device: str) -> OperatorList:
         """Return `before` with this change; raise for an operator in two lists."""
         rules, layers, substitutions = before
+        rules = {name: self._changed_rule(rule) for name, rule in rules.items()}
+        rules.update(self._given_rules(rules, dtype))
         if self.untuned:
-            rules, substitutions = without_rules_for_speed(rules), {}
-        elif self.in_float32:
-            rules = in_float32(rules)
-        elif self.neutral is not None:
-            rules = neutral_rules(rules, self.neutral)
-        else:
-            rules = self._changed_rules(rules, dtype)
+            substitutions = {}
         if self.substitutions is not None:
             known = {**backend_of(device).on_demand, **substitutions}
+            for name in self.substitutions:
+                if name not in known:
+                    raise unknown("substitution", name, known)
             substitutions = {name: known[name] for name in self.substitutions}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 
-    def _changed_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
-        """Return `rules` with operators moved to other classes, as `Policy.override` describes."""
-        operators = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
+    @property
+    def _lists(self) -> dict[str, tuple[str, ...]]:
+        """The lists of operators that are given, by class."""
+        lists = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
+        return {op_class: names for op_class, names in lists.items() if names is not None}
+
+    def _changed_rule(self, rule: Rule) -> Rule:
+        """Return the rule of an operator that this change does not name."""
+        if self.untuned:
+            return _without_rules_for_speed(rule)
+        if self.in_float32:
+            if rule.op_class == "low":
+                rule = _moved(rule, "fp32", "the policy computes in float32", by_shape=())
+            detours = _detour_rules(_without_rules_for_speed(rule))
+            return replace(rule, by_shape=detours, by_op_type=not_lowered(rule.by_op_type))
+        if self.neutral is not None and rule.op_class != "untouched":
+            return _moved(rule, "neutral", self.neutral, by_op_type=(), given=True)
+        if self.replace_lists:
+            rule = rule if self.conditional is None else replace(rule, conditions=())
+            if rule.op_class in self._lists and not rule.conditions:
+                return replace(rule, op_class="neutral", reason=f"left out of {rule.op_class}")
+        return rule
+
+    def _given_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
+        """Return the rules of the operators in the given lists; raise for one in two lists."""
         classes: dict[str, str] = {}
-        for op_class, names in operators.items():
-            for name in names or ():
+        for op_class, names in self._lists.items():
+            for name in names:
                 if classes.setdefault(name, op_class) != op_class:
                     raise ArgumentError(TWO_LISTS.format(name, classes[name], op_class))
-        conditions = _conditions_by_operator(self.conditional or (), dtype)
-        for name in conditions:
+        conditions: dict[str, tuple[Condition, ...]] = {}
+        for name, attribute, values in self.conditional or ():
             if classes.get(name) in ("fp32", "widest"):
                 raise ArgumentError(TWO_LISTS.format(name, classes[name], "conditionally fp32"))
-        result = dict(rules)
-        if self.replace_lists:
-            replaced = {op_class for op_class, names in operators.items() if names is not None}
-            result = _with_empty_classes(rules, replaced, self.conditional is None)
+            default = resolve(name).defaults.get(attribute)
+            condition = Condition(attribute, values, default=default, dtype=dtype)
+            conditions[name] = (*conditions.get(name, ()), condition)
+        result = {}
         for name, op_class in classes.items():
-            old = result.get(name, UNLISTED)
-            result[name] = _moved(old, op_class, f"given as {op_class}", operator=name, given=True)
+            old, reason = rules.get(name, UNLISTED), f"given as {op_class}"
+            result[name] = _moved(old, op_class, reason, operator=name, given=True)
         for name, of_one in conditions.items():
-            old = result.get(name, UNLISTED)
+            old = result.get(name, rules.get(name, UNLISTED))
             # In class fp32 the condition would have no effect, so the operator follows its input.
             op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
             result[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)
         return result
 
 
-def without_rules_for_speed(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return `rules` without the shape rules that only affect speed."""
-    return {
-        name: replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
-        for name, rule in rules.items()
-    }
-
-
-def in_float32(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return `rules` with all operators and custom operators of class low moved to class fp32."""
-    result = without_rules_for_speed(rules)
-    for name, rule in result.items():
-        if rule.op_class == "low":
-            result[name] = _moved(rule, "fp32", "the policy computes in float32", by_shape=())
-        elif rule.by_shape:
-            result[name] = replace(rule, by_shape=_detour_rules(rule))
-        if rule.by_op_type:
-            result[name] = replace(result[name], by_op_type=not_lowered(rule.by_op_type))
-    return result
-
-
-def neutral_rules(rules: Mapping[str, Rule], reason: str) -> dict[str, Rule]:
-    """Return `rules` with every operator in the dtype of its inputs, as in plain MXNet.
-
-    Inputs of different float dtypes, which MXNet refuses, are widened.
-    """
-    result = dict(rules)
-    for name, rule in rules.items():
-        if rule.op_class != "untouched":
-            result[name] = _moved(rule, "neutral", reason, by_op_type=(), given=True)
-    return result
+def _without_rules_for_speed(rule: Rule) -> Rule:
+    """Return `rule` without the shape rules that only affect speed."""
+    return replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
 
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
@@ -204,17 +199,9 @@ def _detour_rules(rule: Rule) -> tuple[ShapeRule, ...]:
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 
-def checked_substitutions(
-    names: Iterable[str] | None, known: Mapping[str, str]
-) -> tuple[str, ...] | None:
-    """Return names of substitutions, sorted; raise unless all are `known`."""
-    if names is None:
-        return None
-    listed = _listed("substitutions", names)
-    for name in listed:
-        if name not in known:
-            raise unknown("substitution", name, known)
-    return tuple(sorted(set(listed)))
+def checked_substitutions(names: Names) -> tuple[str, ...] | None:
+    """Return names of substitutions, sorted; `Change.apply` raises for unknown ones."""
+    return None if names is None else tuple(sorted(set(_listed("substitutions", names)), key=str))
 
 
 def checked_layers(layers: Layers) -> tuple[str, ...]:
@@ -256,30 +243,3 @@ def checked_conditional(
         attribute = operator.check_argument("attribute", attribute)
         checked.append((operator.name, attribute, operator.check_values(attribute, values)))
     return tuple(checked)
-
-
-def _conditions_by_operator(
-    conditional: Iterable[tuple[str, str, tuple[str, ...]]], dtype: str
-) -> dict[str, tuple[Condition, ...]]:
-    """Return the conditions of each operator."""
-    conditions: dict[str, tuple[Condition, ...]] = {}
-    for name, attribute, values in conditional:
-        default = resolve(name).defaults.get(attribute)
-        condition = Condition(attribute, values, default=default, dtype=dtype)
-        conditions[name] = (*conditions.get(name, ()), condition)
-    return conditions
-
-
-def _with_empty_classes(
-    rules: Mapping[str, Rule], replaced: AbstractSet[str], keep_conditions: bool
-) -> dict[str, Rule]:
-    """Return `rules` with the operators of the `replaced` classes made neutral."""
-    result = {}
-    for name, rule in rules.items():
-        kept = rule.conditions if keep_conditions else ()
-        if rule.op_class in replaced and not kept:
-            why = f"left out of {rule.op_class}"
-            result[name] = replace(rule, op_class="neutral", reason=why, conditions=())
-        else:
-            result[name] = replace(rule, conditions=kept)
-    return result

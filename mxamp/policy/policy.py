@@ -317,7 +317,6 @@ class Policy:
         Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
         two lists.
         """
-        known = {**backend_of(self.device).on_demand, **self.substitutions}
         change = Change(
             overrides.checked_operators("low", low),
             overrides.checked_operators("fp32", fp32),
@@ -325,7 +324,7 @@ class Policy:
             overrides.checked_conditional(conditional),
             bool(replace_lists),
             overrides.checked_layers(fp32_layers),
-            overrides.checked_substitutions(substitutions, known),
+            overrides.checked_substitutions(substitutions),
         )
         return self.changed(change)
 
