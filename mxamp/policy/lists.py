@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Iterable, Mapping, NamedTuple
 
 from ..backends import DEVICES, FEATURES, backend_of, shape_checks, substitutions
-from ..errors import ArgumentError, UnknownNameError, prefix_errors, unknown
+from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.data import own_tables, parse_toml
 from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import one_of, shown
@@ -30,12 +30,13 @@ Table = Mapping[str, Any]
 
 DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
 
+LISTED = (
+    "operator {!r} has a class already, {!r} with override {}: list it once, or more conditions "
+    "with the same 'otherwise' and 'override'"
+)
+
 #: The keys of a file and of its tables: a type, a list of one, or the allowed values. Keys in ? may
 #: be left out.
-_TOP: Mapping[str, Any] = {
-    "format": (1, 2), "dtype": TARGETS, "device?": DEVICES, "mxamp?": str, "lists?": str,
-    "form?": str, "fp32_layers?": [str], "lower_custom_operators?": bool, "change?": [dict],
-}  # fmt: skip
 _REPEATED: Mapping[str, Mapping[str, Any]] = {
     "group": {"class": rules.CLASSES, "operators": [str], "reason": str, "override?": bool},
     "conditional": {
@@ -56,6 +57,16 @@ _NAMED = {
     "keep_outputs": [int],
     "substitutions": str,
 }
+_TOP: Mapping[str, Any] = {
+    "format": (1, 2), "dtype": TARGETS, "device?": DEVICES, "mxamp?": str, "lists?": str,
+    "form?": str, "fp32_layers?": [str], "lower_custom_operators?": bool,
+    **{f"{kind}?": [dict] for kind in (*_REPEATED, "change")},
+    **{f"{kind}?": dict for kind in _NAMED},
+}  # fmt: skip
+_NOUNS: Mapping[Any, str] = {
+    str: "string", bool: "boolean", int: "non-negative integer", dict: "table",
+    object: "string or a list of strings",
+}  # fmt: skip
 #: Notes for mxamp's own tests, which its lists once held, and copies of the lists still do.
 _FORMER = ("exempt", "slower")
 
@@ -99,19 +110,15 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def check_data(data: Table) -> None:
     """Raise `ArgumentError` unless a policy file has valid keys with values of the right types."""
-    top = {name: value for name, value in data.items() if name not in (*_REPEATED, *_NAMED)}
-    _check_keys(top, _TOP, "", (*_REPEATED, *_NAMED))
+    _check_keys(data, _TOP)
     for kind, keys in _REPEATED.items():
-        tables = data.get(kind, [])
-        if not _fits(tables, [dict]):
-            raise ArgumentError(f"{kind} must be written as [[{kind}]] tables")
-        for i, table in enumerate(tables):
-            _check_keys(table, keys, f"{_label(kind, i)}: ")
+        for i, table in enumerate(data.get(kind, ())):
+            with prefix_errors(_label(kind, i)):
+                _check_keys(table, keys)
     for kind, entry in _NAMED.items():
         table = data.get(kind, {})
-        if not isinstance(table, dict):
-            raise ArgumentError(f"{kind} must be written as one table, [{kind}]")
-        _check_keys(table, dict.fromkeys((f"{name}?" for name in table), entry), f"[{kind}]: ")
+        with prefix_errors(f"[{kind}]"):
+            _check_keys(table, dict.fromkeys((f"{name}?" for name in table), entry))
 
 
 def _label(kind: str, number: int) -> str:
@@ -119,17 +126,17 @@ def _label(kind: str, number: int) -> str:
     return f"[[{kind}]] table {number + 1}"
 
 
-def _check_keys(given: Table, keys: Table, prefix: str, others: tuple[str, ...] = ()) -> None:
-    """Raise unless a table has the required `keys` with valid values; errors also list `others`."""
+def _check_keys(given: Table, keys: Table) -> None:
+    """Raise unless a table has the required `keys`, and no others, with valid values."""
     known = {name.rstrip("?"): kind for name, kind in keys.items()}
     for name in given:
         if name not in known:
-            raise UnknownNameError(f"{prefix}{unknown('key', name, (*known, *others))}")
+            raise unknown("key", name, known)
     for name, kind in known.items():
         if name not in given and name in keys:
-            raise ArgumentError(f"{prefix}the key {name!r} is missing; it must be {_words(kind)}")
+            raise ArgumentError(f"the key {name!r} is missing; it must be {_words(kind)}")
         if name in given and not _fits(given[name], kind):
-            raise ArgumentError(f"{prefix}{name} must be {_words(kind)}, not {shown(given[name])}")
+            raise ArgumentError(f"{name} must be {_words(kind)}, not {shown(given[name])}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -147,10 +154,7 @@ def _words(kind: Any) -> str:
     """Return a type of values in words."""
     if isinstance(kind, tuple):
         return one_of(kind)
-    if isinstance(kind, list):
-        return f"a list of {'whole numbers from 0' if kind[0] is int else 'strings'}"
-    names = {str: "a string", bool: "true or false", int: "a whole number from 0"}
-    return names.get(kind, "a string or a list of strings")
+    return f"a list of {_NOUNS[kind[0]]}s" if isinstance(kind, list) else f"a {_NOUNS[kind]}"
 
 
 # ---------------------------------------------------------------------- rules
@@ -181,8 +185,7 @@ class _RuleBuilder:
     def __init__(
         self, data: Table, device: str, features: frozenset[str], custom: CustomClasses
     ) -> None:
-        self._data, self._device, self._features = data, device, features
-        self._given_by: dict[str, str] = {}  # the label of the table with the operator's class
+        self._data, self._device = data, device
         self.by_name: dict[str, Rule] = {}
         for kind, add in (
             ("group", self._add_class),
@@ -193,14 +196,16 @@ class _RuleBuilder:
             for i, table in enumerate(data.get(kind, ())):
                 with prefix_errors(_label(kind, i)):
                     names = _operator_names(table["operators"])
-                    add(table, names, _label(kind, i))
+                    is_for_device = table.get("device", device) == device
+                    if is_for_device and table.get("unless") not in features:
+                        add(table, names)
         self._add_exceptions()
         if custom:
             lowers = data.get("lower_custom_operators", True)
             self._amend_rule("Custom", by_op_type=custom if lowers else not_lowered(custom))
 
-    def _add_class(self, table: Table, names: list[str], where: str) -> None:
-        """Add rules of a [[group]] or [[conditional]] table; `where` labels the table in errors.
+    def _add_class(self, table: Table, names: list[str]) -> None:
+        """Add the rules of a [[group]] or [[conditional]] table.
 
         Several [[conditional]] tables may add conditions to the rule of one operator.
         """
@@ -222,32 +227,23 @@ class _RuleBuilder:
                 )
                 for attribute in ([attributes] if isinstance(attributes, str) else attributes)
             )
-            first, there = self._given_by.setdefault(name, where), self.by_name.get(name)
+            there = self.by_name.get(name)
             if there is None:
                 rule = Rule(name, op_class, table["reason"], conditions, given=given)
                 self.by_name[name] = rule
-            elif not there.conditions:
-                raise ArgumentError(f"operator {name!r} is in {first} already; list it once")
-            elif (op_class, given) != (there.op_class, there.given):
-                raise ArgumentError(
-                    f"operator {name!r} has other 'otherwise', 'override' in {first}"
-                )
+            elif not there.conditions or (op_class, given) != (there.op_class, there.given):
+                raise ArgumentError(LISTED.format(name, there.op_class, there.given))
             else:
                 self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
-    def _add_missing(self, table: Table, names: list[str], _where: str) -> None:
+    def _add_missing(self, table: Table, names: list[str]) -> None:
         """Record in the rules the kernels that a [[missing]] table says are missing here."""
-        if table["device"] != self._device or table.get("unless") in self._features:
-            return
+        missing = backend_of(self._device).said(table["reason"])
         for name in names:
-            computes = table.get("computes", "float32")
-            missing = backend_of(self._device).said(table["reason"])
-            self._amend_rule(name, missing=missing, computes=computes)
+            self._amend_rule(name, missing=missing, computes=table.get("computes", "float32"))
 
-    def _add_by_shape(self, table: Table, names: list[str], _where: str) -> None:
+    def _add_by_shape(self, table: Table, names: list[str]) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
-        if table.get("device", self._device) != self._device:
-            return
         kind, checks = table["rule"], shape_checks()
         if kind not in checks:
             raise unknown("rule", kind, checks)
