@@ -104,13 +104,11 @@ def decide(
     if op_class == "untouched":
         return Decision(untouched, reason)
 
-    fixed = fixed_inputs(rule, attributes, len(dtypes))
-    floats = {i: d for i, d in enumerate(dtypes) if d in CASTABLE and i not in fixed}
+    floats, leading = _float_inputs(rule, attributes, dtypes)
     if not floats:
         return Decision(untouched, "no floating-point input to cast")
     if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
         return Decision(untouched, DIAGONAL, "float32")
-    leading = _deciding_dtypes(rule, attributes, floats)
     if not leading:
         return Decision(untouched, "no floating-point input to follow")
     target = policy.target_dtype
@@ -192,26 +190,23 @@ def _compute_dtype(
     return dtype, follows if dtype == "float32" else f"{follows}: {reason}"
 
 
-def fixed_inputs(rule: Rule, attributes: Mapping[str, str], count: int) -> frozenset[int]:
-    """Return which of an operator's `count` inputs are never cast: statistics, indices, mutable."""
+def _float_inputs(
+    rule: Rule, attributes: Mapping[str, str], dtypes: Sequence[str]
+) -> tuple[dict[int, str], set[str]]:
+    """Return the dtypes of the inputs that may be cast, and those that decide on the computation.
+
+    Statistics, indices and mutable inputs are never cast; `follow_inputs` decide nothing.
+    """
+    floats = {i: dtype for i, dtype in enumerate(dtypes) if dtype in CASTABLE}
     operator = registry().get(rule.operator)
     if operator is None:
-        return frozenset()
+        return floats, set(floats.values())
+    fixed = {*operator.positions(rule.keep_inputs, attributes), *operator.mutable_inputs}
     if operator.name == "Custom":
-        return frozenset(range(count - auxiliary_states(attributes), count))
-    kept = operator.positions(rule.keep_inputs, attributes)
-    return frozenset((*kept, *operator.mutable_inputs))
-
-
-def _deciding_dtypes(
-    rule: Rule, attributes: Mapping[str, str], floats: Mapping[int, str]
-) -> set[str]:
-    """Return the dtypes of the float inputs that are not among the rule's `follow_inputs`."""
-    operator = registry().get(rule.operator)
-    if operator is None:
-        return set(floats.values())
+        fixed = {*range(len(dtypes) - auxiliary_states(attributes), len(dtypes))}
     following = operator.positions(rule.follow_inputs, attributes)
-    return {dtype for i, dtype in floats.items() if i not in following}
+    floats = {i: dtype for i, dtype in floats.items() if i not in fixed}
+    return floats, {dtype for i, dtype in floats.items() if i not in following}
 
 
 def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
