@@ -26,7 +26,7 @@ from mxamp.framework.operators import registry
 from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
-from mxamp.policy.policy import _custom_classes
+from mxamp.policy.rules import _custom_classes
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)

@@ -22,8 +22,9 @@ from ..framework.wording import one_of, shown
 from ..patches.autocast import autocast, check_runs_at_once
 from ..policy.active import current_policy, is_enabled, suspended
 from ..policy.decision import CASTABLE
-from ..policy.policy import Policy, custom_classes, set_custom_class
+from ..policy.policy import Policy
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
+from ..policy.rules import custom_classes, set_custom_class
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -35,7 +35,8 @@ from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
 from ..graph.gradients import trained_graph
 from ..graph.ir import LOOPS, Graph, Shape, Usage, argument_dtypes
 from ..policy import active, regions
-from ..policy.policy import Policy, custom_classes
+from ..policy.policy import Policy
+from ..policy.rules import custom_classes
 from .announcements import UNSCALED_EXECUTORS, record_layers, warn_once
 
 logger = logging.getLogger("mxamp")

@@ -10,18 +10,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    FrozenSet,
-    Generic,
-    Iterable,
-    Literal,
-    Mapping,
-    Tuple,
-    TypeVar,
-    Union,
-)
+from typing import Any, Callable, Generic, Iterable, Literal, Mapping, TypeVar, Union
 
 import tomli_w
 
@@ -36,7 +25,7 @@ from ..framework.wording import shortened, shown
 from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
 from .overrides import Change, Conditional, Layers, Names
-from .rules import SHOWN_CLASSES, UNLISTED, CustomClasses, Rule
+from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
 logger = logging.getLogger("mxamp")
@@ -54,30 +43,6 @@ BESIDE_LISTS = (
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
 OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
-
-
-#: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
-#: custom operators.
-_custom_classes: dict[str, str] = {}
-
-
-def set_custom_class(op_type: str, op_class: str) -> None:
-    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
-    _custom_classes[op_type] = op_class
-
-
-def custom_classes() -> CustomClasses:
-    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
-    return tuple(sorted(_custom_classes.items()))
-
-
-#: The parts of rules that a machine and a process decide: instructions, and custom operators.
-Surroundings = Tuple[FrozenSet[str], CustomClasses]
-
-
-def surroundings(device: str) -> Surroundings:
-    """Return what policies made now for a kind of device depend on beside their fields."""
-    return backend_of(device).features(), custom_classes()
 
 
 #: One policy object for each value in use: code that makes an equal policy in each step finds the
@@ -279,11 +244,10 @@ class Policy:
             if data.get("lists") not in (None, _provenance(self.target_dtype)["lists"]):
                 logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
             return
-        own = Policy.default(self.target_dtype, self.device)
+        own, device = Policy.default(self.target_dtype, self.device), self.device.upper()
         low = self.operators("low")
         lacking = [one for one in low if own.rule(one).missing and not self.rule(one).missing]
         if lacking:
-            device = self.device.upper()
             logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
 
     @checked_call
@@ -413,18 +377,10 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
     elif "fp32_layers" in listed:
         policy = policy.override(fp32_layers=listed["fp32_layers"])
     for table in data.get("change", ()):
-        policy = _changed_by_table(policy, dict(table))
+        with prefix_errors("[[change]]"):
+            is_step = table in ({"untuned": True}, {"in_float32": True})
+            policy = policy.changed(Change(**table)) if is_step else policy.override(**table)
     return policy
-
-
-def _changed_by_table(policy: Policy, table: dict[str, Any]) -> Policy:
-    """Return a policy with the change of a [[change]] table."""
-    if table == {"untuned": True}:
-        return policy.untuned()
-    if table == {"in_float32": True}:
-        return policy.in_float32()
-    with prefix_errors("[[change]]"):
-        return policy.override(**table)
 
 
 # ---------------------------------------------------------------------- the policy of a call
@@ -487,8 +443,7 @@ def chosen_policy(
     device = targets.device_type(ctx) or default_device()
     dtype = backend_of(device).fast_dtype()
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
-    where = device if policy is None else ctx
-    wanted = requested_policy(own, *lists, policy=policy, ctx=where)
+    wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
     if dtype == "float32":
         return FLOAT32
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):

@@ -18,7 +18,8 @@ from ..framework.machine import default_device
 from .active import OFF, ON, Mark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import FLOAT32, Choice, PerPolicy, Policy, Surroundings, policy_from_data, surroundings
+from .policy import FLOAT32, Choice, PerPolicy, Policy, policy_from_data
+from .rules import Surroundings, surroundings
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
 #: The attribute with the mark of the region that a node was made in.
@@ -70,17 +71,13 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
         return policy
     regions = _policies_inside(policy)
     if mark not in regions:
-        regions[mark] = _policy_in_region(policy, mark)
+        region = _policy_of_mark(policy, mark)
+        if region is None:
+            regions[mark] = policy.changed(Change(neutral=region_reason(mark, policy)))
+        else:
+            # The layers that the user keeps in float32 stay there under the model's regions too.
+            regions[mark] = region.override(fp32_layers=policy.fp32_layers)
     return regions[mark]
-
-
-def _policy_in_region(policy: Policy, mark: str) -> Policy:
-    """Return the policy for nodes with this mark; where they get no casts, all are neutral."""
-    region = _policy_of_mark(policy, mark)
-    if region is None:
-        return policy.changed(Change(neutral=region_reason(mark, policy)))
-    # The layers that the user keeps in float32 stay there under the model's own regions too.
-    return region.override(fp32_layers=policy.fp32_layers)
 
 
 def argument_dtype(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Mapping, NamedTuple, Tuple
+from typing import FrozenSet, Mapping, NamedTuple, Tuple
 
+from ..backends import backend_of
 from .values import out_of_range, same_value
 
 #: (registered name, class) of each custom operator.
@@ -14,6 +15,30 @@ CustomClasses = Tuple[Tuple[str, str], ...]
 def not_lowered(custom: CustomClasses) -> CustomClasses:
     """Return the classes of custom operators with fp32 in place of low."""
     return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
+
+
+#: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
+#: custom operators.
+_custom_classes: dict[str, str] = {}
+
+
+def set_custom_class(op_type: str, op_class: str) -> None:
+    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
+    _custom_classes[op_type] = op_class
+
+
+def custom_classes() -> CustomClasses:
+    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
+    return tuple(sorted(_custom_classes.items()))
+
+
+#: The parts of rules that a machine and a process decide: instructions, and custom operators.
+Surroundings = Tuple[FrozenSet[str], CustomClasses]
+
+
+def surroundings(device: str) -> Surroundings:
+    """Return what policies made now for a kind of device depend on beside their fields."""
+    return backend_of(device).features(), custom_classes()
 
 
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")

@@ -23,7 +23,7 @@ from ..errors import StateError
 from ..framework import distributed as transports
 from ..framework.patching import Original
 from ..policy.active import current_policy, suspended
-from ..policy.policy import custom_classes
+from ..policy.rules import custom_classes
 from .ledger import Carried, Entry, entries_of, ledger
 from .scaler import LossScaler
 

@@ -13,8 +13,8 @@ from conftest import DTYPES, assert_unpatched
 from helpers import randn, same, values
 from mxamp.framework.patching import _stacks
 from mxamp.graph.ir import Graph
-from mxamp.policy.policy import set_custom_class
 from mxamp.policy.regions import REGION
+from mxamp.policy.rules import set_custom_class
 
 ROWS, UNITS = 32, 16
 

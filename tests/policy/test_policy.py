@@ -81,7 +81,7 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
 
 
 def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"mine": "low", "sum": "widest"})
+    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"mine": "low", "sum": "widest"})
     policy = Policy.default(dtype, "cpu").override(
         low=["exp", "Activation"],
         conditional=[("Activation", "act_type", ["relu"])],

@@ -97,13 +97,13 @@ def test_a_file_is_for_one_kind_of_device(tmp_path):
 
 
 def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"mine": "low"})
+    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"mine": "low"})
     policy = Policy.default("float16", "cpu")
     path = saved(policy, tmp_path)
     assert "mine" not in path.read_text()
     assert Policy.load(path) == policy
     custom = lambda policy, name: decide("Custom", {"op_type": name}, ["float32"], policy).precision  # noqa: E731
     assert custom(policy, "mine") == "float16"
-    monkeypatch.setattr("mxamp.policy.policy._custom_classes", {"other": "low"})
+    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"other": "low"})
     loaded = Policy.load(path)
     assert (custom(loaded, "mine"), custom(loaded, "other")) == ("float32", "float16")

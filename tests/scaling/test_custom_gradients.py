@@ -12,7 +12,7 @@ import mxamp as amp
 from helpers import check_python, pairwise
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from mxamp.policy.policy import _custom_classes
+from mxamp.policy.rules import _custom_classes
 from training import end_step
 
 SCALE = 2.0**8
