@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from contextvars import ContextVar
+from itertools import takewhile
 from types import FrameType
 from typing import Any, Callable, Iterator
 
@@ -186,12 +187,8 @@ class tracing(in_force):
 def autocast_region(policy: Choice | None, mark: Mark) -> Region:
     """Return the region of an `autocast`; `autocast()` takes the mark of the one it continues."""
     if mark.text == ON:
-        for region in _regions():
-            if region.mark is None:
-                break
-            if not region.mark.is_off:
-                mark = region.mark
-                break
+        marks = takewhile(bool, (region.mark for region in _regions()))
+        mark = next((one for one in marks if one and not one.is_off), mark)
     return Region(policy, mark, _current())
 
 
