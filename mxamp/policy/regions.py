@@ -122,15 +122,13 @@ def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
 
 def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
     """Return `decision` with the `autocast` region of a graph node named in its reason."""
-    mark, cast = attrs.get(REGION), attrs.get(CAST)
-    if mark == OFF or (mark is not None and _policy_of_mark(policy, mark) is None):
+    mark = attrs.get(REGION, ON)
+    if not attrs.keys() & {REGION, CAST} or _policy_of_mark(policy, mark) is None:
         return decision
-    if cast is not None:
-        decorator = f"{_DECORATORS[cast.split()[0]]}_function"
-        return replace(decision, reason=f"{decorator} in the model's code")
-    if mark is None:
-        return decision
-    return replace(decision, reason=region_reason(mark, policy) + decision.reason)
+    reason = region_reason(mark, policy) + decision.reason
+    if CAST in attrs:
+        reason = f"{_DECORATORS[attrs[CAST].split()[0]]}_function in the model's code"
+    return replace(decision, reason=reason)
 
 
 def region_reason(mark: str, policy: Policy) -> str:
