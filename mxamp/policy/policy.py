@@ -171,7 +171,7 @@ class Policy:
         """
         dtype = targets.check_target(target_dtype)
         kind = targets.check_device(dtype, targets.device_type(device, "device"))
-        return _own_policy(dtype, kind, surroundings(kind))
+        return _own_policy(dtype, kind, now=surroundings(kind))
 
     @classmethod
     @checked_call
@@ -350,10 +350,8 @@ def policy_of(
     return found if found is not None else _policies.setdefault(key, Policy(*key))
 
 
-@lru_cache(maxsize=None)
-def _own_policy(dtype: str, device: str, now: Surroundings) -> Policy:
-    """Return mxamp's own policy; cached, since the caches of casts belong to a policy object."""
-    return policy_of(dtype, device, (), now)
+#: mxamp's own policies, kept for the process: the caches of casts belong to a policy object.
+_own_policy = lru_cache(maxsize=None)(policy_of)
 
 
 def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
