@@ -96,10 +96,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     try:
         data = parse_toml(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArgumentError(f"there is no policy file {str(path)!r}") from None
     except OSError as error:
-        raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
+        words = f"the policy file {str(path)!r} can't be read: {error.strerror}"
+        raise ArgumentError(words) from None
     except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
     return {name: tables for name, tables in data.items() if name not in _FORMER}

@@ -68,7 +68,7 @@ def test_one_sentence(tmp_path, old, new, expected):
 
 def test_what_is_no_file(tmp_path):
     for path, words in (
-        (tmp_path / "none.toml", "there is no policy file"),
+        (tmp_path / "none.toml", "can't be read: No such file"),
         (tmp_path, "can't be read: Is a directory"),
         (None, "not by None"),
         ("a\0b", "null"),
