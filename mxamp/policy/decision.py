@@ -24,7 +24,6 @@ _WIDE = frozenset({"float32", "float64"})
 _FOREIGN = frozenset({"float64", "sparse"})
 
 DIAGONAL = "MXNet writes its gradient only on the diagonal: beside it, a cast would read garbage"
-AUXILIARY = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
 SPARSE = "the gradient of a cast weight would not be row_sparse"
 
 #: The attribute by which an operator gives its weight a row_sparse gradient.
@@ -142,7 +141,7 @@ def _class_and_reason(
     if layer is not None and policy.keeps_layer(layer):
         kept = f"layer {layer!r} is kept in float32 by name"
     if rule.by_op_type and auxiliary_states(attributes):
-        kept = AUXILIARY
+        kept = "its auxiliary states are in float32, and MXNet gives an operator one dtype"
     if kept is not None:
         return "fp32", kept
     for op_type, op_class in rule.by_op_type:

@@ -97,8 +97,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         data = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        words = f"the policy file {str(path)!r} can't be read: {error.strerror}"
-        raise ArgumentError(words) from None
+        raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
     return {name: tables for name, tables in data.items() if name not in _FORMER}

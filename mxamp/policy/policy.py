@@ -37,9 +37,7 @@ HEAD = """\
 # docs/policy-files.md describes all tables and keys.
 """
 NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
-BESIDE_LISTS = (
-    "a policy contains operator lists: change it with policy.override, give none beside it"
-)
+BESIDE_LISTS = "a policy contains operator lists: give none beside it, use policy.override"
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
 OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"

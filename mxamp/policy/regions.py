@@ -31,9 +31,6 @@ FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
 #: The beginning of the marks of regions with a whole policy, which follows as text.
 _POLICY = "policy "
 
-OFF_WORDS = "autocast(enabled=False) in the model's code: runs as without mxamp"
-NOT_HERE_WORDS = "autocast({mark}) in the model's code, which is not for this device: no casts"
-ON_WORDS = "autocast({mark}) in the model's code: "
 _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
@@ -134,10 +131,11 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Pol
 def region_reason(mark: str, policy: Policy) -> str:
     """Return the text about an `autocast` region that begins the reasons of its nodes' casts."""
     if mark == OFF:
-        return OFF_WORDS
+        return "autocast(enabled=False) in the model's code: runs as without mxamp"
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == ON else repr(mark)
-    words = NOT_HERE_WORDS if _policy_of_mark(policy, mark) is None else ON_WORDS
-    return words.format(mark=given)
+    has_casts = _policy_of_mark(policy, mark) is not None
+    end = ": " if has_casts else ", which is not for this device: no casts"
+    return f"autocast({given}) in the model's code{end}"
 
 
 # ---------------------------------------------------------------------- marks of graphs
