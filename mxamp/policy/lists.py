@@ -35,37 +35,11 @@ LISTED = (
     "with the same 'otherwise' and 'override'"
 )
 
-#: The keys of a file and of its tables: a type, a list of one, or the allowed values. Keys in ? may
-#: be left out.
-_REPEATED: Mapping[str, Mapping[str, Any]] = {
-    "group": {"class": rules.CLASSES, "operators": [str], "reason": str, "override?": bool},
-    "conditional": {
-        "operators": [str], "attribute": object, "values?": [str], "beyond_range?": bool,
-        "otherwise": rules.CLASSES, "reason": str, "override?": bool,
-    },
-    "missing": {
-        "device": DEVICES, "operators": [str], "reason": str,
-        "unless?": FEATURES, "computes?": ("float32", "float64"),
-    },
-    "by_shape": {
-        "rule": str, "operators": [str], "reason": str, "device?": DEVICES, "limit?": int,
-    },
-}  # fmt: skip
-_NAMED = {
-    "keep_inputs": [str],
-    "follow_inputs": [str],
-    "keep_outputs": [int],
-    "substitutions": str,
-}
-_TOP: Mapping[str, Any] = {
-    "format": (1, 2), "dtype": TARGETS, "device?": DEVICES, "mxamp?": str, "lists?": str,
-    "form?": str, "fp32_layers?": [str], "lower_custom_operators?": bool,
-    **{f"{kind}?": [dict] for kind in (*_REPEATED, "change")},
-    **{f"{kind}?": dict for kind in _NAMED},
-}  # fmt: skip
-_NOUNS: Mapping[Any, str] = {
-    str: "string", bool: "boolean", int: "non-negative integer", dict: "table",
-    object: "string or a list of strings",
+#: The kinds of values in lists/schema.toml: a type, or the allowed values.
+_KINDS: Mapping[str, Any] = {
+    "string": str, "boolean": bool, "non-negative integer": int, "table": dict,
+    "string or list of strings": object, "class": rules.CLASSES, "dtype": TARGETS,
+    "wide dtype": ("float32", "float64"), "device": DEVICES, "feature": FEATURES, "format": (1, 2),
 }  # fmt: skip
 #: Notes for mxamp's own tests, which its lists once held, and copies of the lists still do.
 _FORMER = ("exempt", "slower")
@@ -108,12 +82,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def check_data(data: Table) -> None:
     """Raise `ArgumentError` unless a policy file has valid keys with values of the right types."""
-    _check_keys(data, _TOP)
-    for kind, keys in _REPEATED.items():
+    schema = own_tables("schema")
+    _check_keys(data, schema["file"])
+    for kind, keys in schema["repeated"].items():
         for i, table in enumerate(data.get(kind, ())):
             with prefix_errors(_label(kind, i)):
                 _check_keys(table, keys)
-    for kind, entry in _NAMED.items():
+    for kind, entry in schema["named"].items():
         table = data.get(kind, {})
         with prefix_errors(f"[{kind}]"):
             _check_keys(table, dict.fromkeys((f"{name}?" for name in table), entry))
@@ -138,21 +113,23 @@ def _check_keys(given: Table, keys: Table) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has a type, is a list of one, or is among the allowed values."""
+    """Return whether a value is of a kind in lists/schema.toml."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
-    if isinstance(kind, tuple):
-        return type(value) is type(kind[0]) and value in kind
-    if kind is int:
+    allowed = _KINDS[kind]
+    if isinstance(allowed, tuple):
+        return type(value) is type(allowed[0]) and value in allowed
+    if allowed is int:
         return type(value) is int and value >= 0  # a boolean is no count
-    return isinstance(value, kind)
+    return isinstance(value, allowed)
 
 
 def _words(kind: Any) -> str:
-    """Return a type of values in words."""
-    if isinstance(kind, tuple):
-        return one_of(kind)
-    return f"a list of {_NOUNS[kind[0]]}s" if isinstance(kind, list) else f"a {_NOUNS[kind]}"
+    """Return a kind of values in words."""
+    if isinstance(kind, list):
+        return f"a list of {kind[0]}s"
+    allowed = _KINDS[kind]
+    return one_of(allowed) if isinstance(allowed, tuple) else f"a {kind}"
 
 
 # ---------------------------------------------------------------------- rules
