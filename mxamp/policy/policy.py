@@ -142,11 +142,9 @@ class Policy:
         return sorted(name for name, rule in self.rules.items() if rule.shown_class == op_class)
 
     def __repr__(self) -> str:
-        given = [
-            f"{name}={shown(value)}" for one in self.changes for name, value in one.given().items()
-        ]
-        changes = f": {shortened(given)}" if given else ""
-        return f"<Policy {self.target_dtype} on {self.device}{changes}>"
+        given = [item for one in self.changes for item in one.given().items()]
+        changes = shortened([f"{name}={shown(value)}" for name, value in given])
+        return f"<Policy {self.target_dtype} on {self.device}{': ' if given else ''}{changes}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return policy_of, (self.target_dtype, self.device, self.changes)
