@@ -156,7 +156,7 @@ def policy_for_regions(marks: frozenset[str]) -> Policy | None:
     outer = nearest_policy()
     if isinstance(outer, Policy):
         return outer
-    # Marks with a dtype come first; `autocast()` without arguments names none.
+    # `autocast()` comes first: it names no dtype, and takes that of the policy found here.
     for mark in sorted(marks - {OFF}, key=lambda one: (one != ON, one)):
         if mark.startswith(_POLICY):
             return _policy_in_mark(mark, surroundings(default_device()))
