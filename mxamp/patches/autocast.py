@@ -32,7 +32,7 @@ DIFFERENT = (
     "mxamp.shutdown() before init() with other arguments, or use mxamp.autocast() for a part of "
     "the program"
 )
-NO_DTYPE = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
+NO_TARGET = "'auto' has chosen float32 here: give the target dtype, 'float16' or 'bfloat16'"
 
 
 @checked_call
@@ -270,5 +270,5 @@ def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:
-        raise ArgumentError(NO_DTYPE)
+        raise ArgumentError(NO_TARGET)
     return chosen

@@ -67,7 +67,10 @@ def build_call_cached_op(original: Original) -> Original:
 
 
 def _records_under_policy() -> Policy | None:
-    """Return the policy around a region without one, in which autograd records: losses scale."""
+    """Return the policy around `autocast(enabled=False)` if autograd records, else None.
+
+    The loss scale is that of the whole program: losses of output operators carry it here too.
+    """
     policy = nearest_policy() if autograd.is_recording() else None
     return policy if isinstance(policy, Policy) else None
 
@@ -147,7 +150,7 @@ class Made:
         self.ops: dict[Any, _Op] = {}
         #: By call and graph, the choices by shapes of data; those for any other shapes by None.
         self.choices: dict[tuple[CallKey, int], dict[Any, Hashable]] = {}
-        #: One of each of these choices, which may be large: most shapes have equal ones.
+        #: The same choices, each once: they may be large, and most shapes have equal ones.
         self.distinct: dict[Hashable, Hashable] = {}
 
 

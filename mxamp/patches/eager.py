@@ -214,7 +214,8 @@ def copy_inputs(then: Action, site: CallSite) -> Action:
     positions = site.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
-        # The crash is that of casts: programs that stay in float32 need no copies.
+        # Without them, autograd reads inputs of a cast after they are freed. A program that has
+        # cast nothing needs no copies.
         if not (mx_arrays.cast_dtypes and autograd.is_recording()):
             return then(original, arguments)
         is_np_op = Arguments(*arguments).is_np_op
@@ -340,7 +341,7 @@ class _Site:
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
         kept = self.kept(call)
-        # Rules about speed are about the cast of a float32 weight.
+        # Rules that don't change results spare the cast of a float32 weight.
         if kept is not None and not kept.exact and codes[1] != _FLOAT32:
             kept = None
         decision = self._decided(codes, attributes, kept)

@@ -41,6 +41,8 @@ def surroundings(device: str) -> Surroundings:
     return backend_of(device).features(), custom_classes()
 
 
+#: To what an operator's floating-point inputs are cast: low, to the target dtype; fp32, to float32;
+#: widest, to the widest of their dtypes; neutral, to that if they differ; untouched, never.
 CLASSES = ("low", "fp32", "widest", "neutral", "untouched")
 
 #: The classes that reports show: "conditional" operators depend on an attribute.

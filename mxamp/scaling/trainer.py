@@ -158,7 +158,7 @@ class State:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a scale that never leaves the backward pass is shared with other trainers."""
+        """Whether trainers share a scale: that of scripts without `scale_loss`."""
         return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
 
     @property
@@ -202,7 +202,7 @@ class State:
     def mark_scaled(self, scale: float) -> None:
         """Record that a loss was scaled; the first one since a step sets the scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
-        if not passes.is_open:  # which sees no pass
+        if not passes.is_open:  # these patches see no backward pass now
             ledger.note_sum(self.trainer, False)
         self.pending = self.pending or Pending(scale)
 
