@@ -19,7 +19,7 @@ from mxnet.gluon.block import HybridBlock
 from mxnet.ndarray import CachedOp, NDArray
 from mxnet.symbol import Symbol
 
-from ..backends import NONE, backend_of
+from ..backends import backend_of
 from ..framework.arrays import dtypes_of, kind_code, on_device, shape_of
 from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph
@@ -243,10 +243,9 @@ class Variants:
 
         Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
         """
-        if not (policy.depends_on_shapes or graph.marks):
-            return NONE
         known = made.choices.setdefault((call, id(graph)), {})
-        sizes: Any = tuple([shape_of(args[i]) for i in self.inputs])
+        depends = policy.depends_on_shapes or bool(graph.marks)
+        sizes = tuple([shape_of(args[i]) for i in self.inputs]) if depends else None
         if sizes not in known and len(made.ops) >= _MOST:
             sizes = None
         if sizes not in known:
