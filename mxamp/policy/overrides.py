@@ -143,12 +143,13 @@ class Change:
     def _changed_rule(self, rule: Rule) -> Rule:
         """Return the rule of an operator that this change does not name."""
         if self.untuned:
-            return _without_rules_for_speed(rule)
+            exact = tuple(one for one in rule.by_shape if one.reason.exact)
+            return replace(rule, by_shape=exact)
         if self.in_float32:
             if rule.op_class == "low":
                 rule = _moved(rule, "fp32", "the policy computes in float32", by_shape=())
-            detours = _detour_rules(_without_rules_for_speed(rule))
-            return replace(rule, by_shape=detours, by_op_type=not_lowered(rule.by_op_type))
+            custom = not_lowered(rule.by_op_type)
+            return replace(rule, by_shape=_detour_rules(rule), by_op_type=custom)
         if self.neutral is not None and rule.op_class != "untouched":
             return _moved(rule, "neutral", self.neutral, by_op_type=(), given=True)
         if self.replace_lists:
@@ -181,11 +182,6 @@ class Change:
             op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
             result[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)
         return result
-
-
-def _without_rules_for_speed(rule: Rule) -> Rule:
-    """Return `rule` without the shape rules that only affect speed."""
-    return replace(rule, by_shape=tuple(one for one in rule.by_shape if one.reason.exact))
 
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
