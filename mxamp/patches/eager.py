@@ -340,7 +340,8 @@ class _Site:
             attributes = tuple(call.attrs.items())
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
-        kept = self.kept(call)
+        # On float32 alone, `keep_float32` has asked: no shape keeps the call there.
+        kept = None if {*codes} == {_FLOAT32} else self.kept(call)
         # Rules that don't change results spare the cast of a float32 weight.
         if kept is not None and not kept.exact and codes[1] != _FLOAT32:
             kept = None
