@@ -1,4 +1,4 @@
-"""What a kind of device can't do, does wrong, or does slowly: one backend each, one registry.
+"""Backends: what each kind of device can't do, does wrong, or does slowly, behind one registry.
 
 The core asks `backend_of(device)`, and neither names a device nor imports one of the packages
 below. `Backend` itself has no quirks: with it in place of the others, the core computes what the

@@ -143,7 +143,7 @@ class CallKey(NamedTuple):
 
 
 class Made:
-    """What a block has made for one policy."""
+    """The ops and choices of a block under one policy."""
 
     def __init__(self) -> None:
         #: The ops, by call, graph, accumulated gradients and choices.

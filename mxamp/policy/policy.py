@@ -323,7 +323,7 @@ def _provenance(dtype: str) -> Mapping[str, str]:
 
 
 class PerPolicy(Generic[Value]):
-    """What another module derives from each policy: made when first asked for, freed with it."""
+    """Values that a module derives from policies: made when first asked for, freed with them."""
 
     def __init__(self, make: Callable[[Policy], Value]) -> None:
         self._make, self._name = make, f"_derived_{id(self)}"

@@ -1,4 +1,4 @@
-"""What eager calls on CPUs need around the casts of the policy: see `patches.eager`.
+"""Steps of eager calls on CPUs around the casts of the policy: see `patches.eager`.
 
 Each step takes the action that follows it, and the site that it is made for, and returns an action:
 a function of MXNet's own `_imperative_invoke` and the arguments of a call.
