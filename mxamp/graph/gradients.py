@@ -56,15 +56,14 @@ def separate_bias(then: Action, site: CallSite) -> Action:
     """Give the bias of a dense layer in eager calls a gradient where the weight needs none."""
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
-        handle, arrays, keys, vals, out, is_np_op, _ = arguments
+        _, arrays, keys, vals, out, is_np_op, _ = arguments
         # A gradient array stays: with one, the weight is not looked at again.
-        if len(arrays) <= _BIAS or hasattr(arrays[_WEIGHT].handle, _IS_TRAINED):
+        known = len(arrays) <= _BIAS or hasattr(arrays[_WEIGHT].handle, _IS_TRAINED)
+        if known or not autograd.is_recording():
             return then(original, arguments)
         if has_gradient(arrays[_WEIGHT]):
             setattr(arrays[_WEIGHT].handle, _IS_TRAINED, True)
-        elif autograd.is_recording() and (
-            has_gradient(arrays[_BIAS]) or _is_recorded(arrays[_BIAS])
-        ):
+        elif has_gradient(arrays[_BIAS]) or _is_recorded(arrays[_BIAS]):
             # Only a weight with a gradient array gets a gradient for sure. For a computed weight,
             # an operator on the tape may stop gradients, and walking the tape takes too long.
             attrs, bias = without_bias(dict(zip(keys, map(str, vals)))), arrays[_BIAS]
