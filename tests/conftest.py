@@ -117,7 +117,7 @@ def assert_unpatched():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
 
-def keep_exactly(site, *args, reason=eager._Site._reason):
+def keep_exactly(site, *args, reason=eager._EagerOperator._reason):
     """Why an eager call stays in float32, but for its speed."""
     kept = reason(site, *args)
     return kept if kept is not None and kept.exact else None
@@ -129,7 +129,7 @@ def _cast_small_calls(request):
     # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("sizes"):
-            patch.setattr(eager._Site, "_reason", keep_exactly)
+            patch.setattr(eager._EagerOperator, "_reason", keep_exactly)
             patch.setattr(shape_rules, "_relative_size", lambda *_: 1)
             for module in (convolutions, equivalents, recurrent):
                 for name in [one for one in vars(module) if one.startswith("_LEAST")]:

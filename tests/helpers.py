@@ -23,7 +23,7 @@ from mxamp.graph.ir import Graph, Usage
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = np.dtype([("bfloat16", np.uint16)])
 with_avx512 = pytest.mark.skipif(
-    bool(amp.Policy.default("bfloat16").rule("Convolution").missing), reason="no bfloat16 kernels"
+    bool(amp.Policy.default("bfloat16").rule("Convolution").no_kernel), reason="no bfloat16 kernels"
 )
 NEEDS_HOROVOD = [
     pytest.mark.slow,
@@ -118,7 +118,7 @@ def chosen(symbol, policy=None, **usage):
 
 def kept(symbol, policy=None, kinds=None, **usage):
     """Return the operators that rules by shape of these kinds keep in float32, in order."""
-    nodes, found = Graph.from_symbol(symbol).nodes, chosen(symbol, policy, **usage).kept
+    nodes, found = Graph.from_symbol(symbol).nodes, chosen(symbol, policy, **usage).kept_float32
     return [
         nodes[i].name for i, reason in sorted(found) if reason.kind in (kinds or shape_checks())
     ]

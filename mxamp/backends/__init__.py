@@ -82,10 +82,10 @@ class Site(NamedTuple):
         return None if data is None or weight is None else (data, weight)
 
 
-class Quirk(NamedTuple):
-    """The dtype in which an operator computes on values of another, and why: a detour."""
+class Emulation(NamedTuple):
+    """Why an operator computes on values of one dtype in another, wider one, and in which."""
 
-    computes: str
+    dtype: str
     reason: str
 
 
@@ -93,7 +93,7 @@ class Quirk(NamedTuple):
 Action = Callable[[Callable[..., Any], Sequence[Any]], Any]
 
 
-class CallSite(Protocol):
+class EagerOperator(Protocol):
     """An operator in eager calls under a policy, for which a `Step` is made."""
 
     operator: Operator
@@ -110,7 +110,7 @@ class CallSite(Protocol):
 
 
 #: Returns an action that does something, and then the given action.
-Step = Callable[[Action, CallSite], Action]
+Step = Callable[[Action, EagerOperator], Action]
 
 
 class Backend:
@@ -154,8 +154,8 @@ class Backend:
         """Return why an operator with these attributes computes in float32, whatever its class."""
         return None
 
-    def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
-        """Return the detour of an operator that is to compute in `dtype`."""
+    def emulation(self, call: DecidedCall, dtype: str) -> Emulation | None:
+        """Return how to emulate an operator that is to compute in `dtype`, None if it can."""
         return None
 
     def inputs_to_copy(

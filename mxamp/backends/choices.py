@@ -36,7 +36,7 @@ class Choices(NamedTuple):
     `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
     """
 
-    kept: frozenset[tuple[int, Reason]] = frozenset()
+    kept_float32: frozenset[tuple[int, Reason]] = frozenset()
     substituted: frozenset[tuple[int, Match]] = frozenset()
     bodies: frozenset[tuple[tuple[int, int], Choices]] = frozenset()
 
@@ -175,8 +175,8 @@ class ChoosingBackend(Backend):
         if not choices:
             return graph
         edit = Edit(graph, {})
-        for i, reason in choices.kept:
-            edit.change(i, kept=reason)
+        for i, reason in choices.kept_float32:
+            edit.change(i, kept_float32=reason)
         for (i, k), body in choices.bodies:
             bodies = list(edit.node(i).subgraphs)
             bodies[k] = self.with_choices(bodies[k], body, training)

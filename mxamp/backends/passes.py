@@ -64,7 +64,7 @@ class Call:
     def lowers(self, operator: str) -> bool:
         """Return whether `operator` would compute in the target dtype in place of this call."""
         rule = self.policy.rule(operator)
-        low = rule.op_class == "low" and not rule.missing
+        low = rule.op_class == "low" and not rule.no_kernel
         return low and not self.policy.keeps_layer(self.node.name)
 
 
@@ -95,14 +95,14 @@ class Parts:
         """Add an operator with `count` outputs; return them."""
         node, why = self._node, self._why or keep
         kept = Reason(SUBSTITUTION, why) if why is not None else None
-        attrs = {**node.hidden_attrs, **attrs}
+        fields: dict[str, Any] = {"op": op, "attrs": {**node.hidden_attrs, **attrs}}
+        fields.update(inputs=list(inputs), stands_for=node)
         if not suffix:
-            fields = {"op": op, "attrs": attrs, "kept": kept or node.kept, "stands_for": node}
-            self._edit.change(self._i, inputs=list(inputs), **fields)
+            self._edit.change(self._i, kept_float32=kept or node.kept_float32, **fields)
             return [(self._i, k) for k in range(node.num_outputs)]
         name = self._edit.unique_name(f"{node.name}_{suffix}")
         made, _ = self._edit.add_node(
-            Node(op, name, attrs, list(inputs), [], count, kept=kept, stands_for=node)
+            Node(name=name, num_outputs=count, kept_float32=kept, **fields)
         )
         return [(made, k) for k in range(count)]
 

@@ -10,7 +10,7 @@ from ..framework.machine import default_device
 from ..framework.wording import shown
 from ..graph.casts.widen import has_halves
 from ..graph.ir import Graph
-from ..policy.overrides import Layers
+from ..policy.overrides import LayerArgument
 from ..policy.policy import Policy, policy_of
 from ..policy.targets import DEFAULT_TARGET
 from .models import converted_model
@@ -40,7 +40,7 @@ def convert_files(
     out: Union[str, Path],
     epoch: int = 0,
     target_dtype: Any = DEFAULT_TARGET,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     cast_optional_params: bool = False,
     *,
     policy: Optional[Policy] = None,

@@ -17,11 +17,11 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, StateError
 from ..framework.keywords import checked_call
 from ..framework.wording import shown
-from ..policy.overrides import Conditional, Layers
+from ..policy.overrides import Conditional, LayerArgument, Names
 from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import ConvertedBlock, Examples, trace
-from .options import Names, Options
+from .options import Options
 from .outputs import Model, checked_model
 from .symbols import Converted, Params, convert
 
@@ -37,7 +37,7 @@ def convert_symbol(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     data_names: Names = None,
     cast_optional_params: bool = False,
     *,
@@ -108,7 +108,7 @@ def convert_model(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     cast_optional_params: bool = False,
     *,
     widest_dtype_ops: Names = None,
@@ -165,7 +165,7 @@ def convert_hybrid_block(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     ctx: Optional[Context] = None,
     cast_optional_params: bool = False,
     *,
@@ -239,7 +239,7 @@ def convert_bucketing_module(
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     cast_optional_params: bool = False,
     *,
     widest_dtype_ops: Names = None,

@@ -12,15 +12,13 @@ from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph, argument_dtypes
-from ..policy.overrides import Layers, layer_patterns, unknown_layers
+from ..policy.overrides import LayerArgument, Names, layer_patterns, unknown_layers
 from ..policy.policy import Policy, requested_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
 
 logger = logging.getLogger("mxamp")
 
 NOTHING_TO_LOWER = "a float32 model lowers no operator: leave out `policy` and the operator lists"
-
-Names = Optional[Iterable[str]]
 
 _LISTS = ("target_dtype_ops", "fp32_ops", "widest_dtype_ops", "conditional_fp32_ops")
 
@@ -33,7 +31,7 @@ class Options:
     """
 
     policy: Policy
-    excluded_sym_names: Layers = None
+    excluded_sym_names: LayerArgument = None
     cast_optional_params: bool = False
     keep_io_types: bool = True
     input_dtypes: Optional[Mapping[str, Any]] = None
@@ -68,7 +66,7 @@ class Options:
         return cls(**given)
 
 
-def with_excluded_layers(policy: Policy, excluded: Layers, graph: Graph) -> Policy:
+def with_excluded_layers(policy: Policy, excluded: LayerArgument, graph: Graph) -> Policy:
     """Return the policy with the `excluded` layers, as in `excluded_sym_names`, in float32.
 
     Raise for excluded layers that `graph` lacks. A policy may serve several models: its own

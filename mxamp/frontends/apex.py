@@ -27,7 +27,7 @@ from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
 from ..policy.active import chose_float32, current_policy
-from ..policy.policy import FLOAT32, Policy, chosen_policy
+from ..policy.policy import PLAIN_FLOAT32, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
@@ -97,7 +97,7 @@ def initialize(
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
     policy = chosen_policy(dtype, ctx=ctx)
     if chose_float32():
-        policy = FLOAT32
+        policy = PLAIN_FLOAT32
     in_float16 = policy.target_dtype == "float16"
     scaler = _scaler(loss_scale, opt_level if in_float16 else "O0")
     _check_fresh(nets, optimizers)
@@ -163,7 +163,7 @@ def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
 
     Raises if the optimizer of a trainer can't update float16 weights.
     """
-    kept = [name for name in policy.operators("fp32") if policy.rule(name).missing is not None]
+    kept = [name for name in policy.operators("fp32") if policy.rule(name).no_kernel is not None]
     policy = policy.override(fp32=kept, replace_lists=True)
     for trainer in trainers:
         check_float16_update(trainer, casts=True)

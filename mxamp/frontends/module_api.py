@@ -55,7 +55,7 @@ class DecoratedName(str):
 
 
 @dataclass
-class _State:
+class _ModuleScaling:
     """A module's loss scaling, from its last forward and backward passes."""
 
     scale: float = 1.0  #: in its graph since the last forward
@@ -64,9 +64,9 @@ class _State:
     group: Any = None  #: the executors whose losses, if they have any, take the scale
 
 
-def _state_of(module: Module) -> _State:
+def _state_of(module: Module) -> _ModuleScaling:
     """Return a module's state, which its attribute `_amp_state` holds."""
-    return vars(module).setdefault("_amp_state", _State())  # type: ignore[no-any-return]
+    return vars(module).setdefault("_amp_state", _ModuleScaling())  # type: ignore[no-any-return]
 
 
 def _patched_bind(

@@ -22,7 +22,7 @@ Params = Dict[str, NDArray]
 _CALLER = -1
 
 
-class Names:
+class UniqueNames:
     """The names in use; makes new names unique."""
 
     def __init__(self, taken: Iterable[str]) -> None:
@@ -129,8 +129,8 @@ class Edit:
         self._heads: dict[int, Output] = {}
 
     @cached_property
-    def _used_names(self) -> Names:
-        return Names([*(node.name for node in self._graph.nodes), *self.params])
+    def _used_names(self) -> UniqueNames:
+        return UniqueNames([*(node.name for node in self._graph.nodes), *self.params])
 
     def unique_name(self, name: str) -> str:
         """Return `name`, with a number appended if a node or a parameter has it; reserve it."""

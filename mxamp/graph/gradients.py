@@ -16,7 +16,7 @@ from mxnet import autograd, nd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ..backends import Action, CallSite
+from ..backends import Action, EagerOperator
 from ..framework.arrays import cast, has_gradient
 from ..framework.machine import dtype_name
 from ..framework.operators import auxiliary_states, resolve, starts_backward, with_trait
@@ -52,7 +52,7 @@ def without_bias(attrs: dict[str, str]) -> dict[str, str]:
     return {**attrs, "no_bias": "True"}
 
 
-def separate_bias(then: Action, site: CallSite) -> Action:
+def separate_bias(then: Action, eager: EagerOperator) -> Action:
     """Give the bias of a dense layer in eager calls a gradient where the weight needs none."""
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
@@ -67,15 +67,15 @@ def separate_bias(then: Action, site: CallSite) -> Action:
             # Only a weight with a gradient array gets a gradient for sure. For a computed weight,
             # an operator on the tape may stop gradients, and walking the tape takes too long.
             attrs, bias = without_bias(dict(zip(keys, map(str, vals)))), arrays[_BIAS]
-            product = site.call(original, "FullyConnected", arrays[:_BIAS], attrs, is_np_op)
+            product = eager.call(original, "FullyConnected", arrays[:_BIAS], attrs, is_np_op)
             # Repeat the bias by a product with ones: its gradient is a product too, several times
             # as fast as the sum that is the gradient of broadcasting.
             ones = nd.ones((*product.shape[:-1], 1), ctx=bias.context)
             columns = [cast(ones, dtype_name(bias.dtype)), bias.reshape((-1, 1))]
             attrs = {**attrs, "flatten": "False"}
-            repeated = site.call(original, "FullyConnected", columns, attrs, is_np_op)
-            added = site.call(original, "elemwise_add", [product, repeated], {}, is_np_op)
-            return site.write(added, out)
+            repeated = eager.call(original, "FullyConnected", columns, attrs, is_np_op)
+            added = eager.call(original, "elemwise_add", [product, repeated], {}, is_np_op)
+            return eager.write(added, out)
         return then(original, arguments)
 
     return action

@@ -16,7 +16,7 @@ _BYTES = {
 }  # fmt: skip
 
 
-class Tensor(NamedTuple):
+class TensorType(NamedTuple):
     """The dtype and the shape of a tensor."""
 
     dtype: str
@@ -81,7 +81,7 @@ def is_cast(source: str, target: str) -> bool:
     return source != target and {source, target} <= FLOATS
 
 
-def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> str:
+def precision_of_node(graph: Graph, i: int, values: Mapping[Output, TensorType]) -> str:
     """Return the dtype that node i computes in, where `values` are the tensors of the graph.
 
     It is the recorded one, or that of the node's first floating-point tensor.
@@ -92,7 +92,7 @@ def precision_of_node(graph: Graph, i: int, values: Mapping[Output, Tensor]) -> 
     return emulated_dtype(node.attrs) or first
 
 
-def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:
+def _census_of_step(node: Node, inputs: Sequence[TensorType]) -> Census:
     """Return the census of one step of a `foreach` loop with these inputs."""
     body = node.subgraphs[0]
     usage = ir.body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
@@ -103,11 +103,11 @@ def _census_of_step(node: Node, inputs: Sequence[Tensor]) -> Census:
 
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
-) -> dict[Output, Tensor]:
+) -> dict[Output, TensorType]:
     """Return the dtype and shape of every node's outputs, as far as MXNet can infer them."""
     entries, symbol = graph.all_outputs
     arguments = set(symbol.list_arguments())
     inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
     known = ir.infer_shapes(graph, shapes)
-    return {entry: Tensor(dtype, known[entry]) for entry, dtype in zip(entries, types)}
+    return {entry: TensorType(dtype, known[entry]) for entry, dtype in zip(entries, types)}

@@ -100,7 +100,7 @@ class Node:
     subgraphs: list[Graph] = field(default_factory=list)
     num_outputs: int = 1
     control_deps: list[int] = field(default_factory=list)  #: nodes that come first, unread
-    kept: Reason | None = None  #: why the node stays in float32 beyond its operator's class
+    kept_float32: Reason | None = None  #: why the node stays in float32 beyond its operator's class
     stands_for: Node | None = None  #: the node that an equivalent has replaced
     #: Whether the node is an input of the graph.
     is_variable: bool = field(init=False, repr=False, compare=False)

@@ -18,7 +18,7 @@ from ..framework.patching import FrontEnd, locked
 from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
-from ..policy.policy import FLOAT32, Choice, Policy, chosen_policy
+from ..policy.policy import PLAIN_FLOAT32, Choice, Policy, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
 from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
 from .table import GRAPHS, casting
@@ -111,7 +111,7 @@ def init(
 def switch_on(wanted: Choice) -> bool:
     """Turn mixed precision on without a log line; return False if it is on with this policy.
 
-    `FLOAT32` is recorded, but patches nothing.
+    `PLAIN_FLOAT32` is recorded, but patches nothing.
     """
     check_contrib_is_off()
     before = active.process.policy
@@ -120,7 +120,7 @@ def switch_on(wanted: Choice) -> bool:
             raise StateError(DIFFERENT.format(before=before, wanted=wanted))
         return False
     try:
-        if wanted is not FLOAT32:
+        if wanted is not PLAIN_FLOAT32:
             casting.acquire(active.process)
         active.process.policy = wanted
     except BaseException:
@@ -218,7 +218,7 @@ class autocast(active.Regional):
         region = active.autocast_region(policy, mark)
         region.close = ending(_leave, region).close
         try:
-            if region.policy is FLOAT32:
+            if region.policy is PLAIN_FLOAT32:
                 announce_float32()
             else:
                 casting.acquire(region)

@@ -21,7 +21,7 @@ from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
-from ..backends import Action, CallSite, Site, Step, backend_of, shape_checks
+from ..backends import Action, EagerOperator, Site, Step, backend_of, shape_checks
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import (
@@ -156,9 +156,9 @@ class _Actions(Dict[int, Optional[Action]]):
         action: Action | None = None
         operator = by_handle().get(handle)
         if operator is not None:
-            site: Any = None if self.policy is None else _Site(operator, self.policy)
+            eager: Any = None if self.policy is None else _EagerOperator(operator, self.policy)
             for step in reversed(_steps(operator, self.policy)):
-                action = step(action or _plain, site)
+                action = step(action or _plain, eager)
         self[handle] = action
         return action
 
@@ -196,7 +196,7 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
 # ---------------------------------------------------------------------- steps
 
 
-def scale_gradients(then: Action, _site: CallSite) -> Action:
+def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
     """Let the gradients that an output operator starts carry the loss scale, while recording."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
@@ -209,9 +209,9 @@ def scale_gradients(then: Action, _site: CallSite) -> Action:
     return action
 
 
-def copy_inputs(then: Action, site: CallSite) -> Action:
+def copy_inputs(then: Action, eager: EagerOperator) -> Action:
     """Let an operator read copies of the inputs whose gradients are zeros by definition."""
-    positions = site.operator.zero_gradients
+    positions = eager.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
         # Without them, autograd reads inputs of a cast after they are freed. A program that has
@@ -228,7 +228,7 @@ def copy_inputs(then: Action, site: CallSite) -> Action:
     return action
 
 
-def copy_by_float32(then: Action, _site: CallSite) -> Action:
+def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
     """Copy or cast an array, bfloat16 by way of float32.
 
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
@@ -244,20 +244,20 @@ def copy_by_float32(then: Action, _site: CallSite) -> Action:
     return action
 
 
-def keep_float32(then: Action, site: Any) -> Action:
+def keep_float32(then: Action, eager: Any) -> Action:
     """Call MXNet's own operator where policy or shapes leave float32 inputs as they are."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> Any:
-        if all_float32(arguments[1]) and (site.stays_float32 or site.kept(arguments) is not None):
+        if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
             return original(*arguments)
         return then(original, arguments)
 
     return action
 
 
-def cast_inputs(_then: Action, site: Any) -> Action:
+def cast_inputs(_then: Action, eager: Any) -> Action:
     """Call MXNet's own operator on inputs that are cast as the policy decides: the last step."""
-    return site.cast  # type: ignore[no-any-return]
+    return eager.cast  # type: ignore[no-any-return]
 
 
 #: The first steps of single operators.
@@ -272,10 +272,10 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
     rule = policy.rule(operator.name)
     follows = rule.op_class in ("neutral", "widest") and not rule.conditions
     alone = len(operator.inputs) <= 1 and not operator.variadic
-    return rule.op_class != "untouched" and not (follows and rule.missing is None and alone)
+    return rule.op_class != "untouched" and not (follows and rule.no_kernel is None and alone)
 
 
-class _Site:
+class _EagerOperator:
     """An operator in eager calls under one policy: its casts, cached by input dtypes."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
@@ -300,7 +300,7 @@ class _Site:
         outputs = original(*call._replace(arrays=_cast_all(decision, call.arrays), out=None))
         return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
-    def kept(self, arguments: Sequence[Any]) -> Reason | None:
+    def reason_to_keep(self, arguments: Sequence[Any]) -> Reason | None:
         """Return why the shapes of a call keep it in float32, or None; cached."""
         if not (self._by_shape and arguments[1][1:]):
             return None  # without a weight MXNet raises an error of its own
@@ -312,7 +312,7 @@ class _Site:
         try:
             return self._kept[key]
         except TypeError:  # kernels may be lists
-            return self.kept((None, arrays, keys, [*map(str, vals)]))
+            return self.reason_to_keep((None, arrays, keys, [*map(str, vals)]))
         except KeyError:
             if len(self._kept) >= MANY:
                 self._kept.clear()
@@ -341,7 +341,7 @@ class _Site:
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
         # On float32 alone, `keep_float32` has asked: no shape keeps the call there.
-        kept = None if {*codes} == {_FLOAT32} else self.kept(call)
+        kept = None if {*codes} == {_FLOAT32} else self.reason_to_keep(call)
         # Rules that don't change results spare the cast of a float32 weight.
         if kept is not None and not kept.exact and codes[1] != _FLOAT32:
             kept = None
@@ -354,8 +354,9 @@ class _Site:
     ) -> Decision | None:
         """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
-        decision = decide(self.operator.name, dict(attributes), dtypes, self.policy, kept=kept)
-        record_lowered(self.operator.name, decision.precision)
+        name, policy = self.operator.name, self.policy
+        decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)
+        record_lowered(name, decision.precision)
         return decision if decision.changes else None
 
     def call(

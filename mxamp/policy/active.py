@@ -3,8 +3,8 @@
 Regions are one stack for each execution context (`contextvars`): each thread and each asyncio task
 has its own. The patches call `current_policy` at every operator call.
 
-Where "auto" has chosen float32, `FLOAT32` takes the place of a policy: mixed precision is off, and
-`autocast()` and loss scaling, which follow the dtype around them, stay off too.
+Where "auto" has chosen float32, `PLAIN_FLOAT32` takes the place of a policy: mixed precision is
+off, and `autocast()` and loss scaling, which follow the dtype around them, stay off too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from types import FrameType
 from typing import Any, Callable, Iterator
 
 from ..framework.interrupts import is_running
-from .policy import FLOAT32, Choice, Policy
+from .policy import PLAIN_FLOAT32, Choice, Policy
 
 #: The mark of graph nodes in a region that turns mixed precision off, and in `autocast()`.
 OFF, ON = "off", "on"
 
 
-class Mark:
+class RegionMark:
     """The mark that graph nodes get in an `autocast` region, and whether a node has got it."""
 
     __slots__ = ("has_nodes", "is_off", "text")
@@ -46,7 +46,7 @@ class Region:
     def __init__(
         self,
         policy: Choice | None,
-        mark: Mark | None,
+        mark: RegionMark | None,
         outer: Region | None,
         frame: FrameType | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ def _regions() -> Iterator[Region]:
 def nearest_policy() -> Choice | None:
     """Return the policy of the innermost region that has one, else the policy of `init`.
 
-    `FLOAT32` if "auto" has chosen float32 there.
+    `PLAIN_FLOAT32` if "auto" has chosen float32 there.
     """
     policies = (region.policy for region in _regions() if region.policy is not None)
     return next(policies, process.policy)
@@ -130,10 +130,10 @@ def nearest_policy() -> Choice | None:
 
 def chose_float32() -> bool:
     """Return whether "auto" has chosen float32 for the calling code."""
-    return nearest_policy() is FLOAT32
+    return nearest_policy() is PLAIN_FLOAT32
 
 
-def current_mark() -> Mark | None:
+def current_mark() -> RegionMark | None:
     """Return the mark of graph nodes made now, None for no mark."""
     region = _current()
     return None if region is None else region.mark
@@ -184,7 +184,7 @@ class tracing(in_force):
         _innermost.set(Region(self._policy, None, _current(), sys._getframe(1)))
 
 
-def autocast_region(policy: Choice | None, mark: Mark) -> Region:
+def autocast_region(policy: Choice | None, mark: RegionMark) -> Region:
     """Return the region of an `autocast`; `autocast()` takes the mark of the one it continues."""
     if mark.text == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))

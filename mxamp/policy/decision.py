@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping, Sequence
 
-from ..backends import DecidedCall, Quirk, backend_of
+from ..backends import DecidedCall, Emulation, backend_of
 from ..framework.operators import auxiliary_states, registry
 from .policy import Policy
 from .rules import UNLISTED, Reason, Rule
@@ -67,7 +67,7 @@ def decide(
     dtypes: Sequence[str],
     policy: Policy,
     layer: str | None = None,
-    kept: Reason | None = None,
+    kept_float32: Reason | None = None,
 ) -> Decision:
     """Return the casts of `policy` for a call of `operator` with inputs of these `dtypes`.
 
@@ -81,7 +81,7 @@ def decide(
         The dtype's name of each input, or "sparse" for sparse storage.
     layer : str, optional
         The graph node's name, for the policy's `fp32_layers`.
-    kept : Reason, optional
+    kept_float32 : Reason, optional
         Why shapes or neighbors keep this call in float32, or leave it no kernel in the target
         dtype.
 
@@ -93,11 +93,11 @@ def decide(
     """
     rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
     call = DecidedCall(rule, attributes, dtypes, policy.target_dtype)
-    why, missing = backend.reason_to_widen(call), rule.missing
-    if kept is not None and kept.is_missing_kernel:  # at this place of a graph alone
-        missing = kept.text
-    elif kept is not None:
-        why = why or kept.text
+    why, no_kernel = backend.reason_to_widen(call), rule.no_kernel
+    if kept_float32 is not None and kept_float32.is_missing_kernel:
+        no_kernel = kept_float32.text
+    elif kept_float32 is not None:
+        why = why or kept_float32.text
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
@@ -112,22 +112,23 @@ def decide(
         return Decision(untouched, "no floating-point input to follow")
     target = policy.target_dtype
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
-    quirk = Quirk(rule.computes, missing) if dtype == target and missing is not None else None
-    quirk = quirk or backend.quirk(call, dtype)
-    reads = _reads(floats, len(dtypes), dtype, quirk)
+    emulation = backend.emulation(call, dtype)
+    if dtype == target and no_kernel is not None:
+        emulation = Emulation(rule.emulated_in, no_kernel)
+    reads = _reads(floats, len(dtypes), dtype, emulation)
     copied = backend.inputs_to_copy(call, dtype, reads)
-    if quirk is None:
+    if emulation is None:
         return Decision(reads, reason, dtype, copied=copied)
-    reason = f"{reason}; but here in {quirk.computes} on {dtype} values: {quirk.reason}"
+    reason = f"{reason}; but here in {emulation.dtype} on {dtype} values: {emulation.reason}"
     return Decision(reads, reason, dtype, dtype, rule.keep_outputs, copied)
 
 
 def _reads(
-    floats: Mapping[int, str], count: int, dtype: str, quirk: Quirk | None
+    floats: Mapping[int, str], count: int, dtype: str, emulation: Emulation | None
 ) -> tuple[str | None, ...]:
     """Return the dtype that each of `count` inputs is cast to, where `floats` are to be."""
-    wanted = dtype if quirk is None else quirk.computes
-    cast = {i for i, found in floats.items() if quirk is not None or found != dtype}
+    wanted = dtype if emulation is None else emulation.dtype
+    cast = {i for i, found in floats.items() if emulation is not None or found != dtype}
     return tuple(wanted if i in cast else None for i in range(count))
 
 

@@ -213,9 +213,9 @@ class _RuleBuilder:
 
     def _add_missing(self, table: Table, names: list[str]) -> None:
         """Record in the rules the kernels that a [[missing]] table says are missing here."""
-        missing = backend_of(self._device).said(table["reason"])
+        why = backend_of(self._device).said(table["reason"])
         for name in names:
-            self._amend_rule(name, missing=missing, computes=table.get("computes", "float32"))
+            self._amend_rule(name, no_kernel=why, emulated_in=table.get("computes", "float32"))
 
     def _add_by_shape(self, table: Table, names: list[str]) -> None:
         """Add the shape rule of a [[by_shape]] table to the rules of its operators."""

@@ -19,7 +19,7 @@ from .lists import OperatorList
 from .rules import UNLISTED, Condition, Rule, ShapeRule, not_lowered
 
 #: Names of layers, with * and ?, and Gluon blocks; or one block.
-Layers = Union[None, str, Block, Iterable[Union[str, Block]]]
+LayerArgument = Union[None, str, Block, Iterable[Union[str, Block]]]
 
 LAYER_NAMES = "* and ? stand for any characters; the names of Gluon layers end in _fwd"
 LAYERS = "a name, a Gluon block or a list of them"
@@ -149,7 +149,7 @@ class Change:
             if rule.op_class == "low":
                 rule = _moved(rule, "fp32", "the policy computes in float32", by_shape=())
             custom = not_lowered(rule.by_op_type)
-            return replace(rule, by_shape=_detour_rules(rule), by_op_type=custom)
+            return replace(rule, by_shape=_missing_kernels(rule), by_op_type=custom)
         if self.neutral is not None and rule.op_class != "untouched":
             return _moved(rule, "neutral", self.neutral, by_op_type=(), given=True)
         if self.replace_lists:
@@ -186,12 +186,12 @@ class Change:
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
     """Return `rule` in another class: without conditions, and with its missing kernels."""
-    fields = {"conditions": (), "by_shape": _detour_rules(rule), **more}
+    fields = {"conditions": (), "by_shape": _missing_kernels(rule), **more}
     return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
-def _detour_rules(rule: Rule) -> tuple[ShapeRule, ...]:
-    """Return an operator's shape rules that exist because a low-precision kernel is missing."""
+def _missing_kernels(rule: Rule) -> tuple[ShapeRule, ...]:
+    """Return the rules by shape that stand for kernels missing in the target dtype."""
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 
@@ -200,7 +200,7 @@ def checked_substitutions(names: Names) -> tuple[str, ...] | None:
     return None if names is None else tuple(sorted(set(_listed("substitutions", names)), key=str))
 
 
-def checked_layers(layers: Layers) -> tuple[str, ...]:
+def checked_layers(layers: LayerArgument) -> tuple[str, ...]:
     """Return the name patterns of `fp32_layers`, without repetitions."""
     patterns = layer_patterns("fp32_layers", layers)
     return tuple(dict.fromkeys(one for few in patterns for one in few))

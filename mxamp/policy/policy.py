@@ -24,7 +24,7 @@ from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
-from .overrides import Change, Conditional, Layers, Names
+from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
 from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
 
@@ -242,7 +242,7 @@ class Policy:
             return
         own, device = Policy.default(self.target_dtype, self.device), self.device.upper()
         low = self.operators("low")
-        lacking = [one for one in low if own.rule(one).missing and not self.rule(one).missing]
+        lacking = [one for one in low if own.rule(one).no_kernel and not self.rule(one).no_kernel]
         if lacking:
             logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
 
@@ -255,7 +255,7 @@ class Policy:
         conditional: Iterable[Conditional] | None = None,
         *,
         replace_lists: bool = False,
-        fp32_layers: Layers = (),
+        fp32_layers: LayerArgument = (),
         substitutions: Iterable[str] | None = None,
     ) -> Policy:
         """Return a policy with some operators in other classes, given by any of their names.
@@ -380,8 +380,8 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
 # ---------------------------------------------------------------------- the policy of a call
 
 
-class _Float32:
-    """The type of `FLOAT32`: the choice of "auto" where no half precision is fast."""
+class _PlainFloat32:
+    """The type of `PLAIN_FLOAT32`: the choice of "auto" where no half precision is fast."""
 
     target_dtype = "float32"
 
@@ -393,10 +393,10 @@ class _Float32:
         return "<float32, mixed precision off>"
 
 
-FLOAT32 = _Float32()
+PLAIN_FLOAT32 = _PlainFloat32()
 
 #: A policy, or float32 chosen by "auto".
-Choice = Union[Policy, _Float32]
+Choice = Union[Policy, _PlainFloat32]
 
 
 def requested_policy(
@@ -425,7 +425,7 @@ def requested_policy(
 def chosen_policy(
     target_dtype: Any, *lists: Any, policy: Policy | None = None, ctx: Any = None
 ) -> Choice:
-    """Return the policy that the arguments of `init` describe, or `FLOAT32`.
+    """Return the policy that the arguments of `init` describe, or `PLAIN_FLOAT32`.
 
     Like `requested_policy`, but `target_dtype` may be "auto". Arguments are checked even where
     "auto" means float32 and ignores them.
@@ -439,7 +439,7 @@ def chosen_policy(
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
     if dtype == "float32":
-        return FLOAT32
+        return PLAIN_FLOAT32
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
         targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)
     return wanted

@@ -15,10 +15,10 @@ from typing import Iterable, Mapping
 from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.machine import default_device
-from .active import OFF, ON, Mark, current_policy, nearest_policy
+from .active import OFF, ON, RegionMark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import FLOAT32, Choice, PerPolicy, Policy, policy_from_data
+from .policy import PLAIN_FLOAT32, Choice, PerPolicy, Policy, policy_from_data
 from .rules import Surroundings, surroundings
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
@@ -34,13 +34,13 @@ _POLICY = "policy "
 _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
-def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> Mark:
+def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> RegionMark:
     """Return the mark of an `autocast` region with these arguments."""
     if not enabled:
-        return Mark(OFF, is_off=True)
+        return RegionMark(OFF, is_off=True)
     if isinstance(given, Policy):
-        return Mark(_POLICY + given.text)
-    return Mark(OFF if given is FLOAT32 else dtype or ON)
+        return RegionMark(_POLICY + given.text)
+    return RegionMark(OFF if given is PLAIN_FLOAT32 else dtype or ON)
 
 
 # ---------------------------------------------------------------------- policies of nodes
@@ -51,7 +51,9 @@ def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
     dtype = fast_dtype() if is_auto(dtype) else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
-    return FLOAT32 if dtype == FLOAT32.target_dtype else Policy.default(dtype or DEFAULT_TARGET)
+    if dtype == PLAIN_FLOAT32.target_dtype:
+        return PLAIN_FLOAT32
+    return Policy.default(dtype or DEFAULT_TARGET)
 
 
 #: The policies of regions in graphs under a policy, by mark.

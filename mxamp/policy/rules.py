@@ -79,7 +79,7 @@ class Reason(NamedTuple):
     kind: str  #: the name of a rule by shape, or "substitution"
     text: str  #: for reports; never compared
     exact: bool = False  #: it affects results, not only speed
-    is_missing_kernel: bool = False  #: it is a missing kernel, whatever the operator's class is
+    is_missing_kernel: bool = False  #: the operator is emulated here, whatever its class
 
 
 class ShapeRule(NamedTuple):
@@ -105,8 +105,8 @@ class Rule:
     keep_inputs: tuple[str, ...] = ()  #: inputs that are never cast
     follow_inputs: tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
     keep_outputs: tuple[int, ...] = ()
-    missing: str | None = None  #: why the kernel in the target dtype is missing; None: it exists
-    computes: str = "float32"  #: the dtype to compute in where the kernel is missing
+    no_kernel: str | None = None  #: why the kernel in the target dtype is missing; None: it exists
+    emulated_in: str = "float32"  #: the dtype to compute in where the kernel is missing
     by_op_type: CustomClasses = ()  #: classes of registered custom operators
     by_shape: tuple[ShapeRule, ...] = ()
     given: bool = False  #: given by the user: nothing is substituted for the operator

@@ -55,7 +55,7 @@ PROBLEM, NOTE = "problem", "note"
 Gpu = Tuple[str, ...]
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """A problem or a note about an installation, and what to do about it."""
 
     level: str  #: "problem", or "note": with a note, mxamp works
@@ -63,7 +63,7 @@ class Finding(NamedTuple):
     advice: str
 
 
-def examine() -> tuple[dict[str, str], list[Finding]]:
+def examine() -> tuple[dict[str, str], list[Diagnosis]]:
     """Return facts about this machine and installation by name, and findings, problems first.
 
     If the driver or MXNet hangs, the call takes 80 s.
@@ -89,58 +89,58 @@ def examine() -> tuple[dict[str, str], list[Finding]]:
     return facts, sorted(found, key=lambda one: one.level != PROBLEM)
 
 
-def _installation(wheels: dict[str, str], error: str) -> Iterator[Finding]:
+def _installation(wheels: dict[str, str], error: str) -> Iterator[Diagnosis]:
     """Yield problems of MXNet's import, its wheels and environment variables."""
     if error:
         advice = next(text for part, text in _IMPORT_ADVICE.items() if part in error)
-        yield Finding(PROBLEM, f"MXNet can't be imported: {error}", advice)
+        yield Diagnosis(PROBLEM, f"MXNet can't be imported: {error}", advice)
     if len(wheels) > 1:
         both = f"{' and '.join(wheels)} are installed together, and overwrite each other"
-        yield Finding(PROBLEM, both, "pip uninstall all of them, then install one")
+        yield Diagnosis(PROBLEM, both, "pip uninstall all of them, then install one")
     for name, (pattern, effect) in _HARMFUL.items():
         value = os.environ.get(name, "")
         if value and re.fullmatch(pattern, value):
-            yield Finding(PROBLEM, f"{name}={value}: {effect}", f"unset {name}")
+            yield Diagnosis(PROBLEM, f"{name}={value}: {effect}", f"unset {name}")
     automatic = automatic_value()
     if automatic and "mxamp_startup" not in sys.modules:
         what = f"{AUTOMATIC}={automatic} has no effect: Python did not load mxamp's start-up hook"
-        yield Finding(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
+        yield Diagnosis(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
 
 
-def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Finding]:
+def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
     """Yield findings on what MXNet's wheel can do with each GPU."""
     cuda = WHEEL in wheels
     for name, driver, capability in dict.fromkeys(gpus):
         if cuda and driver[:1].isdigit() and release(driver) < release(FUSION_DRIVER):
             what = f"driver {driver} can't load fused kernels: MXNet runs without them"
-            yield Finding(NOTE, what, f"install driver {FUSION_DRIVER} or later")
+            yield Diagnosis(NOTE, what, f"install driver {FUSION_DRIVER} or later")
         if capability[:1].isdigit() and release(capability)[0] not in MAJORS:
             what = f"MXNet's wheels have no code for {name}, compute capability {capability}"
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"
-            yield Finding(PROBLEM if cuda else NOTE, what, advice)
+            yield Diagnosis(PROBLEM if cuda else NOTE, what, advice)
         elif wheels and not cuda:
             what = f"{name} is not used: the installed MXNet is a CPU build"
-            yield Finding(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
+            yield Diagnosis(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
 
 
-def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Finding]:
+def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Diagnosis]:
     """Yield findings on the driver: what nvidia-smi and MXNet, `cuda` or not, see of GPUs.
 
     `error` is that of nvidia-smi, and `device` is MXNet's default one.
     """
     if error:
         advice = "check the NVIDIA driver, or install a newer one: nvidia-smi has to list the GPUs"
-        yield Finding(PROBLEM if cuda and device != "gpu" else NOTE, error, advice)
+        yield Diagnosis(PROBLEM if cuda and device != "gpu" else NOTE, error, advice)
     if gpus and cuda and device == "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
         what = f"nvidia-smi finds {gpus[0][0]}, driver {gpus[0][1]}, and MXNet no GPU"
         advice = f"install driver {DRIVER} or later, and check the container's access to GPUs"
-        yield Finding(PROBLEM, what, advice)
+        yield Diagnosis(PROBLEM, what, advice)
     if cuda and device == "cpu" and not gpus and not error:
         advice = f"check the NVIDIA driver ({DRIVER} or later); without a GPU, install mxnet"
-        yield Finding(NOTE, f"{WHEEL} is installed, and MXNet sees no GPU", advice)
+        yield Diagnosis(NOTE, f"{WHEEL} is installed, and MXNet sees no GPU", advice)
 
 
-def _cpu() -> Iterator[Finding]:
+def _cpu() -> Iterator[Diagnosis]:
     """Yield findings on MXNet's threads, and on the instructions that oneDNN may use."""
     usable, threads = processors(), machine.threads()
     cores = max(1, int(min(machine.processors() // machine.threads_per_core(), usable)))
@@ -148,10 +148,10 @@ def _cpu() -> Iterator[Finding]:
     if too_many or (threads < cores and "OMP_NUM_THREADS" not in os.environ):
         what = f"MXNet's kernels run on {counted(threads, 'thread')}, slower than on {cores} here"
         advice = f"set OMP_NUM_THREADS={cores} before Python starts, if nothing else runs here"
-        yield Finding(PROBLEM if too_many else NOTE, what, advice)
+        yield Diagnosis(PROBLEM if too_many else NOTE, what, advice)
     if cpu.onednn_features() < machine.cpu_features() - {"amx_bf16"}:
         what = "DNNL_MAX_CPU_ISA keeps oneDNN from instructions that this CPU has"
-        yield Finding(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
+        yield Diagnosis(PROBLEM, what, "unset DNNL_MAX_CPU_ISA, unless you want that")
 
 
 def import_mxnet() -> tuple[str, str]:

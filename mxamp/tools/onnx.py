@@ -19,12 +19,12 @@ from ..framework.files import check_file_path, write_file
 from ..framework.keywords import checked_call
 from ..framework.machine import dtype_name, threads
 from ..framework.wording import shown
-from ..graph.edit import Names, Params, without_fused_operators
-from ..graph.inspect import FLOATS, Tensor, tensors_of
+from ..graph.edit import Params, UniqueNames, without_fused_operators
+from ..graph.inspect import FLOATS, TensorType, tensors_of
 from ..graph.ir import Graph, Output
 from ..policy.active import suspended
 from .debugging.measured import arrays_in
-from .onnx_operators import IR_VERSION, OPSET, Call, translate
+from .onnx_operators import IR_VERSION, OPSET, OnnxCall, translate
 
 MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
 NO_INPUTS = "inputs must be arrays by name, or of a call, as mx.nd.zeros(sizes), not {given}"
@@ -147,7 +147,7 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     shapes = [{name: array.shape for name, array in one.items()} for one in arrays]
     tensors = [tensors_of(graph, dtypes, one) for one in shapes]
     nodes, constants, names = _translated(onnx, graph, tensors[0])
-    heads = dict(zip(map(Names(dtypes).make_unique, model[0].list_outputs()), graph.heads))
+    heads = dict(zip(map(UniqueNames(dtypes).make_unique, model[0].list_outputs()), graph.heads))
     nodes += [make.make_node("Identity", [names[head]], [name]) for name, head in heads.items()]
     used = {name for node in nodes for name in node.input}
     inputs = []
@@ -163,7 +163,7 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
 
 
 def _translated(
-    onnx: Any, graph: Graph, tensors: Mapping[Output, Tensor]
+    onnx: Any, graph: Graph, tensors: Mapping[Output, TensorType]
 ) -> Tuple[List[Any], List[Any], Dict[Output, str]]:
     """Return ONNX's nodes and constants for the operators of a graph, and the names of outputs.
 
@@ -179,7 +179,7 @@ def _translated(
         made = [node.name] * node.num_outputs
         if not node.is_variable:
             read, known = [names[e] for e in node.inputs], [tensors[e] for e in node.inputs]
-            call = Call(onnx, f"{i}/{node.name}", node, read, known)
+            call = OnnxCall(onnx, f"{i}/{node.name}", node, read, known)
             try:
                 made = translate(call, 1 + last.get(i, 0))
             except ArgumentError as error:

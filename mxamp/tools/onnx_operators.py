@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..framework.operators import resolve
-from ..graph.inspect import Tensor
+from ..graph.inspect import TensorType
 from ..graph.ir import Node
 from ..policy.values import is_true, parse_integers
 
@@ -15,7 +15,7 @@ from ..policy.values import is_true, parse_integers
 OPSET, IR_VERSION = 13, 7
 
 
-class Call:
+class OnnxCall:
     """The call of an operator of MXNet, and the nodes and constants of ONNX in its place.
 
     `names` are its inputs, `shape` is the shape of the first, which may vary but for its length,
@@ -23,7 +23,7 @@ class Call:
     """
 
     def __init__(
-        self, onnx: Any, name: str, node: Node, names: List[str], inputs: Sequence[Tensor]
+        self, onnx: Any, name: str, node: Node, names: List[str], inputs: Sequence[TensorType]
     ) -> None:
         self.onnx, self.name, self.node, self.names, self.inputs = onnx, name, node, names, inputs
         self.attrs = {**resolve(node.op).defaults, **node.attrs}
@@ -51,7 +51,7 @@ class Call:
             raise ArgumentError(reason)
 
 
-def translate(call: Call, count: int) -> List[str]:
+def translate(call: OnnxCall, count: int) -> List[str]:
     """Add the nodes for a call; return the names of its outputs, of which `count` are read."""
     made = _CORRECTIONS.get(call.node.operator, _by_mxnet)(call) or _by_mxnet(call)
     made = [made] if isinstance(made, str) else made
@@ -61,7 +61,7 @@ def translate(call: Call, count: int) -> List[str]:
     return made
 
 
-def _by_mxnet(call: Call) -> List[str]:
+def _by_mxnet(call: OnnxCall) -> List[str]:
     call.require(not is_true(call.attrs.get("exclude", "0")), "exclude")  # MXNet's ignore it
     call.require(is_true(call.attrs.get("align_corners", "1")), "align_corners=False")  # and this
     op, count = call.node.operator.replace("_contrib_Sync", ""), len(call.names)  # BatchNorm
@@ -87,21 +87,23 @@ def _by_mxnet(call: Call) -> List[str]:
 _FLAGS = ("flatten", "global_pool", "no_bias", "use_length")
 
 
-def _batch_norm(c: Call) -> None:
+def _batch_norm(c: OnnxCall) -> None:
     if is_true(c.attrs["fix_gamma"]):  # ONNX reads gamma nevertheless
         c.names[1] = c.constant(np.ones(c.inputs[1].shape or (), "float32"))
 
 
-def _leaky_relu(c: Call) -> None:
+def _leaky_relu(c: OnnxCall) -> None:
     if c.attrs["act_type"] == "prelu":  # MXNet's slopes are by channel, ONNX's by the last axis
         c.names[1] = c("Reshape", c.names[1], [-1] + [1] * (len(c.shape) - 2))
 
 
-def _from_start(c: Call) -> None:  # MXNet's translations take no axis from the end
+def _from_start(c: OnnxCall) -> None:  # MXNet's translations take no axis from the end
     c.attrs["axis"] = str(*(k % len(c.shape) for k in parse_integers(c.attrs["axis"]))) or "None"
 
 
-def _like(c: Call) -> Any:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
+def _like(
+    c: OnnxCall,
+) -> Any:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
     every = range(len(c.shape))
     axes = [[*(parse_integers(v) or every)] for k, v in c.attrs.items() if k.endswith("axes")]
     sizes = c("Gather", c("Shape", c.names[1]), axes[-1])
@@ -110,21 +112,21 @@ def _like(c: Call) -> Any:  # MXNet's translations of slice_like and broadcast_l
     return c("Expand", c.names[0], c("ScatterElements", [1] * len(every), axes[0], sizes))
 
 
-def _l2_normalization(c: Call) -> Any:
+def _l2_normalization(c: OnnxCall) -> Any:
     rank, x = len(c.shape), c.names[0]
     axes = {"instance": range(1, rank), "channel": [1], "spatial": range(2, rank)}
     total = c("ReduceSumSquare", x, axes=[*axes[c.attrs["mode"]]])
     return c("Div", x, c("Sqrt", c("Add", total, float(c.attrs["eps"]))))
 
 
-def _softmax(c: Call) -> Any:
+def _softmax(c: OnnxCall) -> Any:
     by_channel = c.attrs.get("mode") == "channel" or is_true(c.attrs.get("multi_output", "0"))
     of_rows = "mode" in c.attrs or is_true(c.attrs["preserve_shape"])
     axis = 1 if by_channel else -1 if of_rows else None
     return None if axis is None else c("Softmax", c.names[0], axis=axis)
 
 
-def _reshape(c: Call) -> Any:
+def _reshape(c: OnnxCall) -> Any:
     step, shape = -1 if is_true(c.attrs["reverse"]) else 1, c("Shape", c.names[0])
     sizes = [c("Slice", shape, [k], [k + 1]) for k in range(len(c.shape))][::step]
     codes, rest, join, split = parse_integers(c.attrs["shape"])[::step], -2, -3, -4
@@ -145,7 +147,7 @@ def _reshape(c: Call) -> Any:
     return c("Reshape", c.names[0], c("Concat", *parts[::step], axis=0))
 
 
-def _box_nms(c: Call) -> Any:
+def _box_nms(c: OnnxCall) -> Any:
     x, least, topk = c.names[0], float(c.attrs["valid_thresh"]), int(c.attrs["topk"])
     corners = c.attrs["in_format"] == c.attrs["out_format"] == "corner"
     c.require(corners and len(c.shape) == 3, "other than corners, in a batch")  # noqa: PLR2004
@@ -187,7 +189,7 @@ _RECURRENT = {
 }
 
 
-def _rnn(c: Call) -> List[str]:
+def _rnn(c: OnnxCall) -> List[str]:
     for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
         c.require(c.attrs[name] == "None", f"{name}: unroll cells, such as contrib's LSTMPCell")
     c.require(not is_true(c.attrs["use_sequence_length"]), "use_sequence_length")
@@ -219,7 +221,7 @@ def _rnn(c: Call) -> List[str]:
     return [x, *(c("Concat", *one, axis=0) for one in zip(*finals))]
 
 
-def _cross_attention(c: Call) -> Any:
+def _cross_attention(c: OnnxCall) -> Any:
     heads, is_first = int(c.attrs["heads"]), c.node.operator.endswith("_qk")
     x, pairs = c.names if is_first else c.names[::-1]
     # The keys or the values, from (length, batch, heads * 2 * size).
@@ -234,7 +236,7 @@ def _cross_attention(c: Call) -> Any:
 
 
 #: Translations in place of MXNet's. Those that return None correct the call for MXNet's.
-_CORRECTIONS: Dict[str, Callable[[Call], Any]] = {
+_CORRECTIONS: Dict[str, Callable[[OnnxCall], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
     "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,

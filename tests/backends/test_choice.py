@@ -10,7 +10,7 @@ from helpers import kind, randn
 from mxamp.backends import backend_of
 from mxamp.backends.onednn import cpu
 from mxamp.framework import machine
-from mxamp.policy.active import FLOAT32, nearest_policy
+from mxamp.policy.active import PLAIN_FLOAT32, nearest_policy
 from mxamp.policy.targets import fast_dtype
 
 BF16 = frozenset({"avx512", "avx512_bf16"})
@@ -133,7 +133,7 @@ def test_another_init(float32, monkeypatch):
     amp.init("auto")
     with pytest.raises(amp.StateError, match=r"float32, mixed precision off.*shutdown\(\)"):
         amp.init("bfloat16")
-    assert nearest_policy() is FLOAT32
+    assert nearest_policy() is PLAIN_FLOAT32
     amp.shutdown()
     amp.init("float16", ctx=mx.cpu())
     with pytest.raises(amp.StateError, match="Policy float16 on cpu> instead of <float32"):

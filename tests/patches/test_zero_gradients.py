@@ -40,7 +40,7 @@ def test_the_process_lives(dtype):
 
         mx.npx.set_np()
         amp.init({dtype!r}, ctx=mx.cpu())
-        eager._Site._reason = lambda *_: None  # cast small calls
+        eager._EagerOperator._reason = lambda *_: None  # cast small calls
         x, z, w = arrays = [mx.np.ones((4, 4)) for _ in range(3)]
         mx.autograd.mark_variables(arrays, [mx.np.zeros((4, 4)) for _ in arrays])
 

@@ -90,10 +90,10 @@ def test_a_missing_kernel_computes_on_rounded_values():
 @pytest.mark.backend
 def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     policy, kept = Policy.default("bfloat16"), Reason("cast_weight", "its weight is cast")
-    decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept=kept)
+    decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept_float32=kept)
     assert decision.reads == (D, D, D, None)
     assert (decision.emulated, decision.precision) == (F, F)
-    assert decide("Deconvolution", {}, [weight, F], policy, kept=kept).reads == (F, None)
+    assert decide("Deconvolution", {}, [weight, F], policy, kept_float32=kept).reads == (F, None)
     assert decide("Convolution", {}, [F, H], policy).emulated is None
     assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).emulated is None
 
@@ -118,7 +118,7 @@ def test_weights_of_grouped_convolutions_are_copied_before_the_cast():
     policy = Policy.default(B)
     assert decide("Convolution", {"num_group": "8"}, [F, F], policy).copied == {1}
     assert not decide("Convolution", {}, [F, F], policy).copied
-    if not policy.rule("Convolution").missing:
+    if not policy.rule("Convolution").no_kernel:
         assert not decide("Convolution", {"num_group": "8"}, [F, B], policy).copied
 
 

@@ -15,7 +15,7 @@ SCALES = {
     "running": {"_running"},
     "_Passes": {"_is_ending", "automatic"},
     "_BackwardPatches": {"default_scale", "variables"},
-    "_State": {"overflown", "scale"},
+    "_ModuleScaling": {"overflown", "scale"},
 }
 #: Not about a gradient's scale: what the object is, its settings and counts, and values that are
 #: made once and never change.
@@ -32,7 +32,7 @@ OTHER = {
     },
     "SharedScale": {"scaled_by", "scaler"},
     "RunningStatistics": {"_age", "_copies", "_has_logged", "_held", "_passes", "_saved"},
-    "_State": {"group", "statistics"},
+    "_ModuleScaling": {"group", "statistics"},
     "_BackwardPatches": {"_has_warned"},
     "Pass": {"frees", "heads", "inner", "overflown", "scale"},
     "_OutGradients": {"_factor", "_gradients", "was_read"},

@@ -18,7 +18,7 @@ from mxamp.tools.tuning import forms
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Form, Timing, time_in_turns
 
-KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing
+KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").no_kernel
 
 
 def small_net():

@@ -19,7 +19,7 @@ from mxamp.tools.tuning import tune as module
 from mxamp.tools.tuning.tune import smallest_set
 from tuned import TUNING
 
-KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").missing
+KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").no_kernel
 LOSS = mx.gluon.loss.L2Loss()
 KINDS = {"overflow": "float16", "cancellation": "bfloat16"}
 

@@ -15,7 +15,7 @@ from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
 from ...policy.rules import Reason
 from ...policy.values import parse_integers
-from .. import DecidedCall, Quirk, Step
+from .. import DecidedCall, Emulation, Step
 from ..choices import ChoosingBackend, Match, Setting
 from . import cpu, eager, fuse, fusible, inputs, optimizers, recurrent, shape_rules
 from .substitutions import PASSES
@@ -59,12 +59,12 @@ class OneDNN(ChoosingBackend):
 
     def reason_to_widen(self, call: DecidedCall) -> str | None:
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
-        if call.rule.operator != "Deconvolution" or not call.rule.missing:
+        if call.rule.operator != "Deconvolution" or not call.rule.no_kernel:
             return None
         is_volume = len(parse_integers(call.attributes.get("kernel", "()"))) == len("DHW")
         return self.said(NO_FLOAT64) if is_volume or _is_dilated(call.attributes) else None
 
-    def quirk(self, call: DecidedCall, dtype: str) -> Quirk | None:
+    def emulation(self, call: DecidedCall, dtype: str) -> Emulation | None:
         casts = {*call.dtypes[1:2]} & (CASTABLE - {dtype})
         # The rule `cast_weight` keeps calls with a gradient in float32.
         guarded = dtype == call.target and call.rule.has_shape_rule("cast_weight")
@@ -73,7 +73,7 @@ class OneDNN(ChoosingBackend):
         if _is_dilated(call.attributes):
             raise ArgumentError(HALF_WEIGHT.format(dtype=call.dtypes[1]))
         # MXNet's own kernel, which float64 selects, computes that gradient.
-        return Quirk("float64", self.said(CAST_WEIGHT))
+        return Emulation("float64", self.said(CAST_WEIGHT))
 
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]

@@ -85,5 +85,5 @@ def speed_warning(policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
         return "float16", ONLY_TRUE, fast_dtype(), FOR_GPUS if of_model else ""
     if computes_bfloat16():
         return None
-    advice = IN_MODEL if of_model and policy.rule("Convolution").missing else ""
+    advice = IN_MODEL if of_model and policy.rule("Convolution").no_kernel else ""
     return f"bfloat16{advice}", SLOW, why_float32(), advice

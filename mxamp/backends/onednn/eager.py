@@ -1,7 +1,7 @@
 """Steps of eager calls on CPUs around the casts of the policy: see `patches.eager`.
 
-Each step takes the action that follows it, and the site that it is made for, and returns an action:
-a function of MXNet's own `_imperative_invoke` and the arguments of a call.
+Each step takes the action that follows it, and the operator that it is made for, and returns an
+action: a function of MXNet's own `_imperative_invoke` and the arguments of a call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...framework.operators import handle_of
 from ...framework.patching import Original
 from ...graph.ir import Node
 from ...policy.active import current_policy
-from .. import Action, CallSite, Step
+from .. import Action, EagerOperator, Step
 from ..passes import Call, Parts
 from .convolutions import image_convolution
 from .layouts import COLORS
@@ -53,7 +53,7 @@ def build_view(original: Original) -> Original:
     return method
 
 
-def copy_views(then: Action, _site: CallSite) -> Action:
+def copy_views(then: Action, _eager: EagerOperator) -> Action:
     """Read copies of views: oneDNN falls back for some arrays, on kernels that read no views."""
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
@@ -68,12 +68,12 @@ def copy_views(then: Action, _site: CallSite) -> Action:
     return action
 
 
-def add_in_place_of_broadcast(then: Action, site: CallSite) -> Action:
+def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
     """Call `elemwise_add` in place of `broadcast_add` on two bfloat16 arrays of one shape.
 
     It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
     """
-    if site.rule.missing is None or site.rule.op_class == "fp32":
+    if eager.rule.no_kernel is None or eager.rule.op_class == "fp32":
         return then
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
@@ -82,50 +82,50 @@ def add_in_place_of_broadcast(then: Action, site: CallSite) -> Action:
         first, second = arrays[0], arrays[-1]
         if not (fits and first.shape == second.shape and first.size and first.ndim):
             return then(original, arguments)
-        return site.write(original(_ADD, arrays, (), (), None, *rest), out)
+        return eager.write(original(_ADD, arrays, (), (), None, *rest), out)
 
-    return action if site.policy.target_dtype == "bfloat16" else then
+    return action if eager.policy.target_dtype == "bfloat16" else then
 
 
 class _Calls(Parts):
     """The parts of an equivalent, called at once instead of added to a graph."""
 
-    def __init__(self, site: CallSite, original: Any, arguments: Sequence[Any]) -> None:
+    def __init__(self, eager: EagerOperator, original: Any, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments
         self.attrs = dict(zip(keys, map(str, vals)))
-        self._site, self._original = site, original
+        self._eager, self._original = eager, original
 
     def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
         """Call an operator under the policy; return its output."""
-        return self._site.call(self._original, op, inputs, attrs, self._is_np_op)
+        return self._eager.call(self._original, op, inputs, attrs, self._is_np_op)
 
 
-def add_fourth_channel(then: Action, site: CallSite) -> Action:
+def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
     """Convolve color images, cast to bfloat16, with a fourth channel of zeros, as graphs do."""
 
     def action(original: Any, arguments: Sequence[Any]) -> Any:
         _, arrays, _, _, out, *_ = arguments
         if not arrays[1:] or shape_of(arrays[1])[1:2] != (COLORS,):
             return then(original, arguments)
-        calls, shapes = _Calls(site, original, arguments), [array.shape for array in arrays]
+        calls, shapes = _Calls(eager, original, arguments), [array.shape for array in arrays]
         training, dtypes = autograd.is_recording(), {*dtypes_of(arrays)}
-        call = Call(Node("Convolution", "", dict(calls.attrs)), site.policy, training, shapes)
+        call = Call(Node("Convolution", "", dict(calls.attrs)), eager.policy, training, shapes)
         match = PASSES.match(call) if "float32" in dtypes <= {"float32", "bfloat16"} else None
         fits = match is not None and match[0] == "image_convolution" and on_device(arrays, "cpu")
         if not fits:
             return then(original, arguments)
-        return site.write(image_convolution(calls, ())[0], out)
+        return eager.write(image_convolution(calls, ())[0], out)
 
     return action
 
 
-def keep_layout(then: Action, site: CallSite) -> Action:
+def keep_layout(then: Action, eager: EagerOperator) -> Action:
     """Call convolutions on a cast weight in training mode, in which oneDNN leaves it alone.
 
     In inference oneDNN also writes the weight back in its own layout, for later calls. They never
     read this array, since each call casts the weight anew.
     """
-    if not site.rule.lowers:
+    if not eager.rule.lowers:
         return then
 
     def trained(original: Any, *arguments: Any) -> Any:

@@ -59,7 +59,7 @@ class FusionView(View):
         shapes = {name: array.shape for name, array in self.params.items()}
         usage = Usage(shapes=shapes, converting=True)
         chosen = backend_of(self.policy.device).choose(self.graph, self.policy, usage)
-        return frozenset(self.graph.nodes[i].name for i, _ in (chosen or Choices()).kept)
+        return frozenset(self.graph.nodes[i].name for i, _ in (chosen or Choices()).kept_float32)
 
     def stays_float32(self, node: Node) -> bool:
         """Return whether the policy keeps a product `node` in float32, by class, shape or name."""
@@ -91,7 +91,7 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
     dtype = policy.target_dtype if policy.lowers else "float32"
     if policy.device != "cpu" or dtype == "float16":
         raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
-    if policy.lowers and policy.rule("Convolution").missing:
+    if policy.lowers and policy.rule("Convolution").no_kernel:
         raise ArgumentError(NO_KERNELS)
     double = [name for name, array in params.items() if dtype_name(array.dtype) == "float64"]
     if double:

@@ -178,15 +178,15 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
     can't read padding channels stays as it is.
     """
     rule = view.policy.rule("Convolution")
-    if rule.given or rule.missing is not None:
+    if rule.given or rule.no_kernel is not None:
         return
-    plan = _Plan(view, frozenset())
+    plan = _Padding(view, frozenset())
     while plan.refused:
-        plan = _Plan(view, plan.unpadded | plan.refused)
+        plan = _Padding(view, plan.unpadded | plan.refused)
     plan.write(edit)
 
 
-class _Plan:
+class _Padding:
     """The channels of each tensor, and the padding of parameters and attributes that they need."""
 
     def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
@@ -238,7 +238,7 @@ class _Plan:
     def _propagate(self, i: int, node: Node) -> None:
         """Record the output channels of node i, or slice or refuse padding that it can't read."""
         inputs = [self._channels[output] for output in node.inputs]
-        channels_after = self._CHANNELS_AFTER.get(node.operator, _Plan._channels_after_other)
+        channels_after = self._CHANNELS_AFTER.get(node.operator, _Padding._channels_after_other)
         outputs = channels_after(self, i, node, inputs)
         if outputs.runs:
             self._channels[i, 0] = outputs

@@ -176,7 +176,7 @@ def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
 
     def add_layer(k: int, below: Any, own: _Tensors, begin: _Tensors) -> tuple[Any, _Tensors]:
         order = range(steps)[:: -1 if k % _directions(parts.attrs) else 1]
-        states, end = _Layer(parts, f"l{k}", own).steps(below, order, begin)
+        states, end = _LayerSteps(parts, f"l{k}", own).steps(below, order, begin)
         return _add_concat(parts, f"l{k}", states, axis=0), end
 
     return _add_layers(parts, sizes, add_layer)
@@ -320,7 +320,7 @@ def _bounds(begin: int, end: int) -> Attributes:
     return {"axis": "0", "begin": str(begin), "end": str(end)}
 
 
-class _Layer:
+class _LayerSteps:
     """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:

@@ -6,11 +6,11 @@ from typing import AbstractSet, NamedTuple
 
 from mxnet.util import is_np_shape
 
-from ..edit import Names
+from ..edit import UniqueNames
 from ..ir import HALVES, ROLE, Graph, Node, Output
 
 
-class Entry(NamedTuple):
+class NewOutput(NamedTuple):
     """An output in the new graph, its dtype, and its `source`: the entry that it casts up, if any.
 
     An entry is in float32 `for_speed` if a rule about speed alone has kept it there. Where the
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
 
     output: Output
     dtype: str
-    source: Entry | None = None
+    source: NewOutput | None = None
     for_speed: bool = False
 
 
@@ -37,8 +37,8 @@ class Builder:
         # Where amp_cast takes no empty arrays, `Cast` does. Only NumPy semantics allow them.
         self._may_be_empty = not casts_empty and is_np_shape()
         # Inserted casts are inserted anew, so that rewriting a rewritten graph changes nothing.
-        self._names = Names(node.name for node in graph.nodes if not node.is_inserted_cast)
-        self._casts: dict[tuple[Output, str], Entry] = {}
+        self._names = UniqueNames(node.name for node in graph.nodes if not node.is_inserted_cast)
+        self._casts: dict[tuple[Output, str], NewOutput] = {}
         self._copies: dict[Output, Output] = {}
         self._roots: dict[int, str] = {}
 
@@ -47,13 +47,13 @@ class Builder:
         self.nodes.append(node)
         return len(self.nodes) - 1
 
-    def cast(self, entry: Entry, dtype: str, kept: Node | None = None) -> Entry:
+    def cast(self, entry: NewOutput, dtype: str, old: Node | None = None) -> NewOutput:
         """Return `entry` in `dtype`, adding a cast unless one exists.
 
-        The cast takes the name and the role of `kept`, a cast of the old graph that stays.
+        The cast takes the name and the role of `old`, a cast of the old graph that it stands for.
         """
-        if kept is not None:
-            self._names.reserve(kept.name)
+        if old is not None:
+            self._names.reserve(old.name)
         if entry.dtype == dtype:
             return entry
         if entry.source is not None and entry.source.dtype == dtype:
@@ -68,12 +68,12 @@ class Builder:
             attrs = {"dtype": dtype, ROLE: "cast"}
             source_output = self._input_of_cast(entry, dtype)
             added = self._insert(op, source_output, f"amp_cast_{dtype}", attrs)
-            self._casts[key] = Entry((added, 0), dtype, source)
+            self._casts[key] = NewOutput((added, 0), dtype, source)
         made = self._casts[key]
-        if kept is not None:
+        if old is not None:
             node = self.nodes[made.output[0]]
-            node.name = kept.name
-            if not kept.is_inserted_cast:
+            node.name = old.name
+            if not old.is_inserted_cast:
                 node.attrs.pop(ROLE, None)
         return made
 
@@ -83,7 +83,7 @@ class Builder:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {ROLE: "copy"}), 0)
         return self._copies[output]
 
-    def add_plain_layout(self, entry: Entry) -> Entry:
+    def add_plain_layout(self, entry: NewOutput) -> NewOutput:
         """Return a float32 entry copied to MXNet's plain layout by a slice; others unchanged."""
         if entry.dtype != "float32":
             return entry
@@ -92,7 +92,7 @@ class Builder:
             output=(self._insert("slice_axis", entry.output, "amp_plain", whole), 0)
         )
 
-    def _input_of_cast(self, entry: Entry, dtype: str) -> Output:
+    def _input_of_cast(self, entry: NewOutput, dtype: str) -> Output:
         """Return the output for a cast of `entry` to read: a copy if its gradient may be added up.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the

@@ -22,7 +22,7 @@ from ...policy.regions import CAST, REGION
 from ...policy.values import is_true
 from .. import ir
 from ..ir import CASTS, HALVES, ROLE, Graph, Node, Output, Usage
-from .builder import Builder, Entry
+from .builder import Builder, NewOutput
 
 
 @dataclass
@@ -54,31 +54,31 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Hashable | None
 
 def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
     """Return a copy of a graph with casts, for the reasons of its nodes to stay in float32."""
-    widened: AbstractSet[str] = frozenset()
+    to_widen: AbstractSet[str] = frozenset()
     # The dtypes of a promote_function's arguments are known only after a walk. Where they differ,
     # the next walk widens them.
     while True:
         rewriter = _Rewriter(graph, policy, usage)
-        result = rewriter.run(widened)
+        result = rewriter.run(to_widen)
         mixed = {cast for cast, dtypes in rewriter.promoted.items() if len(dtypes) > 1}
-        if mixed <= widened:
+        if mixed <= to_widen:
             return result
-        widened = mixed | widened
+        to_widen = mixed | to_widen
 
 
 class _Value(NamedTuple):
     """The new entry for an output of the old graph, and its dtype without mxamp."""
 
-    entry: Entry
+    entry: NewOutput
     plain: str
 
 
-class _Plan(NamedTuple):
+class _OperatorCasts(NamedTuple):
     """How one operator is added: its policy, its class, and the casts around it."""
 
     policy: Policy
     op_class: str
-    lowered: frozenset[int]  #: inputs in float32 for speed, cast down before `decision`
+    to_lower: frozenset[int]  #: inputs that speed alone kept in float32, lowered before `decision`
     decision: Decision
     key: tuple[Any, ...]  #: equal for operators with equal plans and dtypes
 
@@ -97,9 +97,9 @@ class _Rewriter:
         self.inferred: dict[tuple[Any, ...], tuple[Sequence[str], Sequence[str]]] = {}
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
-    def run(self, widened: AbstractSet[str]) -> Rewrite:
-        """Return the rewritten graph, with arguments of the promote_functions `widened` cast."""
-        self.widened = widened
+    def run(self, to_widen: AbstractSet[str]) -> Rewrite:
+        """Return the rewritten graph, widening arguments of promote_functions `to_widen`."""
+        self.to_widen = to_widen
         for i, node in enumerate(self.graph.nodes):
             for k, value in enumerate(self._add_node(node)):
                 self.values[i, k] = value
@@ -114,7 +114,7 @@ class _Rewriter:
         if node.is_variable:
             plain = ir.variable_dtype(node, self.usage)
             held = self.policy.target_dtype if node.name in self.usage.stored else plain
-            return [_Value(Entry((self.builder.add(node), 0), held), plain)]
+            return [_Value(NewOutput((self.builder.add(node), 0), held), plain)]
         inputs: Sequence[_Value] = [self.values[output] for output in node.inputs]
         if node.op == "amp_cast" and node.stands_for is not None:
             # A cast for an equivalent changes no dtype that the graph has without mxamp.
@@ -156,7 +156,7 @@ class _Rewriter:
         if cast.startswith(regions.WIDEST_INSIDE):
             dtypes = self.promoted.setdefault(cast, set())
             dtypes.update({value.entry.dtype for value in inputs} & CASTABLE)
-            dtype = dtype if cast in self.widened else None
+            dtype = dtype if cast in self.to_widen else None
         if dtype is None or not _are_castable(inputs):
             return inputs
         return [value._replace(entry=self.builder.cast(value.entry, dtype)) for value in inputs]
@@ -180,68 +180,70 @@ class _Rewriter:
             made = without if read == given else ir.infer_outputs(node, read)
             self.inferred[plan.key] = without, made
         plain, dtypes = self.inferred[plan.key]
-        for_speed = (node.kept is not None and not node.kept.exact) or (
+        for_speed = (node.kept_float32 is not None and not node.kept_float32.exact) or (
             plan.op_class in ("neutral", "widest") and any(entry.for_speed for entry in reads)
         )
         outputs = [
-            Entry((added, k), dtype, for_speed=for_speed and dtype == "float32")
+            NewOutput((added, k), dtype, for_speed=for_speed and dtype == "float32")
             for k, dtype in enumerate(dtypes)
         ]
         rounded = self._round_outputs(node, plan, reads, outputs)
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
-    def _plan(self, node: Node, inputs: Sequence[_Value]) -> _Plan:
+    def _plan(self, node: Node, inputs: Sequence[_Value]) -> _OperatorCasts:
         """Return how to add an operator, by its policy and the dtypes of its inputs."""
         policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
         entries = [value.entry for value in inputs]
-        lowered = _choices_to_lower(entries, target) if op_class == "widest" else frozenset()
-        dtypes = [target if k in lowered else entry.dtype for k, entry in enumerate(entries)]
+        to_lower = _kept_for_speed(entries, target) if op_class == "widest" else frozenset()
+        dtypes = [target if k in to_lower else entry.dtype for k, entry in enumerate(entries)]
         key = _call_key(policy, node, inputs, dtypes)
         if key not in self.decided:
             self.decided[key] = self._decide(policy, node, dtypes)
-        return _Plan(policy, op_class, lowered, self.decided[key], key)
+        return _OperatorCasts(policy, op_class, to_lower, self.decided[key], key)
 
     def _decide(self, policy: Policy, node: Node, dtypes: Sequence[str]) -> Decision:
         """Return a call's decision; its reason names the region and the replaced operator."""
         original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
-        decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept)
+        decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept_float32)
         decision = regions.with_region_reason(decision, node.attrs, self.policy)
         if original is None:
             return decision
         reason = self.backend.said(f"stands in for {original.op}: {decision.reason}")
         return replace(decision, reason=reason)
 
-    def _cast_inputs(self, node: Node, plan: _Plan, inputs: Sequence[_Value]) -> list[Entry]:
+    def _cast_inputs(
+        self, node: Node, plan: _OperatorCasts, inputs: Sequence[_Value]
+    ) -> list[NewOutput]:
         """Return the entries that an operator reads, adding their casts."""
         if plan.op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
             entries = [value.entry for value in inputs]
-            for k in sorted(plan.lowered):
+            for k in sorted(plan.to_lower):
                 entries[k] = self.builder.cast(entries[k], plan.policy.target_dtype)
             reads = [self._cast_input(entry, plan.decision, k) for k, entry in enumerate(entries)]
-        detours = node.kept is not None and node.kept.is_missing_kernel
-        if detours and plan.decision.emulated is None and not self.usage.converting:
+        emulated = node.kept_float32 is not None and node.kept_float32.is_missing_kernel
+        if emulated and plan.decision.emulated is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.add_plain_layout(reads[0])
         return reads
 
-    def _cast_input(self, entry: Entry, decision: Decision, position: int) -> Entry:
+    def _cast_input(self, entry: NewOutput, decision: Decision, position: int) -> NewOutput:
         """Return the entry that the operator reads as input `position`, adding its casts."""
         dtype = decision.reads[position]
         if dtype is None:
             return entry
         if position in decision.copied:
-            entry = Entry(self.builder.add_copy(entry.output), entry.dtype)
+            entry = NewOutput(self.builder.add_copy(entry.output), entry.dtype)
         if decision.emulated is not None:
             entry = self.builder.cast(entry, decision.emulated)
         return self.builder.cast(entry, dtype)
 
     def _round_outputs(
-        self, node: Node, plan: _Plan, reads: Sequence[Entry], made: list[Entry]
-    ) -> list[Entry]:
+        self, node: Node, plan: _OperatorCasts, reads: Sequence[NewOutput], made: list[NewOutput]
+    ) -> list[NewOutput]:
         """Return an operator's outputs `made` in the dtypes that its plan names, adding casts."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.emulated
         if through is not None:
@@ -258,7 +260,7 @@ class _Rewriter:
         others = HALVES - {plan.policy.target_dtype}
         return [cast(entry, "float32") if entry.dtype in others else entry for entry in made]
 
-    def _restore(self, value: _Value) -> Entry:
+    def _restore(self, value: _Value) -> NewOutput:
         """Return the entry of a value in the dtype that it has without mxamp, adding a cast."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
@@ -287,15 +289,15 @@ def _call_key(
         node.attrs.get(REGION),
         node.attrs.get(CAST),
         (original or node).name if policy.fp32_layers else None,
-        node.kept,
+        node.kept_float32,
         original and original.op,
         *[value.plain for value in inputs],
         *dtypes,
     )
 
 
-def _choices_to_lower(entries: Sequence[Entry], target: str) -> frozenset[int]:
-    """Return which entries are float32 by choice, if all other floats are in `target`."""
+def _kept_for_speed(entries: Sequence[NewOutput], target: str) -> frozenset[int]:
+    """Return which entries speed alone keeps in float32, if all other floats are in `target`."""
     others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.for_speed}
     return frozenset(k for k, e in enumerate(entries) if e.for_speed and others == {target})
 

@@ -13,7 +13,7 @@ from ...framework.machine import DTYPE_CODES
 from ..edit import Edit, View
 from ..ir import CASTS, ROLE, Graph, Node, Output
 
-FLOAT32 = str(DTYPE_CODES["float32"])
+FLOAT32_CODE = str(DTYPE_CODES["float32"])
 
 
 def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:

@@ -11,12 +11,13 @@ from ...policy.decision import CASTABLE
 from ...policy.regions import REGION
 from ..edit import Edit, View
 from ..ir import CASTS, HALVES, ROLE, Graph, Node, Output, Usage, body_inputs, infer_dtypes
-from .offline import FLOAT32
+from .offline import FLOAT32_CODE
 
 #: The attributes that hold the dtype of an operator's output, and the half dtypes in them. Old
 #: operators store MXNet's codes of dtypes.
 _ATTRIBUTES = ("dtype", "out_dtype")
-_IN_FLOAT32 = {**dict.fromkeys(HALVES, "float32"), **{str(DTYPE_CODES[d]): FLOAT32 for d in HALVES}}
+_IN_FLOAT32 = {one: "float32" for one in HALVES}
+_IN_FLOAT32.update({str(DTYPE_CODES[one]): FLOAT32_CODE for one in HALVES})
 
 
 class Widened(NamedTuple):

@@ -27,7 +27,7 @@ from ...graph.ir import HALVES, Graph, Node, Usage, body_usage, rewrites_bodies
 from ...patches.announcements import warn_of_speed
 from ...patches.cached_op import PolicyCachedOp, Source, Variants
 from ...policy.active import current_policy
-from ...policy.overrides import Layers
+from ...policy.overrides import LayerArgument
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
 from ..tables import text_table
@@ -175,7 +175,7 @@ def explain(
     target_dtype: Any = None,
     *,
     policy: Policy | None = None,
-    excluded_sym_names: Layers = None,
+    excluded_sym_names: LayerArgument = None,
     input_dtypes: Mapping[str, Any] | None = None,
     params: Mapping[str, NDArray] | None = None,
     example_inputs: Examples = None,

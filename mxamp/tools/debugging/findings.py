@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import AmpError
 from ...framework.wording import shortened
 from ...policy.values import RANGES
-from .observing import Tensor
+from .observing import Observed
 
 _KINDS = {
     "nonfinite": "makes values that are not finite",
@@ -59,7 +59,7 @@ class Statistics:
     mean: float | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Statistics:
+    def of(cls, tensor: Observed) -> Statistics:
         """Return the statistics of a tensor."""
         values = tensor.values
         finite = values[np.isfinite(values)].astype(np.float64)

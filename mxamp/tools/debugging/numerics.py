@@ -17,7 +17,7 @@ from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shown
 from ...graph.ir import CASTS, HALVES
 from .findings import Finding, NumericsError, Statistics
-from .observing import Arrays, Inputs, MonitoredGraph, Site, Tensor, TensorObserver, patch_over
+from .observing import Arrays, Inputs, MonitoredGraph, Observed, Place, TensorObserver, patch_over
 
 logger = logging.getLogger("mxamp")
 
@@ -27,14 +27,14 @@ _BACKWARD = (executor.Executor, NDArray, autograd)
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
 #: The inputs of an operator, by name.
-_Read = Mapping[str, Tensor]
+_Read = Mapping[str, Observed]
 
 
 class _Reader(NamedTuple):
     """An array with a gradient, the call that has read it last, and its name there."""
 
     array: NDArray
-    site: Site
+    site: Place
     name: str
 
 
@@ -80,7 +80,7 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ forward
 
-    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
+    def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
         """Judge an output of an operator."""
         if not output.bad or self._found is not None:
             return
@@ -99,7 +99,7 @@ class NumericsCheck(TensorObserver):
         if not output.bad <= held | constants:
             self._report(self._finding("forward", site, "output", output, read))
 
-    def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
+    def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
         """Note that a graph runs, or which arrays with a gradient an eager call reads."""
         if isinstance(reader, MonitoredGraph):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
@@ -121,7 +121,7 @@ class NumericsCheck(TensorObserver):
             self._end_pass()
         return super()._run_block(original, block, *args, **options)
 
-    def _is_skipped(self, site: Site) -> bool:
+    def _is_skipped(self, site: Place) -> bool:
         """Return whether `skip` names a call, whose values are right by definition."""
         # The names of the block, the node and the operator.
         return any(fnmatch.fnmatchcase(one, text) for text in self._skip for one in site[:3])
@@ -133,12 +133,12 @@ class NumericsCheck(TensorObserver):
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
 
-    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, made: Tensor) -> None:
+    def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
         """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
         if self._reads.get(id(graph)) is None:
             self._reads[id(graph)] = self._judge_gradient(site, name, made)
 
-    def _judge_gradient(self, site: Site, name: str, gradient: Tensor) -> Finding | None:
+    def _judge_gradient(self, site: Place, name: str, gradient: Observed) -> Finding | None:
         """Return the finding of a gradient that is not finite; None without one."""
         bad = gradient.bad and not self._is_skipped(site)
         return self._finding("backward", site, f"gradient of {name}", gradient, {}) if bad else None
@@ -151,7 +151,7 @@ class NumericsCheck(TensorObserver):
                 faults.append(read)
                 self._reads[key] = None
             elif read.array._fresh_grad and read.array.grad is not None:
-                faults.append(self._judge_gradient(read.site, read.name, Tensor(read.array.grad)))
+                faults.append(self._judge_gradient(read.site, read.name, Observed(read.array.grad)))
                 del self._reads[key]
         return next((one for one in faults if one is not None), None)
 
@@ -185,7 +185,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ reports
 
     def _finding(
-        self, phase: str, site: Site, name: str, tensor: Tensor, read: _Read, kind: str = ""
+        self, phase: str, site: Place, name: str, tensor: Observed, read: _Read, kind: str = ""
     ) -> Finding:
         """Return the finding of a tensor, with statistics of it and of what the operator read."""
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)

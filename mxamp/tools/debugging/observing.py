@@ -125,7 +125,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 # ---------------------------------------------------------------------- operators and tensors
 
 
-class Site(NamedTuple):
+class Place(NamedTuple):
     """The place where an operator was called."""
 
     block: str
@@ -137,7 +137,7 @@ class Site(NamedTuple):
     layers: tuple[str, ...] = ()  #: in a graph, what to keep in float32 if the operator overflows
 
 
-class Tensor:
+class Observed:
     """An array whose values are read when they are needed."""
 
     def __init__(self, array: NDArray) -> None:
@@ -164,14 +164,14 @@ class Tensor:
         """Return the number of elements that are 0."""
         return int((self.values == 0).sum())
 
-    def is_zero_at(self, output: Tensor) -> bool:
+    def is_zero_at(self, output: Observed) -> bool:
         """Return whether the array is 0 wherever an output, of its shape, is Inf or NaN."""
         fits = all(n in (1, m) for n, m in zip(self.array.shape[::-1], output.array.shape[::-1]))
         return fits and bool(((self.values == 0) | np.isfinite(output.values)).all())
 
 
 #: The inputs of an operator; None for an input that is not known.
-Inputs = Sequence[Optional[Tensor]]
+Inputs = Sequence[Optional[Observed]]
 
 
 class TensorObserver(Observer):
@@ -198,16 +198,16 @@ class TensorObserver(Observer):
             executor.set_monitor_callback(lambda *_: None)  # MXNet can't remove a monitor
         self._graphs.clear()
 
-    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
+    def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
         """Observe an output of an operator, its `number`."""
 
-    def on_begin(self, reader: MonitoredGraph | Site, inputs: Arrays) -> None:
+    def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
         """Take the begin of a graph's forward pass, or of an eager call at a site."""
 
     def on_end(self) -> None:
         """Take the end of a graph's forward pass, or of an eager call."""
 
-    def on_gradient(self, graph: MonitoredGraph, site: Site, name: str, made: Tensor) -> None:
+    def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
         """Observe a gradient inside of a graph, which the operator at `site` makes."""
 
     def _blocks(self) -> list[Block]:
@@ -223,7 +223,7 @@ class TensorObserver(Observer):
         finally:
             self._blocks().pop()
 
-    def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Site:
+    def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Place:
         """Return the site of an eager call."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
@@ -232,11 +232,11 @@ class TensorObserver(Observer):
             params = {id(array): one.name for one in held for array in one._data or ()}
         named = zip(inputs, _input_names(operator, len(inputs)))
         names = [params.get(id(array), name) for array, name in named]
-        return Site(block, block or operator, operator, dict(zip(*rest[:2])), names)
+        return Place(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
         """Observe the outputs of an eager call."""
-        read = list(map(Tensor, inputs))
+        read = list(map(Observed, inputs))
         if rest[2] is not None:
             # Read them before the call, which may write over them.
             for tensor in read:
@@ -245,7 +245,7 @@ class TensorObserver(Observer):
         self.on_begin(site, inputs)
         outputs = original(handle, inputs, *rest)
         for number, array in enumerate(as_list(outputs)):
-            self.on_operator(site, read, Tensor(array), number)
+            self.on_operator(site, read, Observed(array), number)
         self.on_end()
         return outputs
 
@@ -307,7 +307,7 @@ class MonitoredGraph:
     def observed(self, inputs: Arrays) -> Iterator[None]:
         """Context of a forward pass on these inputs."""
         #: The tensors of the running forward pass.
-        self._seen: dict[Output, Tensor] = dict(zip(self._inputs, map(Tensor, inputs)))
+        self._seen: dict[Output, Observed] = dict(zip(self._inputs, map(Observed, inputs)))
         self._calls: Counter[str] = Counter()
         self._observer.on_begin(self, inputs)
         yield
@@ -323,21 +323,21 @@ class MonitoredGraph:
         node, number = found[1], int(found[3] or 0)
         places = self._places.get(node, [])
         if found[2] or not places:
-            site = self._site(places[0], True) if places else Site("", node, "add_n", {}, ())
+            site = self._site(places[0], True) if places else Place("", node, "add_n", {}, ())
             of = dict(enumerate(site.names)).get(number, f"input {number}")
-            self._observer.on_gradient(self, site, of, Tensor(array))
+            self._observer.on_gradient(self, site, of, Observed(array))
             return
         self._calls[node] += number == 0
         i = places[min(self._calls[node], len(places)) - 1]
         if i in self._unread:
             return
-        output = self._seen[i, number] = Tensor(array)
+        output = self._seen[i, number] = Observed(array)
         inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
         # `bad` reads the values at once, as another operator may write over them.
         zeros = self._maker_of_zeros(i, output) if output.bad else ""
         self._observer.on_operator(self._site(i)._replace(zeros=zeros), inputs, output, number)
 
-    def _maker_of_zeros(self, i: int, output: Tensor) -> str:
+    def _maker_of_zeros(self, i: int, output: Observed) -> str:
         """Return the operator that made the zeros which node i turns into Inf or NaN; "" if none.
 
         The search goes up the graph as long as operators pass zeros on and make no more.
@@ -365,7 +365,7 @@ class MonitoredGraph:
         found = [k for k in far if emulated_dtype(nodes[k].attrs) in HALVES] or near
         return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
-    def _site(self, i: int, backward: bool = False) -> Site:
+    def _site(self, i: int, backward: bool = False) -> Place:
         """Return the site of a node, in the forward or the backward pass."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
@@ -373,7 +373,7 @@ class MonitoredGraph:
         names = [source.name if source.is_variable else name for source, name in known]
         inner = (block.name for block in self._blocks if node.name.startswith(block.prefix))
         layers = tuple(dict.fromkeys(self._layers(i, backward)))
-        return Site(next(inner, ""), node.name, node.operator, node.attrs, names, layers=layers)
+        return Place(next(inner, ""), node.name, node.operator, node.attrs, names, layers=layers)
 
 
 def _input_names(operator: str, count: int) -> Sequence[str]:

@@ -19,7 +19,7 @@ from ...patches.autocast import autocast, policy_for
 from ...policy.policy import Policy
 from ..tables import text_table
 from . import measured
-from .observing import Inputs, Site, Tensor, TensorObserver
+from .observing import Inputs, Observed, Place, TensorObserver
 
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
 JUMP = 8.0
@@ -33,7 +33,7 @@ _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "l
 Key = Tuple[str, int, int]
 
 
-class _Layer(NamedTuple):
+class _LayerOutput(NamedTuple):
     """One output of a layer in one run, with the values of the layer's inputs."""
 
     block: str
@@ -60,7 +60,7 @@ class TensorError(Distance):
         self.name, self.block, self.operator, self.precision = name, block, operator, precision
         self._inputs = Distance()
 
-    def include(self, plain: _Layer, mixed: _Layer) -> None:
+    def include(self, plain: _LayerOutput, mixed: _LayerOutput) -> None:
         """Include a batch of a layer's output."""
         self.add(self.name, plain.values, mixed.values)
         self.zeros = self.zeros or mixed.zeros
@@ -195,9 +195,11 @@ def compare(
             with measured.explained_errors(net, batch.inputs):
                 copy = copy or measured.copied(net, batch.inputs)
                 restart()
-                plain = _Layers().of(copy, batch.inputs, train_mode, autocast(enabled=False))
+                plain = _LayerOutputs().of(copy, batch.inputs, train_mode, autocast(enabled=False))
                 restart()
-                mixed = _Layers().of(copy, batch.inputs, train_mode, autocast(policy=rounding))
+                mixed = _LayerOutputs().of(
+                    copy, batch.inputs, train_mode, autocast(policy=rounding)
+                )
             for key, layer in plain.items():
                 measured.require_dtype(key[0], layer.precision, HALVES)
                 other = mixed.get(key)
@@ -212,25 +214,25 @@ def compare(
     return Comparison(chosen.target_dtype, outputs, jump, bool(getattr(copy, "_active", False)))
 
 
-class _Layers(TensorObserver):
+class _LayerOutputs(TensorObserver):
     """The outputs of a net's layers in one run, in the order of execution."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: Counter[str] = Counter()
-        self.layers: dict[Key, _Layer] = {}
-        self._keys: dict[Tensor, Key] = {}
+        self.layers: dict[Key, _LayerOutput] = {}
+        self._keys: dict[Observed, Key] = {}
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
-        self._before_cast: dict[Tensor, Tensor] = {}
+        self._before_cast: dict[Observed, Observed] = {}
 
-    def of(self, net: Block, inputs: Any, train_mode: bool, cast: Any) -> dict[Key, _Layer]:
+    def of(self, net: Block, inputs: Any, train_mode: bool, cast: Any) -> dict[Key, _LayerOutput]:
         """Run a net on these inputs, in the context `cast`; return its layers."""
         recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
         with cast, self, recording:
             net(*inputs)
         return self.layers
 
-    def on_operator(self, site: Site, inputs: Inputs, output: Tensor, number: int) -> None:
+    def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
         """Record an output of a layer."""
         if not output.is_checkable:
             return
@@ -248,4 +250,6 @@ class _Layers(TensorObserver):
         key = self._keys[output] = name, self._calls[name], number
         precision = emulated_dtype(site.attributes) or output.dtype
         read = [one and self._before_cast.get(one, one).values for one in inputs]
-        self.layers[key] = _Layer(site.block, site.operator, precision, values, read, site.zeros)
+        self.layers[key] = _LayerOutput(
+            site.block, site.operator, precision, values, read, site.zeros
+        )

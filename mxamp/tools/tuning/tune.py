@@ -49,7 +49,7 @@ NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds
 
 NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
-FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
+STAYS_FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
 OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a better policy."
 
@@ -329,7 +329,7 @@ class _Search:
         model.notes += [] if self.timed else [NOT_TIMED]
         works = functools.lru_cache(maxsize=None)(self._works)  # smallest_set begins with none, too
         try:
-            if self.timed and base.rule("Convolution").missing:
+            if self.timed and base.rule("Convolution").no_kernel:
                 model.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
             elif not works(frozenset()):
                 smallest_set(works, self._ordered_layers())
@@ -405,7 +405,7 @@ class _Search:
         if best.way in HOW:
             notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
         elif best is plain and complete:
-            notes.append(FLOAT32)
+            notes.append(STAYS_FLOAT32)
         errors = best.errors["error"], best.errors.get("gradients"), best.errors.get("metric")
         texts = (*self._report(best, timed.get(best), kept), *notes)
         rows = tuple(timed.values())
@@ -422,5 +422,5 @@ class _Search:
         return (
             f"Tuned for {task}{place if self.timed else ''}{self._limits}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
-            f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
+            f"LayerArgument that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
