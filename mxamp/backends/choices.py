@@ -6,6 +6,7 @@ rules and passes read, bodies of loops, and the graph with what was chosen.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple
 
@@ -49,6 +50,28 @@ class Setting(NamedTuple):
     policy: Policy  #: of the graph
     usage: Usage
     shapes: Mapping[int, Shapes]  #: the known shapes of inputs, by node index
+
+
+class Sites:
+    """The sites of a graph's operators, as every backend sees them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._readers = Counter(output for node in setting.graph.nodes for output in node.inputs)
+
+    def at(self, i: int) -> Site:
+        """Return node i and its surroundings."""
+        graph, policies, _, usage, known = self.setting
+        node, uses, casts_weight = graph.nodes[i], 0, False
+        if node.inputs[1:]:
+            weight = graph.nodes[node.inputs[1][0]]
+            held = usage.dtypes.get(weight.name) == policies[i].target_dtype
+            if not weight.is_variable or not (weight.name in usage.stored or held):
+                uses = self._readers[node.inputs[1]]
+            offline = weight.is_variable and weight.name in usage.offline and uses == 1
+            casts_weight = uses > 0 and (usage.training or usage.converting) and not offline
+        shapes = known.get(i, ())
+        return Site(node.operator, node.attrs, shapes, usage.training, uses, casts_weight)
 
 
 class Passes:
@@ -130,11 +153,11 @@ class ChoosingBackend(Backend):
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
         """Return why nodes stay in float32, and the matches of those to substitute, by index."""
-        graph, policies, _, usage, known = setting
-        kept, substituted = {}, {}
+        graph, policies, _, usage, _ = setting
+        sites, kept, substituted = Sites(setting), {}, {}
         for i, node in enumerate(graph.nodes):
             rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
-            site = Site(node.operator, node.attrs, known.get(i, ()), usage.training)
+            site = sites.at(i)
             reason = reason_to_keep(site, rules)
             if reason is not None:
                 kept[i] = reason

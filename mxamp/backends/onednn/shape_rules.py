@@ -9,7 +9,6 @@ them. Rules about speed don't apply where a shape that they need is unknown.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Mapping
 
@@ -17,7 +16,7 @@ from ...graph.ir import Node, Output, infer_dtypes
 from ...policy.rules import Reason
 from ...policy.values import flattens_data, parse_integers
 from .. import Site, rule
-from ..choices import Match, Setting, reason_to_keep
+from ..choices import Match, Setting, Sites, reason_to_keep
 from ..passes import Call
 from . import layouts
 from .layouts import BLOCK, COLORS
@@ -89,16 +88,16 @@ def _running(node: Node, match: Match | None) -> Node:
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
-class _Sites:
+class _Sites(Sites):
     """The sites of a graph's operators, in the order of a walk that tracks blocked layouts."""
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
-        graph, self._policies, policy, self._usage, self._known = setting
+        super().__init__(setting)
+        graph, self._policies, policy, usage, _ = setting
         self._graph, self._substituted = graph, substituted
         self._running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
         self._norms = layouts.nodes_before_norms(self._running)
-        self._readers = Counter(output for node in graph.nodes for output in node.inputs)
-        self._of_volumes = layouts.volume_readers(self._running, policy, self._usage)
+        self._of_volumes = layouts.volume_readers(self._running, policy, usage)
 
     def walk(
         self, small_layers: Mapping[int, Reason]
@@ -114,7 +113,7 @@ class _Sites:
             if node.is_variable:
                 continue
             rule = self._policies[i].rule(node.operator)
-            site = self._site(i, node, blocked)
+            site = self._in_layouts(i, node, blocked)
             reason = small_layers.get(i)
             if reason is None:
                 others = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
@@ -134,23 +133,9 @@ class _Sites:
             )
         return kept, small, excess
 
-    def _site(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
+    def _in_layouts(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
         """Return node i and its surroundings; `blocked` holds the outputs before it that are."""
-        usage, uses, casts_weight = self._usage, 0, False
-        if node.inputs[1:]:
-            weight = self._graph.nodes[node.inputs[1][0]]
-            held = usage.dtypes.get(weight.name) == self._policies[i].target_dtype
-            if not weight.is_variable or not (weight.name in usage.stored or held):
-                uses = self._readers[node.inputs[1]]
-            offline = weight.is_variable and weight.name in usage.offline and uses == 1
-            casts_weight = uses > 0 and (usage.training or usage.converting) and not offline
-        return Site(
-            node.operator,
-            node.attrs,
-            self._known.get(i, ()),
-            usage.training,
-            uses,
-            casts_weight=casts_weight,
+        return self.at(i)._replace(
             feeds_norm=i in self._norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
             reads_volume=i in self._of_volumes,

@@ -422,5 +422,5 @@ class _Search:
         return (
             f"Tuned for {task}{place if self.timed else ''}{self._limits}.",
             f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
-            f"LayerArgument that the search keeps in float32: {shortened(kept) or 'none'}.",
+            f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
         )
