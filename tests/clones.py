@@ -18,7 +18,7 @@ case "$1 ${{2:-}}" in
         config) echo ":env:.no-index='${{PIP_NO_INDEX:-}}'" ;;
         install) echo "$PWD: ${{PIP_INDEX_URL:-}} $*" >>"$CALLS"; eval "${{PIP_DOES:-}}" ;;
     esac ;;
-    */"cuda_stubs --simulate") mkdir -p "$3" && echo built >>"$CALLS.built" && echo "SIMULATED=a b" ;;
+    */"cuda_stubs "*) mkdir -p "$2" && echo built >>"$CALLS.built" && echo "SIMULATED=a b" ;;
     *) echo "ran $*${{SIMULATED:+ with $SIMULATED}}" ;;
 esac
 """

@@ -22,7 +22,7 @@ build_stand_ins() {
     if [ ! -e "$folder/ready" ] || [ -n "$(find "$root/scripts/simulated_gpu" "$root/scripts/cuda_stubs" "$stamp" -newer "$folder/ready")" ]; then
         say "building two simulated GPUs, 10 to 20 s"
         rm -f "$folder/ready"
-        "$venv_python" "$root/scripts/cuda_stubs" --simulate "$folder" >"$venv/ready" || fail "the simulated GPUs could not be built"
+        "$venv_python" "$root/scripts/cuda_stubs" "$folder" >"$venv/ready" || fail "the simulated GPUs could not be built"
         mv "$venv/ready" "$folder/ready"
     fi
     while IFS= read -r said; do export "${said?}"; done <"$folder/ready"

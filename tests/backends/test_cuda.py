@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import types
 from pathlib import Path
@@ -107,56 +106,3 @@ def test_the_extra_installs_the_wheel_and_its_libraries():
     assert all(re.fullmatch(r"nvidia-[\w-]+-cu11==[\d.]+", wheel) for wheel in wheels)
     # cublas and cublasLt come in one
     assert len(wheels) == len(cuda.CUDA_LIBRARIES) - 1
-
-
-# ---------------------------------------------------------------------- stand-ins
-
-STUBS = ROOT / "scripts" / "cuda_stubs"
-
-
-def stubs(*arguments, path=""):
-    return subprocess.run(
-        [sys.executable, str(STUBS), *arguments], capture_output=True, text=True, check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(path)},
-    )  # fmt: skip
-
-
-@with_compiler
-@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
-def test_stand_ins_answer_that_there_is_no_device(tmp_path):
-    source = """
-        int cudaGetDeviceCount(int *); int cudaDriverGetVersion(int *); int ncclCommCount(void);
-        const char *cudaGetErrorString(int);
-        int count(void) { int n; return cudaGetDeviceCount(&n); }
-        int version(void) { int n = 1; int status = cudaDriverGetVersion(&n); return n + status; }
-        int nccl(void) { return ncclCommCount(); }
-        const char *error(void) { return cudaGetErrorString(100); }
-    """
-    real = tmp_path / "real"
-    real.mkdir()
-    (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet" / "__init__.py").touch()
-    (tmp_path / "mxnet.c").write_text(source)
-    for name in ("libcudart.so.11.0", "libnccl.so.2"):
-        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "/dev/null", f"-Wl,-soname,{name}"]
-        subprocess.run([*command, "-o", str(real / name)], check=True)
-    subprocess.run(
-        [COMPILER, "-shared", "-fPIC", str(tmp_path / "mxnet.c"), "-o", str(tmp_path / "mxnet" / "libmxnet.so"),
-         "-Wl,--no-as-needed", f"-L{real}", "-l:libcudart.so.11.0", "-l:libnccl.so.2"], check=True,
-    )  # fmt: skip
-    done = stubs(str(tmp_path / "stubs"), path=tmp_path)
-    assert done.stdout.strip() == str(tmp_path / "stubs"), done.stderr
-    assert sorted(path.name for path in (tmp_path / "stubs").iterdir()) == [
-        "libcudart.so.11.0",
-        "libnccl.so.2",
-    ]
-    code = (
-        f"import ctypes; it = ctypes.CDLL({str(tmp_path / 'mxnet' / 'libmxnet.so')!r}); "
-        "it.error.restype = ctypes.c_char_p; "
-        "print(it.count(), it.version(), it.nccl(), it.error().decode())"
-    )
-    asked = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={"LD_LIBRARY_PATH": str(tmp_path / "stubs")},
-    )  # fmt: skip
-    assert asked.stdout == "100 0 100 no CUDA device: a stand-in library\n"

@@ -85,6 +85,7 @@ def test_how_many_gpus_and_of_which_capability():
     code = 'print(json.dumps([mx.context.num_gpus(), mx.context.gpu_memory_info(0), "gpu"]))'
     assert run(code, SIMULATED_GPUS="3", SIMULATED_GPU_MEMORY="512")[:2] == [3, [2**29, 2**29]]
     assert run("print(json.dumps(mx.context.num_gpus()))") == 2
+    assert run("print(json.dumps(mx.context.num_gpus()))", SIMULATED_GPUS="0") == 0
 
 
 def test_memory_runs_out():

@@ -1,1 +1,0 @@
-/* cuSPARSE: MXNet calls none of its functions. */
