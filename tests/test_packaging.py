@@ -20,9 +20,8 @@ from helpers import ROOT
 from mxamp.framework.compat import MXNET
 
 PARTS = (
-    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CONTRIBUTING.md",
-    "SECURITY.md",
-    "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mkdocs.yml",
+    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
+    "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mkdocs.yml",
     "mxamp", "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
 )  # fmt: skip
 INSTALL = (ROOT / "README.md").read_text().split("## Install")[1].split("\n## ")[0]
@@ -95,6 +94,14 @@ def test_the_description_has_no_links_to_files(built):
     assert "CONTRIBUTING.md: set-up" in text
     for name in re.findall(r"\(((?:docs|examples)[^)#]*)", text):
         assert any(file.startswith(name) for file in built.in_sdist), name
+
+
+def test_the_citation_names_the_newest_version_of_the_changelog():
+    changelog, citation = (ROOT / name for name in ("CHANGELOG.md", "CITATION.cff"))
+    newest = re.search(r"^## \[(.+?)\] - (.+)$", changelog.read_text(), re.M).groups()
+    cited = dict(re.findall(r"^([\w-]+): (.+)$", citation.read_text(), re.M))
+    assert (cited["version"], cited["date-released"]) == newest
+    assert (cited["version"], cited["title"]) == (amp.__version__, "mxamp")
 
 
 def test_the_readme_s_install_section():
