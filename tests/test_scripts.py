@@ -120,6 +120,15 @@ def test_every_supported_python_runs_both_commands():
         assert command in text
 
 
+def test_ci_proves_covers_simulates_and_installs():
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    for command in ("test --python python --all", "test --python python --gpu", "nox -s coverage"):
+        assert f"{command}\n" in text
+    version, numpy = re.search(r'nox -s "smoke\((.+)-(.+)\)"', text).groups()
+    noxfile = (ROOT / "noxfile.py").read_text()
+    assert f'("{version}", "{numpy}")' in noxfile and "\ndef coverage(" in noxfile
+
+
 def test_make_names_only_files_that_exist():
     text = (ROOT / "Makefile").read_text()
     for name in re.findall(r"(?:scripts|tests|docs)/[\w./]+\w", text):
