@@ -22,6 +22,8 @@ SHAPES = (
     (6, 8), (8, 32), (64, 32), (8, 600), (2, 5, 16), (4, 6, 48), (8, 32, 16), (16, 64, 48),
 )  # fmt: skip
 LARGEST = 60_000  #: elements of a value
+#: The changes of a block between two calls.
+CHANGES = "shape mode set_data hybridize grad_req off policy cast export convert".split()
 #: Operators with another name in `mx.np` and `mx.npx`; families in the middle have none there.
 NUMPY = dict(pair.split(":") for pair in """
     Activation:npx.activation BatchNorm:npx.batch_norm Convolution:npx.convolution
@@ -62,8 +64,8 @@ class Builder:
 
     def param(self, role: str, *shape: int) -> Ref:
         """Return the name of a parameter of a shape: a new one, or one of the same role."""
-        same = [name for name, one in self.params.items()
-                if one == list(shape) and name.rstrip("0123456789") == role]  # fmt: skip
+        fitting = [name for name, one in self.params.items() if one == list(shape)]
+        same = [name for name in fitting if name.rstrip("0123456789") == role]
         # BatchNorm writes its gamma, with fix_gamma, and its statistics.
         if same and not role.startswith(("running", "fixed")) and self.rarely(3):
             return same[-1]
@@ -84,9 +86,9 @@ class Builder:
         k, node = len(self.nodes), Node(op, list(inputs), attrs, outputs)
         try:
             symbol = evaluated(node, k, mx.sym, self._symbols)
-            known = {name: self._known[name] for name in mx.sym.Group(list(symbol)).list_arguments()
-                     if name in self._known}  # fmt: skip
-            shapes = mx.sym.Group(list(symbol)).infer_shape_partial(**known)[1]
+            group = mx.sym.Group(list(symbol))
+            known = {k: self._known[k] for k in group.list_arguments() if k in self._known}
+            shapes = group.infer_shape_partial(**known)[1]
         except (mx.MXNetError, ValueError, TypeError, AssertionError):
             return
         sizes = [size for shape in shapes or [()] for size in shape]
@@ -117,21 +119,20 @@ def convolution(g: Builder, x: Ref, shape: Shape) -> None:
     rank, channels = len(shape) - 2, shape[1]
     kernel, groups = g.pick(1, 3, 2), g.pick(1, 1, 1, channels, 2, 4)
     filters = groups * g.pick(1, 2, 3, 4, 8) if groups > 1 else g.pick(4, 16, 8, 3, 1, 24, 32)
-    more = {name: (g.pick(*values),) * rank
-            for name, values in (("stride", (1, 2)), ("pad", (0, 1)), ("dilate", (1, 2)))
-            if g.rarely(2)}  # fmt: skip
+    choices = {"stride": (1, 2), "pad": (0, 1), "dilate": (1, 2)}
+    more = {name: (g.pick(*sizes),) * rank for name, sizes in choices.items() if g.rarely(2)}
     bias = [] if g.rarely(2) else [g.param("bias", filters)]
     weight = g.param("weight", filters, channels // groups, *[kernel] * rank)
-    g.add("Convolution", x, weight, *bias, kernel=(kernel,) * rank, num_filter=filters,
-          num_group=groups, no_bias=not bias, **more)  # fmt: skip
+    more.update(num_filter=filters, num_group=groups, no_bias=not bias)
+    g.add("Convolution", x, weight, *bias, kernel=(kernel,) * rank, **more)
 
 
 @family(4)
 def deconvolution(g: Builder, x: Ref, shape: Shape) -> None:
     kernel, stride, filters = g.pick(2, 3), g.pick(1, 2), g.pick(4, 16, 3)
     weight = g.param("deconv_weight", shape[1], filters, kernel, kernel)
-    g.add("Deconvolution", x, weight, g.param("bias", filters), kernel=(kernel,) * 2,
-          stride=(stride,) * 2, num_filter=filters, no_bias=False)  # fmt: skip
+    sizes = {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "num_filter": filters}
+    g.add("Deconvolution", x, weight, g.param("bias", filters), **sizes, no_bias=False)
 
 
 @family(2, 3, 4, weight=5)
@@ -139,8 +140,8 @@ def dense(g: Builder, x: Ref, shape: Shape) -> None:
     flatten, units = g.rarely(2), g.pick(4, 8, 16, 3, 1, 32, 64)
     width = int(np.prod(shape[1:])) if flatten else shape[-1]
     bias = [] if g.rarely(2) else [g.param("bias", units)]
-    g.add("FullyConnected", x, g.param("weight", units, width), *bias, num_hidden=units,
-          flatten=flatten, no_bias=not bias)  # fmt: skip
+    options = {"num_hidden": units, "flatten": flatten, "no_bias": not bias}
+    g.add("FullyConnected", x, g.param("weight", units, width), *bias, **options)
 
 
 @family(2, 4, weight=5)
@@ -185,8 +186,9 @@ def pooling(g: Builder, x: Ref, shape: Shape) -> None:
         g.add("Pooling", x, pool_type=kind, global_pool=True, kernel=(1,) * rank)
         return
     more = {"count_include_pad": False} if g.rarely(3) and kind == "avg" else {}
-    g.add("Pooling", x, pool_type=kind, kernel=(g.pick(2, 3),) * rank,
-          stride=(g.pick(2, 1),) * rank, pad=(g.pick(0, 1),) * rank, **more)  # fmt: skip
+    choices = {"kernel": (2, 3), "stride": (2, 1), "pad": (0, 1)}
+    more.update({name: (g.pick(*sizes),) * rank for name, sizes in choices.items()})
+    g.add("Pooling", x, pool_type=kind, **more)
 
 
 @family(4, numpy=False)
@@ -257,15 +259,15 @@ def concatenation(g: Builder, x: Ref, shape: Shape) -> None:
 
 @family(2, 3, 4, weight=1)
 def reshaping(g: Builder, x: Ref, shape: Shape) -> None:
-    rank = len(shape)
-    g.pick(
-        lambda: g.add("transpose", x, axes=(0, *range(2, rank), 1)),
-        lambda: g.add("expand_dims", x, axis=1),
-        lambda: g.add("Flatten" if not g.numpy else "np.swapaxes", x,
-                      **({"axis1": 1, "axis2": rank - 1} if g.numpy else {})),
-        lambda: g.add("npx.reshape", x, newshape=(-2, -1)) if g.numpy
-        else g.add("reshape", x, shape=(0, -1)),
-    )()  # fmt: skip
+    last = len(shape) - 1
+    kinds = [("transpose", {"axes": (0, *range(2, last + 1), 1)}), ("expand_dims", {"axis": 1})]
+    if g.numpy:
+        kinds += [("np.swapaxes", {"axis1": 1, "axis2": last})]
+        kinds += [("npx.reshape", {"newshape": (-2, -1)})]
+    else:
+        kinds += [("Flatten", {}), ("reshape", {"shape": (0, -1)})]
+    op, attrs = g.pick(*kinds)
+    g.add(op, x, **attrs)
 
 
 @family(2, 3, 4, numpy=False)
@@ -282,12 +284,11 @@ def identity(g: Builder, x: Ref, shape: Shape) -> None:
 
 @family(2, 3)
 def indexing(g: Builder, x: Ref, shape: Shape) -> None:
-    width = g.pick(8, 16)
+    sizes = {"input_dim": 4, "output_dim": g.pick(8, 16)}
     kinds = [
-        lambda: g.add("Embedding", "label", g.param("weight", 4, width), input_dim=4,
-                      output_dim=width),
+        lambda: g.add("Embedding", "label", g.param("weight", *sizes.values()), **sizes),
         lambda: g.add("one_hot", "label", depth=4),
-    ]  # fmt: skip
+    ]
     if shape[1] >= 4:
         kinds += [lambda: g.add("pick", x, "label", axis=1)] if len(shape) == 2 else []
         kinds += [] if g.numpy else [lambda: g.add("take", x, "label", axis=1)]
@@ -310,8 +311,9 @@ def sequence(g: Builder, x: Ref, shape: Shape) -> None:
         g.add(LOOP, x, g.param("weight", shape[2], shape[2]))
     else:
         more = {"num_layers": 2} if g.rarely(3) else {}
-        g.add(f"@rnn.{g.pick('LSTM', 'GRU', 'RNN')}", x, hidden_size=g.pick(8, 16),
-              input_size=shape[2], bidirectional=g.rarely(2), **more)  # fmt: skip
+        op = f"@rnn.{g.pick('LSTM', 'GRU', 'RNN')}"
+        more.update(hidden_size=g.pick(8, 16), input_size=shape[2], bidirectional=g.rarely(2))
+        g.add(op, x, **more)
 
 
 LOOP = (
@@ -350,8 +352,8 @@ def random_program(number: int) -> Program:
         wanted = chance.randint(1, 9)
         for _ in range(3 * wanted):
             ref = g.pick(*[list(g.values)[-1]] * 2, *list(g.values)[-5:])
-            fitting = [one for one, there in FAMILIES.get(len(g.values[ref]), ())
-                       if there or not numpy]  # fmt: skip
+            families = FAMILIES.get(len(g.values[ref]), ())
+            fitting = [one for one, there in families if there or not numpy]
             if len(g.nodes) < wanted and fitting:
                 g.pick(*fitting)(g, ref, g.values[ref])
     *older, last = list(g.values)
@@ -364,8 +366,8 @@ def random_program(number: int) -> Program:
         steps = [step for step in steps if step.kind != "reshape"]
     inside = "enabled=False" if policy != "float32" and g.rarely(12) else None
     front = g.pick("autocast", "autocast", "init")
-    return pruned(Program(way, policy, front, numpy, g.params, g.nodes, heads, steps, 0, special,
-                          inside))  # fmt: skip
+    network = g.params, g.nodes, heads
+    return pruned(Program(way, policy, front, numpy, *network, steps, 0, special, inside))
 
 
 def _other_shape(g: Builder, shape: Shape) -> Shape:
@@ -388,17 +390,13 @@ def _block(g: Builder, shape: Shape, policy: str) -> List[Step]:
         flags = {"static_alloc": True}
         steps = [Step("hybridize", g.pick({}, flags, {**flags, "static_shape": True}))]
     hybrid = bool(steps)
-    changes: Dict[str, List[Dict[str, Any]]] = {
-        "set_data": [{"seed": 1}, {"seed": 2}],
-        "cast": [{}],
-        "grad_req": [{"pattern": pattern, "req": req} for req in ("null", "add", "write")
-                     for pattern in (".*", ".*weight.*", ".*bias.*|.*beta.*")],
-    }  # fmt: skip
+    patterns = ".*", ".*weight.*", ".*bias.*|.*beta.*"
+    reqs = [{"pattern": one, "req": req} for req in ("null", "add", "write") for one in patterns]
+    changes = {"set_data": [{"seed": 1}, {"seed": 2}], "cast": [{}], "grad_req": reqs}
     steps.append(Step("call", {"shape": shape, "train": train}))
     while g.rarely(2) and len(steps) < 7:
         now: Dict[str, Any] = {"shape": shape, "train": train}
-        kind = g.pick("shape", "mode", "set_data", "hybridize", "grad_req", "off", "policy",
-                      "cast", "export", "convert")  # fmt: skip
+        kind = g.pick(*CHANGES)
         if kind == "shape":
             now["shape"] = _other_shape(g, shape)
         elif kind == "hybridize":

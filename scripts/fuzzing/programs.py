@@ -101,8 +101,8 @@ def pruned(program: Program) -> Program:
     def renamed(refs: List[Ref]) -> List[Ref]:
         return [_NODE.sub(lambda found: f"v{numbers[found[1]]}", ref) for ref in refs]
 
-    nodes = [replace(program.nodes[k], inputs=renamed(program.nodes[k].inputs))
-             for k in sorted(needed)]  # fmt: skip
+    kept = [program.nodes[k] for k in sorted(needed)]
+    nodes = [replace(node, inputs=renamed(node.inputs)) for node in kept]
     used = {ref for node in nodes for ref in node.inputs}
     params = {name: shape for name, shape in program.params.items() if name in used}
     heads = list(dict.fromkeys(renamed(program.heads)))
@@ -114,9 +114,7 @@ def pruned(program: Program) -> Program:
 #: Steps that later steps need, and attributes that a node may lack.
 _NEEDED = ("init_trainer", "decorate", "bind")
 _OPTIONAL = ("pad", "stride", "dilate", "num_layers", "use_global_stats", "fix_gamma")
-_SIMPLEST: Dict[str, Any] = {
-    "special": {}, "inside": None, "front": "autocast", "policy": "float32",
-}  # fmt: skip
+_SIMPLEST = {"special": {}, "inside": None, "front": "autocast", "policy": "float32"}
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool], trials: int) -> Program:
@@ -171,8 +169,8 @@ def _without_node(program: Program, k: int) -> Iterator[Program]:
     for ref in program.nodes[k].inputs:
         if not re.fullmatch(r"v\d+(\[\d+\])?|data", ref):
             continue
-        nodes = [replace(node, inputs=[mine.sub(ref, one) for one in node.inputs])
-                 for node in program.nodes]  # fmt: skip
+        inputs = [[mine.sub(ref, one) for one in node.inputs] for node in program.nodes]
+        nodes = [replace(node, inputs=own) for node, own in zip(program.nodes, inputs)]
         heads = [mine.sub(ref, head) for head in program.heads]
         if "data" not in heads:
             yield pruned(replace(program, nodes=nodes, heads=heads))

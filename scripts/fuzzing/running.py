@@ -80,8 +80,7 @@ def evaluated(node: Node, k: int, F: Any, values: Dict[str, Any]) -> Any:
     if node.op.startswith("="):
         return _value(node.op[1:].format(*node.inputs), space)
     inputs = [_value(one.lstrip("=").format(*node.inputs), space) for one in node.inputs]
-    attrs = {name: tuple(value) if isinstance(value, list) else value
-             for name, value in node.attrs.items()}  # fmt: skip
+    attrs = {name: tuple(one) if isinstance(one, list) else one for name, one in node.attrs.items()}
     if node.op.startswith("@"):
         return (values.get(f"layer{k}") or _layer(node, k))(*inputs)
     if node.op in ("np.concatenate", "np.stack"):
@@ -125,8 +124,8 @@ class Net(gluon.HybridBlock):  # type: ignore[misc]
 
     def hybrid_forward(self, F: Any, data: Any, *label: Any, **params: Any) -> Any:
         """Return the program's heads."""
-        layers = {f"layer{k}": getattr(self, f"layer{k}") for k, node in
-                  enumerate(self.program.nodes) if node.op.startswith("@")}  # fmt: skip
+        numbers = [k for k, node in enumerate(self.program.nodes) if node.op.startswith("@")]
+        layers = {f"layer{k}": getattr(self, f"layer{k}") for k in numbers}
         values = {"data": data, **dict(zip(["label"], label)), **params, **layers}
         with amp.autocast(enabled=False) if self.inside else nullcontext():
             for k, node in enumerate(self.program.nodes):
@@ -207,10 +206,11 @@ class Use:
     def see(self, outs: Any, grads: Dict[str, Any], aux: Dict[str, Any]) -> None:
         """Keep outputs, gradients and running statistics."""
         mx.nd.waitall()  # MXNet may have an array of a graph's read while its gradient writes it
-        for name, arrays in (("output", dict(enumerate(_listed(outs)))), ("gradient of", grads),
-                             ("aux", aux)):  # fmt: skip
-            self.seen += [(f"{name} {k}", arrays[k].asnumpy()) for k in sorted(arrays)
-                          if arrays[k] is not None and k != "label"]  # fmt: skip
+        groups = {"output": dict(enumerate(_listed(outs))), "gradient of": grads, "aux": aux}
+        for name, arrays in groups.items():
+            for k in sorted(arrays):
+                if arrays[k] is not None and k != "label":
+                    self.seen.append((f"{name} {k}", arrays[k].asnumpy()))
 
     # Steps of blocks.
 
@@ -319,10 +319,10 @@ class Use:
             self.exe = sym.simple_bind(mx.cpu(), req, **known)
             self.exe.copy_params_from({k: args[k] for k in self.exe.arg_dict}, aux)
         else:
-            self.module = (
-                mx.mod.Module(sym, list(known), None) if way == "module"
-                else mx.mod.BucketingModule(lambda key: (sym, list(known), None), shape[0])
-            )  # fmt: skip
+            names = list(known)
+            self.module = mx.mod.BucketingModule(lambda key: (sym, names, None), shape[0])
+            if way == "module":
+                self.module = mx.mod.Module(sym, names, None)
             self.module.bind(list(known.items()), for_training=train, inputs_need_grad=train)
             self.module.set_params({k: v for k, v in args.items() if k not in known}, aux)
 
@@ -496,7 +496,7 @@ def _unexplained(
     try:
         exact = executed(calls, False, Noise())
         usual, most = ([executed(calls, False, one) for one in some] for some in (noises, larger))
-    except Exception:
+    except Exception:  # without rounding errors to compare with, every difference counts
         return suspects
     if policy == "float16" and any(one.size and not np.abs(one).max() < LARGE for _, one in plain):
         return {}
