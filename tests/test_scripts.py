@@ -175,7 +175,7 @@ proof = pytest.mark.proof
     [
         pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
                      ["mxamp, fused", "training", "float32"], marks=proof),
-        ("memory", ["--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
+        ("models", ["--memory", "--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
         ("small", ["--rounds", "1", "--program", "call"], ["one dense call", "added, us"]),
     ],
 )  # fmt: skip

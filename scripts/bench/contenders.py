@@ -1,4 +1,4 @@
-"""The contenders of `scripts/bench/models` and `memory`, and the worker process of each."""
+"""The contenders of `scripts/bench/models`, and the worker process of each."""
 
 import json
 import platform
@@ -74,10 +74,10 @@ class Worker:
 
     def __init__(self, command: Sequence[str], env: Optional[Mapping[str, str]] = None) -> None:
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env=env,
-        )  # fmt: skip
+            command, stdin=pipe, stdout=pipe, stderr=self.log, text=True, env=env
+        )
         self.failure: Optional[str] = None
         self.description = self._read()
 

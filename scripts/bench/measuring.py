@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence
 
 import click
 from rich.console import Console
@@ -14,11 +14,9 @@ from rich.table import Table
 
 # mxamp is imported by functions alone: it reads OMP_NUM_THREADS, which scripts set first.
 
+OUT = click.Path(dir_okay=False, path_type=Path)
 #: The option --json of every benchmark.
-json_option = click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the figures here.",
-)  # fmt: skip
+json_option = click.option("--json", "json_path", type=OUT, help="Write the figures here.")
 rounds_option = click.option("--rounds", default=7, show_default=True)
 
 
@@ -33,37 +31,28 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure_in_turn(runs: Mapping[str, Callable[[], Any]], rounds: int) -> Dict[str, List[Any]]:
-    """Return what each function returns, by name, one value a round.
-
-    In each round all functions take a turn. A first round warms up; its values are dropped.
-    """
-    found: Dict[str, List[Any]] = {name: [] for name in runs}
-    console = Console(stderr=True)
-    for _ in track(range(rounds + 1), "measuring", console=console, transient=True):
-        for name, run in runs.items():
-            found[name].append(run())
-    return {name: values[1:] for name, values in found.items()}
-
-
 def ratio_of(above: Sequence[float], below: Sequence[float]) -> Dict[str, float]:
     """Return the median, the least and the greatest ratio of two series, one value a round."""
     found = [a / b for a, b in zip(above, below)]
     return {"ratio": statistics.median(found), "least": min(found), "greatest": max(found)}
 
 
-def compare_in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> Dict[str, float]:
-    """Return the ratio of the times of two functions: the first one's to the second one's.
+def compare_in_turn(
+    measure: Callable[[], float], measure_base: Callable[[], float], rounds: int
+) -> Dict[str, float]:
+    """Return the ratio of two times, measured in turn in each round after one that warms up.
 
-    The median comes with the least and the greatest, with the second function's median "seconds",
-    and with the median of what the first function takes more, "added".
+    The median comes with the least and the greatest, with the base's median "seconds", and with the
+    median of what the other one takes more, "added".
     """
-    measured, base = measure_in_turn(runs, rounds).values()
+    console = Console(stderr=True)
+    turns = track(range(rounds + 1), "measuring", console=console, transient=True)
+    measured, base = zip(*[(measure(), measure_base()) for _ in turns][1:])
     return {
         **ratio_of(measured, base),
         "seconds": statistics.median(base),
         "added": statistics.median(a - b for a, b in zip(measured, base)),
-    }  # fmt: skip
+    }
 
 
 def ratio_cell(row: Mapping[str, float]) -> str:
@@ -71,9 +60,9 @@ def ratio_cell(row: Mapping[str, float]) -> str:
     return f"{row['ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})"
 
 
-def json_from_process(command: Sequence[str], env: Optional[Mapping[str, str]] = None) -> Any:
+def json_from_process(command: Sequence[str]) -> Any:
     """Run a command and return the JSON in its last line; raise with its last error line."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         raise click.ClickException(f"{' '.join(command[-4:])}: {lines[-1]}")

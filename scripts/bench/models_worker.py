@@ -3,7 +3,7 @@
 models_worker.py CONTENDER MODEL MODE DTYPE DEVICE [FOLDER]
 
 Contenders load the same parameters from FOLDER and save their outputs and gradients there. Without
-a folder, as in `scripts/bench/memory`, only steps run.
+a folder, as with `--memory`, only steps run.
 """
 
 import json
