@@ -23,6 +23,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+from measuring import OUT, save  # noqa: E402
+
 SCHEMA = 2  #: the version of the file's format
 MODELS = (
     "resnet50-64", "mobilenet_v2-128", "bert_base-32", "bert_base_512-8", "lstm_650-64", "vgg16-32",
@@ -61,10 +64,10 @@ def run(command: Sequence[str], seconds: float, **environment: str) -> Outcome:
     # A pytest that runs this must not pass for the one that this runs.
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        argv, env = [sys.executable, "-W", "ignore", *command], {**own, **environment}
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command], stdout=out, stderr=errors, text=True,
-            cwd=ROOT, env={**own, **environment}, start_new_session=True,
-        )  # fmt: skip
+            argv, stdout=out, stderr=errors, text=True, cwd=ROOT, env=env, start_new_session=True
+        )
         try:
             code = process.wait(seconds)
             status = f"status {code}" if code else "fine"
@@ -133,9 +136,10 @@ def clocks() -> Json:
 def smoke(options: Sequence[str]) -> Json:
     """Train a small hybridized net with MXNet's fusion of operators, without, and one by one."""
     ways = {
-        "fusion": {"MXNET_USE_FUSION": "1"}, "no fusion": {"MXNET_USE_FUSION": "0"},
+        "fusion": {"MXNET_USE_FUSION": "1"},
+        "no fusion": {"MXNET_USE_FUSION": "0"},
         "one by one": {"MXNET_ENGINE_TYPE": "NaiveEngine"},
-    }  # fmt: skip
+    }
     rows = []
     for way, variables in ways.items():
         outcome = run(["scripts/gpu_checks.py", "smoke", *options], 180, **variables)
@@ -233,11 +237,14 @@ def parts(fast: bool, simulated: bool) -> Dict[str, Callable[[], Json]]:
 
     wanted = SIMULATED_MODELS if simulated else FAST_MODELS if fast else MODELS
     found: Dict[str, Callable[[], Json]] = {
-        "doctor": doctor, "clocks": clocks, "smoke": partial(smoke, options),
+        "doctor": doctor,
+        "clocks": clocks,
+        "smoke": partial(smoke, options),
         "operators": partial(operators, names[::8] if fast and simulated else names),
         **{name: partial(check, name) for name in ("sums", "long", "several", "timings")},
-        "models": partial(models, wanted, options), "clocks after": clocks,
-    }  # fmt: skip
+        "models": partial(models, wanted, options),
+        "clocks after": clocks,
+    }
     if not simulated:  # scripts/test --gpu runs the tests there, quickstart the example
         found.update(tests=tests, main_job=partial(main_job, fast))
     return found
@@ -246,28 +253,17 @@ def parts(fast: bool, simulated: bool) -> Dict[str, Callable[[], Json]]:
 def write_report(todo: Dict[str, Callable[[], Json]], path: Path, simulated: bool) -> Json:
     """Run all parts, write the file after each, and return the report."""
     found: Json = {"schema": SCHEMA, "simulated": simulated, "finished": False, "parts": {}}
-    write(path, found)  # now, not after hours, if it can't be written
+    save(path, found)  # now, not after hours, if it can't be written
     for name, part in todo.items():
         sys.stderr.write(f"== {name}\n")
         began = time.time()
         result = part()
         found["parts"][name] = {**result, "seconds": round(time.time() - began, 1)}
         found["finished"] = len(found["parts"]) == len(todo)
-        write(path, found)
+        save(path, found)
         if name == "smoke" and result["status"] == "failed: fusion":
             os.environ["MXNET_USE_FUSION"] = "0"  # all else can run without it
     return found
-
-
-def write(path: Path, found: Json) -> None:
-    """Write a report, whole or not at all."""
-    from mxamp.errors import AmpError  # noqa: PLC0415
-    from mxamp.framework.files import write_file  # noqa: PLC0415
-
-    try:
-        write_file(str(path), (json.dumps(found, indent=1) + "\n").encode())
-    except AmpError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def read(path: Path) -> Json:
@@ -306,15 +302,11 @@ def conclusions(found: Json) -> List[str]:
     lines += _about_sums(done.get("sums", {}).get("rows", ()))
     for row in done.get("several", {}).get("rows", ()):
         if not row["difference"] <= LARGEST:
-            lines.append(
-                f"{row['gpus']} GPUs, {row['kvstore']}: weights {row['difference']:.1e} apart"
-            )
+            which = f"{row['gpus']} GPUs, {row['kvstore']}"
+            lines.append(f"{which}: weights {row['difference']:.1e} apart")
     for row in done.get("long", {}).get("rows", ()):
-        lines.append(
-            "from a scale of 2**24: {skips} skips, loss {float16:.3g} for {float32:.3g}".format(
-                **row
-            )
-        )
+        losses = f"loss {row['float16']:.3g} for {row['float32']:.3g}"
+        lines.append(f"from a scale of 2**24: {row['skips']} skips, {losses}")
     lines += _about_speed(done)
     return lines
 
@@ -359,10 +351,7 @@ def _about_speed(done: Json) -> List[str]:
 @click.option("--fast", is_flag=True, help="Fewer models.")
 @click.option("--simulated", is_flag=True, help="On simulated GPUs: values, but no speeds.")
 @click.option("--show", type=click.Path(exists=True, path_type=Path), help="Read a report.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), default="gpu-report.json",
-    show_default=True,
-)  # fmt: skip
+@click.option("--out", type=OUT, default="gpu-report.json", show_default=True)
 def main(fast: bool, simulated: bool, show: Path, out: Path) -> None:
     """Check mxamp on this machine's GPU, and write the results to one JSON file."""
     if show:
@@ -378,9 +367,9 @@ def main(fast: bool, simulated: bool, show: Path, out: Path) -> None:
     out = out.absolute()
     found = write_report(parts(fast, simulated), out, simulated)
     click.echo("\n".join(conclusions(found)))
-    click.echo(
-        f"All is in {out}.{'' if simulated else ' Please send it in: open an issue with it.'}"
-    )
+    click.echo(f"All is in {out}.")
+    if not simulated:
+        click.echo("Please send it in: open an issue with it.")
     if any(part["status"] != "fine" for part in found["parts"].values()):
         sys.exit(1)
 

@@ -149,13 +149,10 @@ def trained_rows(
             net.export(str(folder / "digits"))
         hook = getattr(trainer, "_amp_loss_scaler", None)
         again = net(test[0])  # the same weights, computed in float32
-        rows.append(
-            Row(
-                f"trained {dtype or 'float32'}", accuracy(outputs, test),
-                hook and hook.loss_scale, hook and hook.skips, parameter_bytes(net),
-                float(abs(outputs - again).max().asscalar()),
-            )
-        )  # fmt: skip
+        scale, skips = (hook.loss_scale, hook.skips) if hook else (None, None)
+        difference = float(abs(outputs - again).max().asscalar())
+        values = accuracy(outputs, test), scale, skips, parameter_bytes(net), difference
+        rows.append(Row(f"trained {dtype or 'float32'}", *values))
     return rows
 
 
@@ -172,12 +169,9 @@ def converted_rows(test: Data, folder: Path) -> List[Row]:
         assert not amp.is_enabled()
         net = load(folder / dtype)
         outputs = net(test[0])
-        rows.append(
-            Row(
-                f"converted {dtype}", accuracy(outputs, test), None, None,
-                parameter_bytes(net), float(abs(outputs - expected).max().asscalar()),
-            )
-        )  # fmt: skip
+        difference = float(abs(outputs - expected).max().asscalar())
+        values = accuracy(outputs, test), None, None, parameter_bytes(net), difference
+        rows.append(Row(f"converted {dtype}", *values))
     return rows
 
 
@@ -240,10 +234,9 @@ def show(rows: List[Row], console: Console) -> None:
     )
     for row in rows:
         scaled = row.loss_scale is not None
-        shown.add_row(
-            row.name, f"{row.accuracy:.2%}", f"{row.loss_scale:,.0f}" if scaled else "",
-            str(row.skipped) if scaled else "", f"{row.parameter_bytes:,}", f"{row.difference:.2g}",
-        )  # fmt: skip
+        scale, skipped = (f"{row.loss_scale:,.0f}", f"{row.skipped}") if scaled else ("", "")
+        size, difference = f"{row.parameter_bytes:,}", f"{row.difference:.2g}"
+        shown.add_row(row.name, f"{row.accuracy:.2%}", scale, skipped, size, difference)
     console.print(shown)
     console.print(
         "scale: the final loss scale. skipped: steps without an update because gradients "
