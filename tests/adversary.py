@@ -70,7 +70,8 @@ def product(data, name, axes, param):
         return S.Convolution(
             data, weight, bias, kernel=(3, 3), pad=(1, 1), num_filter=16, name=name
         )
-    return S.FullyConnected(data, param(f"{name}_weight"), no_bias=True, flatten=False, num_hidden=16, name=name)  # fmt: skip
+    weight, options = param(f"{name}_weight"), {"no_bias": True, "flatten": False}
+    return S.FullyConnected(data, weight, num_hidden=16, name=name, **options)
 
 
 def surroundings(pattern, plain=False):

@@ -171,8 +171,7 @@ class Control(nn.HybridBlock):
             return F.contrib.foreach(step, x, [F.zeros((2, 4))])[0]
         state = F.sum(x, axis=0)
         if self.operator == "while_loop":
-            return F.contrib.while_loop(
-                lambda i, h: i < 2, lambda i, h: ([], [i + 1, product(h)]),
-                [F.zeros((1,)), state], max_iterations=3,
-            )[1][1]  # fmt: skip
+            functions = (lambda i, h: i < 2), (lambda i, h: ([], [i + 1, product(h)]))
+            first = [F.zeros((1,)), state]
+            return F.contrib.while_loop(*functions, first, max_iterations=3)[1][1]
         return F.contrib.cond(F.sum(state) < 1e9, lambda: product(state), lambda: state)

@@ -207,8 +207,8 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.slow
 def test_the_tests_for_gpus_run_on_cpus():
     """With float16 as CPUs compute it: what they ask of a GPU is right in itself."""
-    done = run_script("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu",
-                      "--gpu-tests-on-cpu", "tests/gpu")  # fmt: skip
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", "--gpu-tests-on-cpu"]
+    done = run_script("-m", "pytest", *options, "tests/gpu")
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -92,8 +92,8 @@ def test_tables_are_whole_and_plain(tmp_path):
 
 
 def test_a_closed_pipe_ends_a_command_quietly(folder):
-    process = subprocess.Popen([sys.executable, "-m", "mxamp", "explain", "net"], cwd=folder, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    command, pipe = [sys.executable, "-m", "mxamp", "explain", "net"], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, text=True, stdout=pipe, stderr=pipe)
     process.stdout.close()
     assert "rror" not in process.stderr.read()  # where bfloat16 is slow, a warning is
     process.stderr.close()
@@ -211,8 +211,8 @@ def test_without_mxnet_the_command_says_what_to_install(program):
         if program == "-m"
         else "import mxamp.__main__ as m; m.main()"
     )
-    done = run_python(f"{WITHOUT_MXNET}\nsys.argv = [{program!r}, 'explain', 'm']\n"
-                      f"sys.orig_argv = ['python', '-m', 'mxamp']\n{start}")  # fmt: skip
+    typed = f"sys.argv = [{program!r}, 'explain', 'm']\nsys.orig_argv = ['python', '-m', 'mxamp']"
+    done = run_python(f"{WITHOUT_MXNET}\n{typed}\n{start}")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "Error: MXNet is not installed" in done.stderr.splitlines()[-1]

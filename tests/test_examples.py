@@ -113,7 +113,8 @@ def test_the_example_with_workers_runs_on_two(arguments, launch, prefix):
     results = []
     for rank in range(2):
         start = prefix.format(rank)
-        lines = [line[len(start):] for line in done.stdout.splitlines() if line.startswith(start)]  # fmt: skip
+        said = [line for line in done.stdout.splitlines() if line.startswith(start)]
+        lines = [line[len(start) :] for line in said]
         *_, first, second = lines
         assert "2 workers" in first
         check_learned("train_on_workers", f"{first}\n{second}", "float16")

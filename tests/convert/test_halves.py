@@ -26,8 +26,8 @@ def operators(symbol):
 def half_dtypes(symbol, *params):
     text = symbol.tojson(remove_amp_cast=False)
     found = {dtype for dtype in ("float16", "bfloat16") if dtype in text}
-    found |= {node.attrs["__dtype__"] for node in Graph.from_symbol(symbol).variables
-              if node.attrs.get("__dtype__") in ("2", "12")}  # fmt: skip
+    asked = {node.attrs.get("__dtype__") for node in Graph.from_symbol(symbol).variables}
+    found |= asked & {"2", "12"}
     return found | {str(a.dtype) for held in params for a in held.values() if a.dtype.itemsize == 2}
 
 

@@ -307,8 +307,8 @@ def test_all_operators_that_cannot_be_exported_are_named(runtime, tmp_path):
 def test_recurrent_layers(make, layers, sides, export):
     net = make(6, layers, bidirectional=sides > 1, input_size=5)
     net.initialize(mx.init.Normal(0.5))
-    calls = [(data, [state + 0.5 for state in net.begin_state(data.shape[1])])
-             for data in (randn(7, 2, 5), randn(4, 3, 5))]  # fmt: skip
+    sequences = randn(7, 2, 5), randn(4, 3, 5)
+    calls = [(x, [state + 0.5 for state in net.begin_state(x.shape[1])]) for x in sequences]
     assert worst(export(net, calls)[0]) < 1e-5
     assert worst(export(net, randn(7, 2, 5))[0]) < 1e-5  # states of zeros
 

@@ -76,12 +76,14 @@ def test_a_reshaped_executor_computes_for_its_shapes_whatever_is_on(shape):
     executor.arg_dict["data"][:] = randn(*shape)
     [out] = executor.forward(is_train=True)
     executor.backward([mx.nd.ones(out.shape)])
-    plain = symbol.bind(mx.cpu(), executor.arg_dict, {k: mx.nd.zeros(v.shape) for k, v in executor.arg_dict.items()})  # fmt: skip
+    args = executor.arg_dict
+    plain = symbol.bind(mx.cpu(), args, {k: mx.nd.zeros(v.shape) for k, v in args.items()})
     [wanted] = plain.forward(is_train=True)
     plain.backward([mx.nd.ones(wanted.shape)])
     np.testing.assert_allclose(values(out), values(wanted), rtol=1e-4, atol=1e-4)
     for name, grad in plain.grad_dict.items():
-        np.testing.assert_allclose(values(executor.grad_dict[name]), values(grad), rtol=1e-3, atol=1e-3)  # fmt: skip
+        found = values(executor.grad_dict[name])
+        np.testing.assert_allclose(found, values(grad), rtol=1e-3, atol=1e-3)
 
 
 def test_a_reshaped_executor_shares_memory_as_mxnets():
