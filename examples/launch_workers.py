@@ -29,10 +29,9 @@ def free_ports(count):
 
 
 def start(name, command, variables):
-    process = subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**variables, "DMLC_ROLE": name.split()[0]}, start_new_session=True,
-    )  # fmt: skip
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**variables, "DMLC_ROLE": name.split()[0]}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     threading.Thread(target=copy_lines, args=(name, process.stdout)).start()
     return process
 

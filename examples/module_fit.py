@@ -50,10 +50,14 @@ def main():
     settings = {"learning_rate": 0.05, "momentum": 0.9, "rescale_grad": 1 / BATCH}
     losses = []
     module.fit(
-        train, num_epoch=options.epochs, optimizer=optimizer, optimizer_params=settings,
-        initializer=mx.init.Xavier(), eval_metric="ce",
+        train,
+        num_epoch=options.epochs,
+        optimizer=optimizer,
+        optimizer_params=settings,
+        initializer=mx.init.Xavier(),
+        eval_metric="ce",
         batch_end_callback=lambda batch: losses.append(batch.eval_metric.get()[1]),
-    )  # fmt: skip
+    )
     accuracy = module.score(test, "acc")[0][1]
     amp.shutdown()
 

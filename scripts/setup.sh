@@ -1,5 +1,5 @@
-# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by docs,
-# release and check_gpu, which have environments of their own.
+# Makes or reuses .venv; sourced by quickstart and test, which may set `python`, and by docs and
+# check_gpu, which have environments of their own.
 #
 # Afterwards $venv_python is the environment's Python, with mxamp installed from this clone
 # (editable) and everything pinned by constraints.txt.

@@ -63,10 +63,9 @@ class Detector(gluon.HybridBlock):
 def loss_of(boxes, scores, offsets, truth):
     """Return the loss of SSD: classes with hard negatives, and offsets of boxes that match."""
     with autograd.pause():
-        wanted, mask, classes = mx.nd.contrib.MultiBoxTarget(
-            boxes, truth, scores.astype("float32").transpose((0, 2, 1)), negative_mining_ratio=3,
-            negative_mining_thresh=0.5, ignore_label=-1,
-        )  # fmt: skip
+        options = {"negative_mining_ratio": 3, "negative_mining_thresh": 0.5, "ignore_label": -1}
+        by_class = scores.astype("float32").transpose((0, 2, 1))
+        wanted, mask, classes = mx.nd.contrib.MultiBoxTarget(boxes, truth, by_class, **options)
     log = mx.nd.log_softmax(scores.astype("float32"))
     of_classes = -mx.nd.pick(log, mx.nd.maximum(classes, 0)) * (classes >= 0)
     of_offsets = mx.nd.smooth_l1((offsets.astype("float32") - wanted) * mask, scalar=1)
