@@ -171,6 +171,19 @@ def dtype(request):
 
 
 @pytest.fixture
+def on_machine(monkeypatch):
+    """Return a function that lets mxamp see another machine: GPUs, features and cores of its CPU."""
+
+    def claim(gpus=0, features=(), **others):
+        monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+        claimed = {"_gpu_count": gpus, "cpu_features": frozenset(features), **others}
+        for name, value in claimed.items():
+            monkeypatch.setattr(machine, name, lambda value=value: value)
+
+    return claim
+
+
+@pytest.fixture
 def as_on_gpus(monkeypatch):
     """Arrays of the CPU that mxamp takes for arrays on GPUs: it runs the operators that it would there."""
     monkeypatch.setattr(machine, "_CPU_TYPES", frozenset())

@@ -13,7 +13,6 @@ import mxamp as amp
 from helpers import kind, randn, run_python
 from mxamp.cli import compare
 from mxamp.cli.main import COMMANDS, main
-from mxamp.framework import machine
 from mxamp.policy.policy import Policy
 from nets import convolutional, made
 
@@ -219,6 +218,6 @@ def test_without_mxnet_the_command_says_what_to_install(program):
 
 
 @pytest.mark.parametrize("gpus, dtype", [(0, "bfloat16"), (1, "float16")])
-def test_the_default_dtype_is_the_machines(folder, monkeypatch, gpus, dtype):
-    monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
+def test_the_default_dtype_is_the_machines(folder, on_machine, gpus, dtype):
+    on_machine(gpus)
     assert f" in {dtype}" in run("explain", folder / "net").output

@@ -23,26 +23,32 @@ CPU_BUILD, CUDA_BUILD = {"mxnet": "1.9.1"}, {"mxnet-cu112": "1.9.1"}
 BF16 = {"avx512", "avx512_bf16"}
 
 
-def install(
-    monkeypatch, device="cpu", error="", wheels=CPU_BUILD, gpus=(), gpu_error="", cpu=BF16,
-    processors=8, quota=8, threads=4, hook=False, **variables,
-):  # fmt: skip
-    """Make up an installation: a healthy one, but for what is given."""
-    for name in filter(module._VARIABLES.fullmatch, [*os.environ]):
-        monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(module, "import_mxnet", lambda: ("" if error else device, error))
-    monkeypatch.setattr(module, "installed_wheels", lambda: wheels)
-    monkeypatch.setattr(module, "query_gpus", lambda: (list(gpus), gpu_error))
-    monkeypatch.setattr(module, "processors", lambda: quota)
-    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(cpu))
-    monkeypatch.setattr(machine, "processors", lambda: processors)
-    monkeypatch.setattr(machine, "threads_per_core", lambda: 2)
-    monkeypatch.setattr(machine, "threads", lambda: threads)
-    monkeypatch.setitem(sys.modules, "mxamp_startup", module) if hook else (
+@pytest.fixture
+def install(monkeypatch, on_machine):
+    """Return a function that makes up an installation: a healthy one, but for what is given."""
+
+    def make_up(
+        device="cpu", error="", wheels=CPU_BUILD, gpus=(), gpu_error="", cpu=BF16,
+        processors=8, quota=8, threads=4, hook=False, **variables,
+    ):  # fmt: skip
+        for name in filter(module._VARIABLES.fullmatch, [*os.environ]):
+            monkeypatch.delenv(name)
+        on_machine(features=cpu, processors=processors, threads_per_core=2, threads=threads)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        found = {
+            "import_mxnet": ("" if error else device, error),
+            "installed_wheels": wheels,
+            "query_gpus": (list(gpus), gpu_error),
+            "processors": quota,
+        }
+        for name, value in found.items():
+            monkeypatch.setattr(module, name, lambda value=value: value)
         monkeypatch.delitem(sys.modules, "mxamp_startup", raising=False)
-    )
+        if hook:
+            monkeypatch.setitem(sys.modules, "mxamp_startup", module)
+
+    return make_up
 
 
 ON_T4 = {"wheels": CUDA_BUILD, "gpus": [T4], "device": "gpu"}
@@ -59,8 +65,8 @@ OLD = ("Tesla T4", "470.57.02", "7.5")
         {**ON_T4, "gpus": [UNKNOWN]},
     ],
 )  # fmt: skip
-def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
-    install(monkeypatch, **changes)
+def test_nothing_is_found_where_nothing_is_wrong(install, changes):
+    install(**changes)
     assert examine()[1] == []
 
 
@@ -90,8 +96,8 @@ def test_nothing_is_found_where_nothing_is_wrong(monkeypatch, changes):
         ({"MXNET_MKLDNN_ENABLED": "False"}, PROBLEM, "bfloat16 fails", "unset"),
     ],
 )  # fmt: skip
-def test_each_finding(monkeypatch, changes, level, what, advice):
-    install(monkeypatch, **({"quota": 16} if changes.get("processors") else {}), **changes)
+def test_each_finding(install, changes, level, what, advice):
+    install(**({"quota": 16} if changes.get("processors") else {}), **changes)
     (found,) = examine()[1]
     assert found.level == level and what in found.what and advice in found.advice
 
@@ -123,18 +129,18 @@ def test_nvidia_smi(tmp_path, monkeypatch, script, gpus, error):
 
 
 @pytest.mark.parametrize("text, limit", [(None, 8), ("max 100000", 8), ("150000 100000\n", 1.5)])
-def test_the_quota_of_a_container(tmp_path, monkeypatch, text, limit):
+def test_the_quota_of_a_container(tmp_path, monkeypatch, on_machine, text, limit):
     monkeypatch.setattr(module, "_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(machine, "processors", lambda: 8)
+    on_machine(processors=8)
     if text:
         (tmp_path / "cpu.max").write_text(text)
     assert module.processors() == limit
 
 
 @pytest.mark.parametrize("processor, threads", [("x86_64", [4, 1]), ("aarch64", [8, 1])])
-def test_threads_of_a_kernel(monkeypatch, processor, threads):
+def test_threads_of_a_kernel(monkeypatch, on_machine, processor, threads):
     def found(processors, **variables):
-        monkeypatch.setattr(machine, "processors", lambda: processors)
+        on_machine(processors=processors)
         for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"):
             monkeypatch.setenv(name, variables.get(name, ""))
         return machine.threads()
@@ -213,8 +219,8 @@ def test_the_report_of_this_machine_has_its_versions():
         ({"MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE": "x" * 90}, 0, "MXNET_A_VERY_LONG_NAME_OF_A_VARIABLE x"),
     ],
 )  # fmt: skip
-def test_the_exit_status_counts_problems_alone(monkeypatch, changes, status, words):
-    install(monkeypatch, **changes)
+def test_the_exit_status_counts_problems_alone(install, changes, status, words):
+    install(**changes)
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == status
     assert words in " ".join(done.output.split())

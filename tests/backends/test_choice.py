@@ -9,37 +9,29 @@ from conftest import assert_unpatched
 from helpers import kind, randn
 from mxamp.backends import backend_of
 from mxamp.backends.onednn import cpu
-from mxamp.framework import machine
 from mxamp.policy.active import PLAIN_FLOAT32, nearest_policy
 from mxamp.policy.targets import fast_dtype
 
-BF16 = frozenset({"avx512", "avx512_bf16"})
+BF16 = {"avx512", "avx512_bf16"}
 #: How many GPUs, what the CPU has, and what "auto" is there.
 AMX = BF16 | {"amx_bf16"}
 MACHINES = {
-    "gpu": (1, frozenset(), "float16"), "gpu and bfloat16": (2, BF16, "float16"), "avx512_bf16": (0, BF16, "bfloat16"),
-    "amx_bf16": (0, AMX, "float32"), "avx512": (0, frozenset({"avx512"}), "float32"),
-    "old": (0, frozenset(), "float32"),
+    "gpu": (1, (), "float16"), "gpu and bfloat16": (2, BF16, "float16"), "avx512_bf16": (0, BF16, "bfloat16"),
+    "amx_bf16": (0, AMX, "float32"), "avx512": (0, {"avx512"}, "float32"), "old": (0, (), "float32"),
 }  # fmt: skip
 
 
-def on_machine(monkeypatch, name):
-    """Let this machine look like another; return what "auto" is there."""
-    gpus, features, dtype = MACHINES[name]
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(machine, "_gpu_count", lambda: gpus)
-    monkeypatch.setattr(machine, "cpu_features", lambda: features)
+@pytest.fixture(params=MACHINES)
+def expected(request, on_machine):
+    """What "auto" is on each of the machines."""
+    *features, dtype = MACHINES[request.param]
+    on_machine(*features)
     return dtype
 
 
-@pytest.fixture(params=MACHINES)
-def expected(request, monkeypatch):
-    return on_machine(monkeypatch, request.param)
-
-
 @pytest.fixture
-def float32(monkeypatch):
-    on_machine(monkeypatch, "old")
+def float32(on_machine):
+    on_machine()
 
 
 def product():
@@ -63,8 +55,8 @@ def test_each_machine(expected):
     "limit, dtype",
     [("AVX2", "float32"), ("AVX512_CORE", "float32"), ("AVX512_CORE_BF16", "bfloat16"), ("ALL", "bfloat16")],
 )  # fmt: skip
-def test_onednns_limit_counts(monkeypatch, caplog, limit, dtype):
-    on_machine(monkeypatch, "avx512_bf16")
+def test_onednns_limit_counts(monkeypatch, on_machine, caplog, limit, dtype):
+    on_machine(0, BF16)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
     assert fast_dtype() == dtype
     amp.explain(mx.sym.relu(mx.sym.var("data")), "bfloat16")
@@ -74,8 +66,8 @@ def test_onednns_limit_counts(monkeypatch, caplog, limit, dtype):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_amx_needs_onednns_limit_and_linuxs_permission(monkeypatch, caplog, allowed):
-    on_machine(monkeypatch, "amx_bf16")
+def test_amx_needs_onednns_limit_and_linuxs_permission(monkeypatch, on_machine, caplog, allowed):
+    on_machine(0, AMX)
     monkeypatch.setattr(cpu, "_may_use_amx", lambda: allowed)
     assert cpu.onednn_features() == BF16
     amp.init("bfloat16")
@@ -96,31 +88,31 @@ def test_float32_is_said_once(float32, caplog):
     assert line.startswith("'auto' is float32 here, and mixed precision stays off: ")
 
 
-def test_ctx_says_which_device(monkeypatch):
-    on_machine(monkeypatch, "gpu and bfloat16")
+def test_ctx_says_which_device(on_machine):
+    on_machine(2, BF16)
     for ctx, dtype in ((mx.cpu(), "bfloat16"), (mx.gpu(), "float16"), ([mx.gpu(0)], "float16")):
         amp.init("auto", ctx=ctx)
         assert amp.current_policy().target_dtype == dtype
         amp.shutdown()
-    on_machine(monkeypatch, "gpu")
+    on_machine(1)
     amp.init("auto", ctx=mx.cpu())
     assert not amp.is_enabled()
 
 
-def test_a_policy_beside_it(monkeypatch, caplog):
+def test_a_policy_beside_it(on_machine, caplog):
     mine = amp.Policy.default("bfloat16").override(fp32=["dot"])
     half = amp.Policy.default("float16", "cpu")
-    on_machine(monkeypatch, "avx512_bf16")
+    on_machine(0, BF16)
     with amp.autocast("auto", policy=mine):
         assert amp.current_policy() is mine
     words = "'auto' is bfloat16 on the CPU here: the policy is for float16, but bfloat16"
     for use in (amp.init, amp.autocast):
         with pytest.raises(amp.ArgumentError, match=words):
             use("auto", policy=half)
-    on_machine(monkeypatch, "gpu")
+    on_machine(1)
     with pytest.raises(amp.ArgumentError, match="is float16 on the GPU here: the policy is for"):
         amp.init("auto", policy=half)
-    on_machine(monkeypatch, "old")
+    on_machine()
     with pytest.raises(amp.UnknownNameError, match="'Convolution'"):
         amp.init("auto", fp32_ops=["Convolutoin"])
     with amp.autocast("auto", policy=mine):
@@ -129,7 +121,7 @@ def test_a_policy_beside_it(monkeypatch, caplog):
     assert_unpatched()
 
 
-def test_another_init(float32, monkeypatch):
+def test_another_init(float32):
     amp.init("auto")
     with pytest.raises(amp.StateError, match=r"float32, mixed precision off.*shutdown\(\)"):
         amp.init("bfloat16")

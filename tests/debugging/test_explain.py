@@ -73,8 +73,8 @@ def test_a_block_that_has_run_is_explained_as_it_ran():
 
 @with_avx512
 @pytest.mark.parametrize("options", [{}, {"cast_optional_params": True}, {"fuse": True}])
-def test_a_converted_block_is_explained_by_its_own_policy(options, caplog, monkeypatch):
-    monkeypatch.setattr("mxamp.backends.onednn.cpu.computes_bfloat16", lambda: True)
+def test_a_converted_block_is_explained_by_its_own_policy(options, caplog, on_machine):
+    on_machine(features={"avx512", "avx512_bf16"})
     net, data = mx.gluon.nn.Dense(1024, in_units=1024, activation="relu"), nd.ones((300, 1024))
     net.initialize()
     fast = amp.convert_hybrid_block(net, "bfloat16", example_inputs=data, **options)

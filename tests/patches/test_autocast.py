@@ -7,7 +7,6 @@ from mxnet import nd
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn
-from mxamp.framework import machine
 
 FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
 
@@ -49,15 +48,15 @@ def test_a_second_init_says_what_differs(first, second, words):
 
 
 @pytest.mark.backend
-def test_a_policy_for_gpus_where_there_is_none(caplog, monkeypatch):
-    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
+def test_a_policy_for_gpus_where_there_is_none(caplog, on_machine):
+    on_machine(gpus=0)
     amp.init("float16", ctx=mx.gpu())
     (line,) = caplog.messages
     assert "MXNet sees no GPU" in line
     assert "ctx=mx.cpu()" in line
     amp.shutdown()
     caplog.clear()
-    monkeypatch.setattr(machine, "_gpu_count", lambda: 1)
+    on_machine(gpus=1)
     amp.init("float16", ctx=mx.gpu())
     assert not caplog.messages
 

@@ -80,8 +80,9 @@ def test_untuned_policies_differ_and_say_the_same_of_classes():
     assert exact == {"cast_weight", "volume_views", "padded_kernel"}
 
 
-def test_nothing_is_lowered_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"mine": "low", "sum": "widest"})
+def test_nothing_is_lowered_in_float32(dtype):
+    amp.register_custom_operator("mine", "half")
+    amp.register_custom_operator("sum", "promote")
     policy = Policy.default(dtype, "cpu").override(
         low=["exp", "Activation"],
         conditional=[("Activation", "act_type", ["relu"])],

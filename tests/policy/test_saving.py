@@ -5,10 +5,10 @@ import re
 import pytest
 
 import mxamp as amp
-from mxamp.backends.onednn import cpu
 from mxamp.policy.decision import decide
 from mxamp.policy.policy import Policy
 
+BOTH = {"avx512", "avx512_bf16"}
 F16, BF16 = amp.Policy.default("float16", "cpu"), Policy.default("bfloat16")
 
 POLICIES = {
@@ -74,20 +74,17 @@ def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
 
 
 @pytest.mark.backend
-def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, monkeypatch):
-    def on(*features):
-        monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset(features))
-
-    on("avx512", "avx512_bf16")
+def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, on_machine):
+    on_machine(0, BOTH)
     fast = Policy.default("bfloat16")
     assert not fast.rule("Convolution").no_kernel
     path = saved(fast, tmp_path)
-    on()
+    on_machine()
     slow = Policy.load(path)
     assert slow is Policy.default("bfloat16") is not fast
     assert decide("Convolution", {}, ["float32"] * 3, slow).emulated == "bfloat16"
     back = saved(slow, tmp_path)
-    on("avx512", "avx512_bf16")
+    on_machine(0, BOTH)
     assert Policy.load(back) is fast
 
 
@@ -96,14 +93,15 @@ def test_a_file_is_for_one_kind_of_device(tmp_path):
         Policy.load(saved(F16, tmp_path), device="gpu")
 
 
-def test_classes_of_custom_operators_are_those_of_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"mine": "low"})
+def test_classes_of_custom_operators_are_those_of_the_process(tmp_path):
+    amp.register_custom_operator("mine", "half")
     policy = Policy.default("float16", "cpu")
     path = saved(policy, tmp_path)
     assert "mine" not in path.read_text()
     assert Policy.load(path) == policy
     custom = lambda policy, name: decide("Custom", {"op_type": name}, ["float32"], policy).precision  # noqa: E731
     assert custom(policy, "mine") == "float16"
-    monkeypatch.setattr("mxamp.policy.rules._custom_classes", {"other": "low"})
+    amp.register_custom_operator("mine", "float")
+    amp.register_custom_operator("other", "half")
     loaded = Policy.load(path)
     assert (custom(loaded, "mine"), custom(loaded, "other")) == ("float32", "float16")
