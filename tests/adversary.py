@@ -15,13 +15,13 @@ import numpy as np
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import values
+from helpers import casting_small_layers, values
 from mxamp.framework.arrays import as_list, invoke
 from mxamp.framework.operators import resolve
 from mxamp.graph.ir import Graph
 
 S = mx.sym
-BFLOAT16 = amp.Policy.default("bfloat16")
+BFLOAT16 = casting_small_layers()
 #: Every pass that does not need a lowered operator, and float32 throughout: the sharpest oracle.
 FLOAT32 = BFLOAT16.override(low=[], replace_lists=True)
 

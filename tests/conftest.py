@@ -20,10 +20,8 @@ from hypothesis import settings
 
 from helpers import shut_down
 from mxamp import backends
-from mxamp.backends.onednn import convolutions, equivalents, recurrent, shape_rules
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
-from mxamp.patches import eager
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting
 from mxamp.policy.rules import _custom_classes
@@ -115,26 +113,6 @@ def assert_unpatched():
     assert not patching._stacks
     for key, (owner, name) in _attributes().items():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
-
-
-def keep_exactly(site, *args, reason=eager._EagerOperator._reason):
-    """Why an eager call stays in float32, but for its speed."""
-    kept = reason(site, *args)
-    return kept if kept is not None and kept.exact else None
-
-
-@pytest.fixture(autouse=True)
-def _cast_small_calls(request):
-    """Cast layers of any size: the arrays of most tests are too small to gain by bfloat16."""
-    # Not the fixture `monkeypatch`, which tests undo before `clean` looks for patches.
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.node.get_closest_marker("sizes"):
-            patch.setattr(eager._EagerOperator, "_reason", keep_exactly)
-            patch.setattr(shape_rules, "_relative_size", lambda *_: 1)
-            for module in (convolutions, equivalents, recurrent):
-                for name in [one for one in vars(module) if one.startswith("_LEAST")]:
-                    patch.setattr(module, name, 0)
-        yield
 
 
 @pytest.fixture(autouse=True)

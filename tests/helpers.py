@@ -4,9 +4,11 @@ import gc
 import importlib.util
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -32,6 +34,23 @@ NEEDS_HOROVOD = [
         reason="Horovod is not installed: scripts/install_horovod builds it",
     ),
 ]
+
+
+def untuned(dtype):
+    """Return the CPU's policy without rules for speed: layers of any size compute in `dtype`.
+
+    Under it, eager calls, graphs and converted models agree bit for bit.
+    """
+    return amp.Policy.default(dtype, "cpu").untuned()
+
+
+def casting_small_layers():
+    """Return bfloat16's policy with its substitutions, but with no layer that counts as small."""
+    text = (ROOT / "lists" / "bfloat16.toml").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "small.toml"
+        path.write_text(re.sub(r"\nlimit = [\d_]+", "\nlimit = 1", text))
+        return amp.Policy.load(path)
 
 
 def shut_down():

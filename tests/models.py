@@ -6,10 +6,6 @@ from nets import convolutional, made
 GPU = amp.Policy.default("float16", device="gpu")
 
 
-def policy_for(dtype):
-    return amp.Policy.default(dtype, device="cpu").untuned()  # agrees with eager calls
-
-
 def model(make=convolutional):
     net, data = made(make)
     net.hybridize()

@@ -12,7 +12,6 @@ import pytest
 from helpers import ROOT, with_avx512
 
 TEXT = (ROOT / "README.md").read_text()
-pytestmark = pytest.mark.sizes  # as in programs
 DIFF = re.search(r"```diff\n(.*?)```", TEXT, re.S)[1].splitlines()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

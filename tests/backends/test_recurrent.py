@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import randn, substitutions, values, with_avx512
+from helpers import pairwise, randn, substitutions, values, with_avx512
 from mxamp.backends.choices import Choices
 from mxamp.graph.casts.insert import rewrite
 from mxamp.graph.ir import Graph, Usage
@@ -99,16 +99,18 @@ def stacked(mode, layers, directions, width, size, steps=STEPS, **attrs):
     return symbol, {**known, "data": (steps, ROWS, width)} if steps else known
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("state_outputs", [False, True])
-@pytest.mark.parametrize("layers, directions", [(1, 1), (1, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize("width", [16, 7])
-@pytest.mark.parametrize("mode", MODES)
-def test_each_layer_computes_what_all_layers_do(
-    mode, width, layers, directions, state_outputs, training
-):
-    symbol, shapes = stacked(mode, layers, directions, width, 16, state_outputs=state_outputs)
-    arrays = {name: randn(*shape, seed=k) * 0.5 for k, (name, shape) in enumerate(shapes.items())}
+#: The state of a layer that is large enough to run alone in training, by mode.
+UNITS = {"rnn_relu": 512, "rnn_tanh": 512, "lstm": 256, "gru": 304}
+KINDS = pairwise(MODES, [16, 7], [(1, 1), (1, 2), (3, 1), (2, 2)], [False, True], [False, True])
+
+
+@pytest.mark.parametrize("mode, width, stack, state_outputs, training", KINDS)
+def test_each_layer_computes_what_all_layers_do(mode, width, stack, state_outputs, training):
+    layers, directions = stack
+    symbol, shapes = stacked(mode, *stack, width, UNITS[mode], state_outputs=state_outputs)
+    arrays = {
+        name: randn(*shape, seed=k, scale=0.1) for k, (name, shape) in enumerate(shapes.items())
+    }
     policy = amp.Policy.default("bfloat16").in_float32()
     plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
     runs = [node for node in plan.nodes if node.operator == "RNN"]
@@ -150,7 +152,6 @@ ALONE = [
 ]  # fmt: skip
 
 
-@pytest.mark.sizes
 @pytest.mark.parametrize("rnn, trained, inferred", ALONE)
 def test_where_each_layer_runs_alone(rnn, trained, inferred):
     symbol, shapes = rnn

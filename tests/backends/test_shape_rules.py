@@ -64,7 +64,8 @@ def test_kernels_that_read_only_padding_train_in_float32(
 @pytest.mark.parametrize("training", [True, False])
 def test_dense_layers_of_few_outputs_run_in_float32(rows, units, low, training):
     layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=units, name="fc")
-    found = kept(layer, shapes={"data": (rows, 64)}, training=training)
+    usage = {"shapes": {"data": (rows, 64)}, "training": training}
+    found = kept(layer, kinds={"few_columns"}, **usage)
     assert found == ([] if low else ["fc"])
 
 
@@ -77,7 +78,7 @@ def test_dense_layers_of_few_outputs_run_in_float32(rows, units, low, training):
 def test_dense_layers_of_few_rows_train_in_float32(rows, weight, low):
     layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=weight[0], name="fc")
     shapes = {"data": (rows, weight[1])}
-    assert ("fc" in kept(layer, shapes=shapes, training=True)) == (not low)
+    assert kept(layer, kinds={"few_rows"}, shapes=shapes, training=True) == ([] if low else ["fc"])
 
 
 @pytest.mark.parametrize("count, low", [(1, False), (15, False), (16, True), (20, True)])
@@ -133,7 +134,6 @@ def small(symbol, policy=B, data=(256, 64), side=None, **usage):
     return sorted(found)
 
 
-@pytest.mark.sizes
 @MODES
 @pytest.mark.parametrize("units, side, names", [
     ([122], None, ["fc0"]), ([123], None, []), ([64, 180], None, ["fc0", "fc1"]),
@@ -147,7 +147,6 @@ def test_layers_that_are_small_on_average_stay_in_float32(units, side, names, tr
     assert small(net, side=side, converting=True) == []
 
 
-@pytest.mark.sizes
 @MODES
 def test_layers_do_not_count_as_small_without_a_cast_or_a_shape(training):
     weights = frozenset({"fc0_weight", "fc1_weight"})
@@ -160,7 +159,6 @@ def test_layers_do_not_count_as_small_without_a_cast_or_a_shape(training):
     assert small(layers(64, 1024), by_name, training=training) == ["fc0"]
 
 
-@pytest.mark.sizes
 @pytest.mark.parametrize("count, units, training, low", [
     (16, 256, True, True), (15, 256, True, False), (16, 255, True, False), (16, 256, False, False),
 ])  # fmt: skip
@@ -170,7 +168,6 @@ def test_layers_that_share_a_large_weight_do_not_train_as_small_ones(count, unit
     assert len(small(net, data=(8, 256), training=training)) == (0 if low else count)
 
 
-@pytest.mark.sizes
 @MODES
 @pytest.mark.parametrize("channels, side, low", [
     (3, 16, False), pytest.param(3, 128, True, marks=with_avx512), (16, 16, False), (16, 128, True),
@@ -184,7 +181,6 @@ def test_what_surrounds_small_convolutions_stays_in_float32_too(channels, side, 
     assert ("amp_cast" in result.graph.operators) == low
 
 
-@pytest.mark.sizes
 @MODES
 @pytest.mark.parametrize("operator, attrs, shapes, small", [
     ("FullyConnected", {}, [(1024, 64), (244, 64)], True),
@@ -214,7 +210,7 @@ def test_calls_count_as_small_up_to_eight_times_the_size(operator, attrs, shapes
 def test_convolutions_by_channels(channels, kernel, groups, norm, low):
     net = conv("conv", X, channels[1], kernel=(kernel, kernel), num_group=groups)
     net = mx.sym.BatchNorm(mx.sym.LeakyReLU(net), name="norm") if norm else mx.sym.Flatten(net)
-    shape = (2, channels[0], 4, 4)
+    shape = (64, channels[0], 64, 64)
     found = precisions(net, shape)
     assert found["conv"] == ("bfloat16" if low else "float32")
     assert ("conv" in kept(net, shapes={"data": shape}, training=True)) == (low != 2)
@@ -236,7 +232,7 @@ def test_convolutions_by_channels(channels, kernel, groups, norm, low):
 )
 def test_norms_by_what_is_before_them(how, precision):
     net = mx.sym.BatchNorm(how(mx.sym, conv("a", X), conv("b", X)), name="norm")
-    assert precisions(net, (2, 16, 4, 4))["norm"] == precision
+    assert precisions(net, (64, 16, 64, 64))["norm"] == precision
 
 
 # ---------------------------------------------------------------------- transposed convolutions

@@ -7,9 +7,9 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import exported, kept, randn, same, values, with_avx512
+from helpers import casting_small_layers, exported, kept, randn, same, values, with_avx512
 
-B = amp.Policy.default("bfloat16")
+B = casting_small_layers()
 UNTUNED = B.untuned()
 VOLUMES = [nn.Conv3D, nn.Conv3DTranspose]
 POOL = {"kernel": (1, 1, 1), "global_pool": True, "pool_type": "avg"}

@@ -9,11 +9,23 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, down, kind, operators_of, randn, same, up, values, with_avx512
-from models import model, policy_for
+from helpers import (
+    backpropagate,
+    casting_small_layers,
+    down,
+    kind,
+    operators_of,
+    randn,
+    same,
+    untuned,
+    up,
+    values,
+    with_avx512,
+)
+from models import model
 from nets import convolutional, made, perceptron
 
-B = amp.Policy.default("bfloat16")
+B = casting_small_layers()
 
 
 class Net(gluon.HybridBlock):
@@ -59,13 +71,13 @@ def trained(block, x):
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.backend
 def test_it_runs_as_a_block_does_under_the_policy(net, offline):
-    low = amp.convert_hybrid_block(net, "bfloat16", cast_optional_params=offline)
+    low = amp.convert_hybrid_block(net, policy=B, cast_optional_params=offline)
     there = operators_of(low._cached_graph[1])
     for rows in (40, 1, 40):
         x = randn(rows, 3, 6, 6)
         out = low(x)
         if rows > 1 or not offline:
-            with amp.autocast("bfloat16"):
+            with amp.autocast(policy=B):
                 assert same(out, net(x))
         with amp.autocast(policy=B.untuned()):
             assert not same(out, net(x))
@@ -75,9 +87,9 @@ def test_it_runs_as_a_block_does_under_the_policy(net, offline):
 
 
 def test_it_trains_as_a_block_does_under_the_policy(net):
-    low = amp.convert_hybrid_block(net, "bfloat16")
+    low = amp.convert_hybrid_block(net, policy=B)
     x = randn(8, 3, 6, 6)
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=B):
         expected = trained(net, x)
     for mine, theirs in zip(trained(low, x), expected):
         assert same(mine, theirs)
@@ -93,10 +105,10 @@ def test_it_trains_as_a_block_does_under_the_policy(net):
 
 def test_it_runs_as_converted_whatever_is_on(net):
     x = randn(30, 3, 6, 6)
-    low = amp.convert_hybrid_block(net, "bfloat16")
+    low = amp.convert_hybrid_block(net, policy=B)
     out = low(x).asnumpy()
-    for other in (amp.autocast(enabled=False), amp.autocast("float16"), amp.autocast("bfloat16")):
-        with other:
+    for other in ({"enabled": False}, {"dtype": "float16"}, {"policy": B}):
+        with amp.autocast(**other):
             assert same(low(x), out)
     amp.init("float16", ctx=mx.cpu())
     assert same(low(x), out)
@@ -198,7 +210,7 @@ def test_recurrent_layers_with_states(dtype):
     layer.hybridize()
     states = [randn(2, 2, 6, seed=i) for i in range(2)]
     plain, plain_states = layer(x, states)
-    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype))
+    low = amp.convert_hybrid_block(layer, policy=untuned(dtype))
     out, new_states = low(x, states)
     assert [s.shape for s in new_states] == [s.shape for s in plain_states]
     np.testing.assert_allclose(out.asnumpy(), plain.asnumpy(), rtol=0.1, atol=0.02)
@@ -206,22 +218,22 @@ def test_recurrent_layers_with_states(dtype):
     assert same(low(x, low.begin_state(batch_size=2))[0], zero)
     # Models of users have a begin_state alone.
     assert vars(low).pop("state_info")(2) == layer.state_info(2)
-    again = amp.convert_hybrid_block(low, policy=policy_for(dtype))
+    again = amp.convert_hybrid_block(low, policy=untuned(dtype))
     assert same(again(x)[0], zero)
 
 
 def test_a_block_that_has_not_run(dtype):
     for make in (convolutional, perceptron):
         net, data = made(make)
-        low = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=data[0])
+        low = amp.convert_hybrid_block(net, policy=untuned(dtype), example_inputs=data[0])
         assert not net._cached_graph
         assert not net._active
-        with amp.autocast(policy=policy_for(dtype)):
+        with amp.autocast(policy=untuned(dtype)):
             net.hybridize()
             assert same(low(*data), net(*data))
     layer = gluon.rnn.LSTM(6)
     layer.initialize()
-    low = amp.convert_hybrid_block(layer, policy=policy_for(dtype), example_inputs=randn(3, 2, 5))
+    low = amp.convert_hybrid_block(layer, policy=untuned(dtype), example_inputs=randn(3, 2, 5))
     assert low(randn(3, 2, 5)).shape == (3, 2, 6)
     with pytest.raises(amp.StateError, match="does not run"):
         amp.convert_hybrid_block(nn.Dense(2), example_inputs=randn(2, 2))
@@ -235,7 +247,7 @@ def test_converted_blocks_keep_grad_req(dtype):
     first.grad_req = "null"
     rest[0].grad_req = "add"
     rest[0].wd_mult = 0.5
-    low = amp.convert_hybrid_block(net, policy=policy_for(dtype)).collect_params()
+    low = amp.convert_hybrid_block(net, policy=untuned(dtype)).collect_params()
     assert {n: p.grad_req for n, p in low.items()} == {
         n: p.grad_req for n, p in net.collect_params().items()
     }
@@ -250,7 +262,7 @@ def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, t
         net.initialize()
         data = mx.np.array(values(randn(5, 3)))
         fast = amp.convert_hybrid_block(
-            net, policy=policy_for(dtype), cast_optional_params=offline, example_inputs=data,
+            net, policy=untuned(dtype), cast_optional_params=offline, example_inputs=data,
             ctx=[mx.cpu(i) for i in range(devices)],
         )  # fmt: skip
         expected = fast(data).asnumpy()
@@ -273,7 +285,7 @@ def test_copies_on_several_devices_are_averaged(dtype):
     net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
     for k, array in enumerate(net.weight.list_data()):
         array[:] = 2 * k + 1
-    fast = amp.convert_hybrid_block(net, policy=policy_for(dtype), example_inputs=nd.ones((1, 1)))
+    fast = amp.convert_hybrid_block(net, policy=untuned(dtype), example_inputs=nd.ones((1, 1)))
     assert fast(nd.ones((1, 1))).asscalar() == 2
 
 

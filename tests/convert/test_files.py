@@ -7,8 +7,7 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import kind, randn
-from models import policy_for
+from helpers import kind, randn, untuned
 from mxamp.convert.saved import load_model
 
 PART = ("symbol.json", "0003.params")
@@ -34,7 +33,7 @@ def written(folder, name="low"):
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_files(folder, dtype, cast):
-    options = {"policy": policy_for(dtype), "cast_optional_params": cast}
+    options = {"policy": untuned(dtype), "cast_optional_params": cast}
     done = convert(folder, check_inputs=ONES, **options)
     assert (done.symbol.name, done.params.name) == ("low-symbol.json", "low-0003.params")
     assert (done.bytes_before, done.bytes_after) == tuple(
@@ -87,7 +86,7 @@ def test_a_model_that_overflows_is_not_written(folder):
     args["fc_weight"][:] = 1e5
     mx.model.save_checkpoint(str(folder / "net"), 3, symbol, args, {})
     with pytest.raises(amp.CheckError, match="'fc_output' has .* NaN in 8 elements") as failed:
-        convert(folder, policy=policy_for("float16"), check_inputs=ONES)
+        convert(folder, policy=untuned("float16"), check_inputs=ONES)
     assert [(error.name, error.lost) for error in failed.value.errors] == [("fc_output", 8)]
     assert not list(folder.glob("low*"))
 
@@ -135,6 +134,6 @@ def test_models_of_numpy_semantics(tmp_path, dtype):
     net.export(str(tmp_path / "net"))
     mx.npx.reset_np()
     files = tmp_path / "net", tmp_path / "low"
-    done = amp.convert_files(*files, policy=policy_for(dtype), check_inputs={"data": x})
+    done = amp.convert_files(*files, policy=untuned(dtype), check_inputs={"data": x})
     assert done.errors[0].shape == ()
     assert done.errors[0].relative < 0.05

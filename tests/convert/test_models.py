@@ -8,8 +8,8 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import check_python, kind, randn, same
-from models import GPU, model, policy_for
+from helpers import check_python, kind, randn, same, untuned
+from models import GPU, model
 from nets import convolutional, decoder, perceptron
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -24,11 +24,11 @@ def evaluate(symbol, args, auxs, names, data):
 @pytest.mark.parametrize("make", [convolutional, perceptron, decoder])
 def test_a_converted_model_computes_what_autocast_does(dtype, make, offline):
     net, data, triple, plain, names = model(make)
-    converted = amp.convert_model(*triple, policy=policy_for(dtype), cast_optional_params=offline)
+    converted = amp.convert_model(*triple, policy=untuned(dtype), cast_optional_params=offline)
     # A model may be trained after it was converted: transposed convolutions whose weight is cast
     # are then computed as they are where gradients are recorded.
     recording = autograd.pause() if offline else autograd.record(train_mode=False)
-    with amp.autocast(policy=policy_for(dtype)), recording:
+    with amp.autocast(policy=untuned(dtype)), recording:
         expected = net(*data)
     out = evaluate(*converted, names, data)
     assert kind(out) == "float32"
@@ -91,7 +91,7 @@ def test_saved_models_run_in_plain_mxnet(tmp_path):
     nd.save(str(tmp_path / "data"), data)
     for dtype in ("float16", "bfloat16"):
         for offline in (False, True):
-            options = {"policy": policy_for(dtype), "cast_optional_params": offline}
+            options = {"policy": untuned(dtype), "cast_optional_params": offline}
             converted = amp.convert_model(*triple, **options)
             prefix = f"{tmp_path}/{dtype}-{offline}"
             mx.model.save_checkpoint(prefix, 0, *converted)
@@ -162,7 +162,7 @@ def test_bucketing_modules(dtype, offline):
             yield module.get_outputs()[0].asnumpy()
 
     plain = list(outputs(module))
-    options = {"policy": policy_for(dtype), "cast_optional_params": offline}
+    options = {"policy": untuned(dtype), "cast_optional_params": offline}
     fast = amp.convert_bucketing_module(module, **options)
     fast.bind([("data", (2, 5, 3))], [("softmax_label", (2,))], for_training=False)
     fast.init_params()

@@ -6,8 +6,8 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import BF16, kind, randn
-from models import model, policy_for
+from helpers import BF16, kind, randn, untuned
+from models import model
 from mxamp.convert.outputs import Distance
 
 NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
@@ -26,7 +26,7 @@ def test_a_model_equals_itself():
 @pytest.mark.usefixtures("unfused")
 def test_errors_are_those_of_numpy(dtype):
     _, data, original, plain, _ = model()
-    converted = amp.convert_model(*original, policy=policy_for(dtype))
+    converted = amp.convert_model(*original, policy=untuned(dtype))
     (error,) = amp.compare_models(original, converted, {"data": data[0]})
     with amp.autocast(dtype):
         low = amp.compare_models(original, converted, {"data": data[0]})

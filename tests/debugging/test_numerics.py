@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, randn
+from helpers import backpropagate, randn, untuned
 from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
 from nets import convolutional, made
@@ -148,7 +148,7 @@ def test_an_overflow_in_low_precision(way, dtype, kinds):
     # 3e4 * 8 terms: beyond float16, but not beyond bfloat16.
     net = deep(lambda F, x: F.ones_like(x) * 3e4)
     weight_of(net, 5).set_data(nd.ones((8, 8)))
-    with amp.autocast(dtype):
+    with amp.autocast(policy=untuned(dtype)):
         check = checked(prepared(net, way, randn(64, 8)))
     assert [one.kind for one in check.findings] == kinds
     if kinds:

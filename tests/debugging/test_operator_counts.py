@@ -8,7 +8,7 @@ from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, with_avx512
+from helpers import randn, untuned, with_avx512
 from mxamp.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
@@ -41,7 +41,7 @@ def test_a_dense_net_in_float32(hybridize):
 def test_eager_calls_in_low_precision():
     net, x = dense(), randn(5, 3)
     with operator_stats() as stats:
-        amp.init("bfloat16")
+        amp.init(policy=untuned("bfloat16"))
         net(x)
     assert calls(stats) == {("FullyConnected", "bfloat16"): 2, ("Activation", "bfloat16"): 1}
     # x, two weights and two biases; the activations between them are bfloat16 already.
@@ -53,11 +53,13 @@ def test_eager_calls_in_low_precision():
 def test_a_hybridized_net_counts_what_explain_says():
     net, data = made(convolutional)
     net.hybridize()
-    with amp.autocast("bfloat16"), operator_stats() as stats:
+    policy = untuned("bfloat16")
+    with amp.autocast(policy=policy), operator_stats() as stats:
         net(*data)
         net(*data)
     shapes = {"data": data[0].shape}
-    plan = amp.explain(net, "bfloat16", mode="inference", input_shapes=shapes)
+    plan = amp.explain(net, policy=policy, mode="inference", input_shapes=shapes)
+    assert plan.casts
     counted = {key: n for key, n in calls(stats).items() if key[0] != "_copy"}  # mxamp's own
     assert counted == {
         key: 2 * n for key, n in Counter((n.operator, n.precision) for n in plan.nodes).items()

@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 from planted import chain, doubled
 
 import mxamp as amp
-from helpers import backpropagate, operators_of, randn, values
+from helpers import backpropagate, operators_of, randn, untuned, values
 from models import model
 from nets import NETS, attention, convolutional, decoder, made, perceptron
 
@@ -27,10 +27,10 @@ def state(net):
 @pytest.mark.parametrize("make", NETS[:7:2], ids=lambda make: make.__name__)
 def test_a_clean_net_has_no_jump_and_eager_and_hybrid_agree(make, dtype):
     net, data = made(make)
-    eager = compare(net, tuple(data), train_mode=True, dtype=dtype)
+    eager = compare(net, tuple(data), train_mode=True, policy=untuned(dtype))
     net.hybridize()
     net(*data)
-    assert str(compare(net, tuple(data), train_mode=True, dtype=dtype)) == str(eager)
+    assert str(compare(net, tuple(data), train_mode=True, policy=untuned(dtype))) == str(eager)
     assert eager.first_jump is None
     bound = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
     assert max(error.relative for error in eager.outputs) < bound
@@ -69,7 +69,9 @@ def test_an_overflow_is_found():
     assert result.first_jump.lost > 0
     assert "jumps first at" in str(result)
     assert repr(result.first_jump).startswith("<TensorError: net_layer1_fwd (FullyConnected, float")
-    assert "4 outputs of the hybridized net: no layer" in str(compare(net, data, dtype="bfloat16"))
+    assert "4 outputs of the hybridized net: no layer" in str(
+        compare(net, data, policy=untuned("bfloat16"))
+    )
     # float16 has no 4097: the error of layer 0 jumps, but loses no element.
     net[0].weight.set_data(nd.array(doubled(np.eye(8), 4097, -4096)))
     assert compare(net, data, dtype="float16").first_jump.lost > 0
@@ -77,7 +79,7 @@ def test_an_overflow_is_found():
 
 def test_cancellation_is_found():
     net, data, bad = chain(4, [2], "cancellation")
-    first = compare(net, data, dtype="bfloat16").first_jump
+    first = compare(net, data, policy=untuned("bfloat16")).first_jump
     assert {first.name} == bad
     assert first.relative > 0.1
     assert first.lost == 0

@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import backpropagate, down, kind, randn, rounded, same, up, values
+from helpers import backpropagate, down, kind, randn, rounded, same, untuned, up, values
 
 
 def kinds_of(*arrays):
@@ -29,13 +29,13 @@ def test_functions_of_the_users_own(dtype):
         assert wrapped.__name__ == "record"
         seen.clear()
         assert wrapped(x, [x, index]) is x
-        with amp.autocast(dtype):
+        with amp.autocast(policy=untuned(dtype)):
             low = nd.FullyConnected(x, x, no_bias=True, num_hidden=2)
             wrapped(low, [x, index], extra={"more": (x,)})
         assert seen == [["float32", "float32", "int32"], [wanted, wanted, "int32"]]
     seen.clear()
     promoted = amp.promote_function(record)
-    with amp.autocast(dtype):
+    with amp.autocast(policy=untuned(dtype)):
         promoted(low, [low, index])
         promoted(low, [x, index])
     assert seen == [[dtype, dtype, "int32"], ["float32", "float32", "int32"]]

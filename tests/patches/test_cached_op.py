@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import as_float32, kind, randn, same, values
+from helpers import as_float32, kind, randn, same, untuned, values
 from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import NETS, Control, made, separable
@@ -87,11 +87,11 @@ def test_policies_share_a_block(dtype):
     data = [randn(32, 4, 8, 8)]
     net.hybridize(static_alloc=True, static_shape=True)
     plain = net(*data).asnumpy()
-    with amp.autocast(dtype):
+    with amp.autocast(policy=untuned(dtype)):
         low = net(*data).asnumpy()
         with amp.autocast(enabled=False):
             assert same(net(*data), plain)
-        with amp.autocast("float16" if dtype == "bfloat16" else "bfloat16"):
+        with amp.autocast(policy=untuned("float16" if dtype == "bfloat16" else "bfloat16")):
             other = net(*data).asnumpy()
         assert same(net(*data), low)
     assert same(net(*data), plain)
@@ -237,7 +237,6 @@ def test_policies_and_sequence_lengths_that_come_and_go_leave_no_graphs_behind()
     assert len({id(choices) for choices in known.values()}) <= 3
 
 
-@pytest.mark.sizes
 @pytest.mark.backend
 def test_the_casts_of_a_shape_do_not_depend_on_earlier_shapes():
     """Many shapes have equal graphs: each is chosen by its own shape, and found again."""

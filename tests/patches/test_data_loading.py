@@ -6,7 +6,7 @@ import pytest
 from mxnet import gluon, nd
 
 import mxamp as amp
-from helpers import kind, randn
+from helpers import kind, randn, untuned
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "thread_pool": True}])
@@ -16,7 +16,7 @@ def test_transforms_are_left_alone(dtype, options):
 
     values = np.random.RandomState(0).randn(8, 3, 4).astype("float32")
     dataset = gluon.data.ArrayDataset(values).transform(lambda x: transform(nd.array(x)))
-    amp.init(dtype, ctx=mx.cpu())
+    amp.init(policy=untuned(dtype))
     loader, inside = gluon.data.DataLoader(dataset, batch_size=4, **options), []
     for batch in loader:
         inside.append(

@@ -8,12 +8,25 @@ from mxnet.gluon import nn
 from mxnet.ndarray import FullyConnected as EarlyFullyConnected
 
 import mxamp as amp
-from helpers import check_python, down, kind, randn, rounded, same, up, values, with_avx512
+from helpers import (
+    casting_small_layers,
+    check_python,
+    down,
+    kind,
+    randn,
+    rounded,
+    same,
+    untuned,
+    up,
+    values,
+    with_avx512,
+)
 from mxamp.framework import arrays
 from mxamp.framework.operators import by_handle, handle_of
 from mxamp.patches import eager
 
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
+UNTUNED = untuned("bfloat16")
 
 
 def product():
@@ -132,7 +145,6 @@ def test_assignment_and_in_place_arithmetic(on):
     assert kind(low) == on.dtype
 
 
-@pytest.mark.sizes
 @pytest.mark.parametrize("call", [
     lambda: nd.split(X, num_outputs=2), lambda: mx.np.split(X.as_np_ndarray(), 1),
     lambda: X.tostype("csr"), lambda: [X * number for number in (1, True, 1.0, 0.0, -0.0)],
@@ -210,7 +222,7 @@ def test_convolutions_of_color_images_run_as_in_graphs(grad_req):
     net.initialize(mx.init.Normal())
     net.collect_params().setattr("grad_req", grad_req)
     images, found = randn(2, 3, 8, 8), []
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=casting_small_layers()):
         for hybridize in (False, True):
             net.hybridize(hybridize)
             net.collect_params().zero_grad()
@@ -232,7 +244,7 @@ def test_convolutions_of_color_images_run_as_in_graphs(grad_req):
 def test_convolutions_in_inference_leave_the_layout_of_a_cast_weight_alone(stored, fails):
     spied, weight = Spied(fails), randn(16, 4, 3, 3)
     weight = down(weight, stored) if stored == "bfloat16" else weight
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=casting_small_layers()):
         try:
             spied("Convolution", [randn(2, 4, 8, 8), weight, randn(16)], **COLORED)
         except mx.MXNetError:
@@ -248,7 +260,7 @@ def test_grouped_convolution_after_a_float32_inference_pass():
     options = {"kernel": (3, 3), "num_filter": 8, "num_group": 8, "no_bias": True}
     plain = nd.Convolution(x, w, **options)
     plain.wait_to_read()
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=UNTUNED):
         low = nd.Convolution(x, w, **options)
         low.wait_to_read()
     np.testing.assert_allclose(values(low), plain.asnumpy(), atol=0.1)
@@ -258,7 +270,7 @@ def test_grouped_convolution_after_a_float32_inference_pass():
 @pytest.mark.parametrize("other", ["float16", "bfloat16"])
 def test_the_users_own_half_precision_arrays(dtype, other):
     low = down(X, other)
-    with amp.autocast(dtype):
+    with amp.autocast(policy=untuned(dtype)):
         out = nd.FullyConnected(low, W, B, num_hidden=5)
         assert kind(out) == (dtype if dtype == other else "float32")
         assert kind(nd.softmax(low)) == "float32"
@@ -313,7 +325,6 @@ def test_arrays_in_onednns_layouts_are_copied_to_other_dtypes(copy, on):
     assert rows.any()
 
 
-@pytest.mark.sizes
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.backend
 def test_small_layers_stay_in_float32(recorded):
@@ -334,13 +345,12 @@ def test_small_layers_stay_in_float32(recorded):
         assert dense(64, 128, 128, "bfloat16") == "float32"
         assert dense(512, 512, 128) == "bfloat16"
         assert (convolve(8), convolve(64)) == ("float32", "bfloat16")
-    with amp.autocast(policy=amp.Policy.default("bfloat16", "cpu").untuned()):
+    with amp.autocast(policy=UNTUNED):
         assert dense(8, 128, 128) == "bfloat16"
     with amp.autocast("float16"):
         assert dense(8, 128, 128) == "float16"
 
 
-UNTUNED = amp.Policy.default("bfloat16", "cpu").untuned()
 VIEWS = {
     "none": lambda h: h, "slice": lambda h: h[0:128], "reshape": lambda h: h.reshape((128, -1)),
     "five axes": lambda h: h.reshape((2, 4, 4, 4, -1)), "index": lambda h: h[3:4][0],

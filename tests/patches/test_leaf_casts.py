@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import randn, same
+from helpers import randn, same, untuned
 from mxamp.framework.arrays import leaf_casts
 
 X = randn(4, 8)
@@ -50,7 +50,7 @@ WRITES = {
 @pytest.mark.parametrize("way", WRITES)
 def test_each_use_reads_current_values(way, dtype):
     weight = leaf()
-    with amp.autocast(dtype):
+    with amp.autocast(policy=untuned(dtype)):
         with autograd.record():
             before = product(weight)
             with autograd.pause():
@@ -67,7 +67,7 @@ def test_each_use_reads_current_values(way, dtype):
 def test_gradients_of_many_uses_are_summed_in_float32(grad_req):
     batches = [randn(4, 8, seed=i) for i in range(40)]
     total, weight = np.zeros((5, 8)), leaf(grad_req=grad_req)
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         for batch in batches:
             alone = leaf()
             with autograd.record():
@@ -82,7 +82,7 @@ def test_gradients_of_many_uses_are_summed_in_float32(grad_req):
 def test_a_graph_keeps_its_casts_when_a_later_scope_casts_new_values():
     weight, x, again = leaf(), X.copy(), X.copy()
     x.attach_grad(), again.attach_grad()
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         with autograd.record():
             first = product(weight, x).sum()
         with autograd.record():
@@ -99,7 +99,7 @@ def test_recorded_inference_leaves_shared_memory_alone(modes):
     data, weight = randn(2, 16, 8, 8), randn(16, 16, 3, 3, seed=1)
     weight.attach_grad()
     attrs = {"kernel": (3, 3), "num_filter": 16, "no_bias": True}
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         right = nd.Convolution(data, weight.copy(), **attrs)
         dense = product(leaf())
         wide = leaf()

@@ -10,17 +10,13 @@ from mxnet.gluon import SymbolBlock, nn
 
 import mxamp as amp
 from conftest import DTYPES, assert_unpatched
-from helpers import randn, same, values
+from helpers import randn, same, untuned, values
 from mxamp.framework.patching import _stacks
 from mxamp.graph.ir import Graph
 from mxamp.policy.regions import REGION
 from mxamp.policy.rules import set_custom_class
 
 ROWS, UNITS = 32, 16
-
-
-def untuned(dtype):
-    return amp.Policy.default(dtype, "cpu").untuned()
 
 
 def off():
@@ -59,16 +55,17 @@ def in_off(F, layer, x):
         return F.exp(layer(F.cast(x, "float32")) * 0.1)
 
 
-def in_region(*arguments):
+def in_region(name, **options):
     def body(F, layer, x):
-        with amp.autocast(*arguments):
+        with amp.autocast(**options):
             return F.exp(layer(x) * 0.1)
 
-    body.__name__ = "in_" + ("".join(arguments) or "bare")
+    body.__name__ = f"in_{name}"
     return body
 
 
-in_float16, in_bfloat16, in_bare = in_region("float16"), in_region("bfloat16"), in_region()
+in_float16, in_bare = in_region("float16", dtype="float16"), in_region("bare")
+in_bfloat16 = in_region("bfloat16", policy=untuned("bfloat16"))
 
 
 def in_policy(F, layer, x):
@@ -78,7 +75,7 @@ def in_policy(F, layer, x):
 
 
 def nested(F, layer, x):
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         x = layer(x)
         with off():
             x = F.exp(F.cast(x, "float32") * 0.1)
@@ -319,7 +316,7 @@ def test_a_mark_of_1_0_is_not_known():
 
 
 def test_symbols_hold_their_regions_until_shutdown():
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")
     for wanted in ("bfloat16", "float32"):
         executor = symbol.simple_bind(mx.cpu(), data=(64, UNITS))

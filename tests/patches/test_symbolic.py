@@ -7,7 +7,7 @@ from mxnet import autograd, nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import as_float32, randn, same, values, with_avx512
+from helpers import as_float32, casting_small_layers, randn, same, values, with_avx512
 from nets import attention, convolutional, decoder, embedded, made
 
 # Executors fuse operators by default; what is compared here are the operators.
@@ -122,7 +122,7 @@ def test_products_with_several_consumers_are_not_fused(monkeypatch):
     conv = mx.sym.Convolution(data, num_filter=8, kernel=(3, 3), name="c")
     symbol = mx.sym.Group([mx.sym.relu(conv), conv, mx.sym.broadcast_add(conv, conv)])
     x = randn(2, 3, 6, 6)
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=casting_small_layers()):
         executor = symbol.simple_bind(mx.cpu(), grad_req="null", data=x.shape)
     for name in ("c_weight", "c_bias"):
         executor.arg_dict[name][:] = randn(*executor.arg_dict[name].shape)

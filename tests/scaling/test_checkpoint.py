@@ -304,7 +304,6 @@ ten_steps({dtype!r}, 5, 10, load={half!r}, out={out!r})
 
 
 @pytest.mark.slow
-@pytest.mark.sizes  # the other process casts by size too
 def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
     amp.init(dtype, ctx=mx.cpu())
     whole, half, resumed = (str(tmp_path / name) for name in ("whole", "half", "resumed"))

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, pairwise
+from helpers import check_python, pairwise, untuned
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
@@ -154,9 +154,9 @@ def compared(way, dtype, kind, op_type, units=2, req="write", hybrid=True, passe
     steps, counts = [], []
     for run in (None, way):
         if run == "automatic":
-            automatic.start(policy=amp.Policy.default(dtype, "cpu"))
+            automatic.start(policy=untuned(dtype))
         elif run is not None:
-            amp.init(dtype)
+            amp.init(policy=untuned(dtype))
         net = Net(kind, op_type, units)
         net.initialize(mx.init.One())
         net.dense.weight.grad_req = req
@@ -215,7 +215,7 @@ def test_modules(dtype, kind):
     updates = []
     for run in (None, dtype) if dtype else (None,):
         if run:
-            amp.init(run)
+            amp.init(policy=untuned(run))
         dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, no_bias=True, name="fc")
         custom = mx.sym.Custom(dense, op_type="test_gradients", kind=kind, name="custom")
         losses = [mx.sym.LinearRegressionOutput(dense, mx.sym.var("label"), name="known")]

@@ -6,7 +6,7 @@ import pytest
 from mxnet import nd
 
 import mxamp as amp
-from helpers import pairwise, randn
+from helpers import pairwise, randn, untuned
 from mxamp.graph.gradients import with_scale_input
 from mxamp.graph.ir import Graph
 
@@ -61,7 +61,7 @@ def test_executors_in_training_stay_in_float32(how, on, caplog):
             np.testing.assert_array_equal(gradient_of_executor(how), plain)
     assert caplog.text.count("stay in float32") == 1
     caplog.clear()
-    with amp.autocast("bfloat16"):
+    with amp.autocast(policy=untuned("bfloat16")):
         found = gradient_of_executor(how)
     assert (found != plain).any()
     np.testing.assert_allclose(found, plain, atol=2e-3)
@@ -93,7 +93,7 @@ def trained(out, contexts, *, groups, optimizer, sizes=(16, 16, 16)):
 )
 def test_modules_of_a_model_over_two_devices(out, groups, sizes, dtype):
     plain = trained(out, mx.cpu(), groups=groups, optimizer="sgd", sizes=sizes)
-    amp.init(dtype, ctx=mx.cpu())
+    amp.init(policy=untuned(dtype))
     optimizer = amp.decorate("sgd", init_loss_scaling=256)
     found = trained(out, mx.cpu(), groups=groups, optimizer=optimizer, sizes=sizes)
     assert (optimizer.scaling.steps, optimizer.scaling.skips) == (len(sizes), 0)

@@ -1,13 +1,12 @@
 from collections import namedtuple
 
-import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, randn, same
+from helpers import kind, randn, same, untuned
 from training import (
     CONTEXTS,
     assert_same_weights,
@@ -32,7 +31,7 @@ SETTINGS = [
 @pytest.mark.parametrize("optimizer, settings", SETTINGS)
 def test_an_overflowing_step_is_as_if_it_had_not_been(optimizer, settings, ctx, hybrid, precision):
     if precision:
-        amp.init(precision, ctx=mx.cpu())
+        amp.init(policy=untuned(precision))
     data = batches()
     runs = []
     for bad in (True, False):

@@ -79,14 +79,6 @@ def test_planted_layers_are_found_and_they_alone(kind, layers, bad):
         assert tuning.policy == amp.Policy.default(KINDS[kind])
 
 
-def test_layers_that_add_most_error_are_asked_first(monkeypatch):
-    net, data, names = chain(20, [13], "cancellation")
-    orders = []
-    monkeypatch.setattr(module, "smallest_set", lambda works, order: orders.append(order))
-    tuned(net, data, target_dtype="bfloat16")
-    assert {orders[0][0]} == names
-
-
 def test_gradients_count_in_training(monkeypatch):
     net, data, _ = chain(3, [], "overflow")
     batch = data, mx.nd.zeros_like(data)
