@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from mxamp.backends import DEVICES, backend_of, shape_checks
+from mxamp.backends import backend_of, shape_checks
 from mxamp.backends.choices import Choices
 from mxamp.framework.machine import dtype_name
 from mxamp.graph.ir import Graph, Usage
@@ -120,12 +120,6 @@ def randn(*shape, seed=0, scale=1.0):
 
 def operators_of(symbol):
     return [node.op for node in Graph.from_symbol(symbol).nodes if not node.is_variable]
-
-
-def let_fast_dtype_be(monkeypatch, dtype):
-    """Let "auto" mean a dtype on every device."""
-    for device in DEVICES:
-        monkeypatch.setattr(type(backend_of(device)), "fast_dtype", lambda self: dtype)
 
 
 def chosen(symbol, policy=None, **usage):

@@ -39,8 +39,8 @@ def test_errors_and_log_lines_name_options(folder, monkeypatch, caplog):
         logging.getLogger("mxamp").warning("%s", text)
         raise amp.ArgumentError(text)
 
-    monkeypatch.setattr("mxamp.cli.convert.convert_files", fails)
-    monkeypatch.setattr("mxamp.tools.onnx.export_onnx", fails)
+    for function in ("mxamp.cli.convert.convert_files", "mxamp.tools.onnx.export_onnx"):
+        monkeypatch.setattr(function, fails)
     words = "--force, --keep-fp32, --dtype float32, `check=False`, `x`"
     command = ["convert", folder / "net", "--dtype", "float16", "--out", folder / "x"]
     assert run(*command, status=2).output.splitlines()[-1] == f"Error: {words}"

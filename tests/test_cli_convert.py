@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import mxnet as mx
@@ -102,7 +101,7 @@ def run(*arguments):
 def in_folder(models, monkeypatch):
     """Run in the folder of the models, and leave it and the path of imports as they were."""
     monkeypatch.chdir(models)
-    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.syspath_prepend(models)
     before = set(os.listdir())
     yield
     for name in set(os.listdir()) - before:

@@ -6,95 +6,80 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import types
-from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, run_python
 from mxamp.backends.cuda import libraries as cuda
-from mxamp.errors import InstallError
 from mxamp.framework.compat import MXNET
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 with_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
 
 
+STUB = """
+#include <stdio.h>
+__attribute__((constructor)) static void loaded(void) {{ puts("{name}"); }}
+int cuDriverGetVersion(int *version) {{ *version = {driver}; return 0; }}
+int nvrtcVersion(int *major, int *minor) {{ *major = 11; *minor = 8; return 0; }}
+"""
+DRIVER = "libcuda.so.1"
+
+
 @pytest.fixture
-def gpu_build(monkeypatch, tmp_path):
-    """mxnet-cu112 as far as Python can tell, with the nvidia wheels made of stub libraries."""
+def imported(tmp_path):
+    """Return a function that imports mxamp beside a wheel of MXNet and stubs of CUDA's libraries."""
 
-    def stub(folder, name):
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [COMPILER, "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(folder / name)]
-        subprocess.run(command, check=True)
+    def run(*libraries, driver=11080, wheel=cuda.WHEEL, **variables):
+        for name in libraries:
+            folder = tmp_path if name == DRIVER else tmp_path / "nvidia" / name[3:7] / "lib"
+            folder.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "stub.c").write_text(STUB.format(name=name, driver=driver))
+            command = [COMPILER, "-shared", "-fPIC", tmp_path / "stub.c", "-o", folder / name]
+            subprocess.run(command, check=True)
+        metadata = tmp_path / f"{wheel.replace('-', '_')}-1.9.1.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Name: {wheel}\n")
+        path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "LD_LIBRARY_PATH": str(tmp_path)}
+        code = f"import os, mxamp; print('fusion', os.environ.get({cuda.FUSION!r}))"
+        return run_python(code, env={**path, **variables})
 
-    monkeypatch.setattr(cuda, "_has_wheel", lambda: True)
-    monkeypatch.setattr(cuda, "driver_version", lambda: (11, 8))
-    monkeypatch.setattr(cuda, "compiler_version", lambda: (11, 8))
-    loaded = []
-    real = cuda.ctypes.CDLL
+    return run
 
-    def load(name, mode=0):
-        loaded.append((Path(name).name, mode))
-        if name == "libcuda.so.1":
-            if not has_driver:
-                raise OSError("libcuda.so.1: cannot open shared object file")
-            return None
-        return real(name, mode=mode)
 
-    has_driver = True
-    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
-
-    def without_driver():
-        nonlocal has_driver
-        has_driver = False
-
-    return types.SimpleNamespace(
-        folder=tmp_path / "nvidia", stub=stub, loaded=loaded, without_driver=without_driver
-    )
+def loaded(done):
+    """Return the stubs that a process has loaded, in order."""
+    return [line for line in done.stdout.splitlines() if line.startswith("lib")]
 
 
 @with_compiler
-def test_cuda_libraries_are_loaded_in_order(gpu_build, monkeypatch):
-    for i, name in enumerate(cuda.CUDA_LIBRARIES):
-        gpu_build.stub(gpu_build.folder / f"part{9 - i % 5}" / "lib", name)
-    monkeypatch.setattr(cuda, "_wheel_folders", lambda: sorted(gpu_build.folder.glob("*/lib")))
-    cuda.preload()
-    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1", *cuda.CUDA_LIBRARIES]
-    assert {mode for _, mode in gpu_build.loaded} == {cuda.ctypes.RTLD_GLOBAL}
+def test_cuda_libraries_are_loaded_in_order(imported):
+    done = imported(DRIVER, *reversed(cuda.CUDA_LIBRARIES))
+    assert loaded(done) == [DRIVER, *cuda.CUDA_LIBRARIES], done.stderr
+    assert "fusion None" in done.stdout
 
 
+@with_compiler
 @pytest.mark.parametrize("chosen", [None, "1"])
-def test_fusion_is_off_where_the_driver_is_older_than_the_compiler(
-    gpu_build, monkeypatch, caplog, chosen
-):
-    monkeypatch.setattr(cuda, "_wheel_folders", list)
-    monkeypatch.setattr(cuda, "driver_version", lambda: (11, 4))
-    monkeypatch.setenv("MXNET_USE_FUSION", chosen or "")
-    if chosen is None:
-        monkeypatch.delenv("MXNET_USE_FUSION")
-    cuda.preload()
-    assert os.environ["MXNET_USE_FUSION"] == (chosen or "0")
-    assert caplog.text.count("driver is for CUDA 11.4") == (chosen is None)
+def test_fusion_is_off_where_the_driver_is_older_than_the_compiler(imported, chosen):
+    variables = {cuda.FUSION: chosen} if chosen else {}
+    done = imported(DRIVER, "libnvrtc.so.11.2", driver=11040, **variables)
+    assert f"fusion {chosen or '0'}" in done.stdout
+    assert done.stderr.count("driver is for CUDA 11.4") == (chosen is None)
 
 
-def test_a_missing_wheel_is_left_to_the_system(gpu_build, monkeypatch):
-    monkeypatch.setattr(cuda, "_wheel_folders", list)
-    cuda.preload()
-    assert [name for name, _ in gpu_build.loaded] == ["libcuda.so.1"]
+@with_compiler
+def test_a_missing_wheel_is_left_to_the_system(imported):
+    assert loaded(imported(DRIVER)) == [DRIVER]
 
 
-def test_no_driver_is_explained(gpu_build):
-    gpu_build.without_driver()
-    with pytest.raises(InstallError, match="pip install mxnet==1.9.1"):
-        cuda.preload()
+def test_no_driver_is_explained(imported):
+    assert "InstallError" in (said := imported().stderr) and "pip install mxnet==1.9.1" in said
 
 
-def test_nothing_is_loaded_for_the_cpu_build(monkeypatch):
-    monkeypatch.setattr(cuda.metadata, "distributions", lambda name: iter(()))
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *a, **k: pytest.fail("loaded"))
-    cuda.preload()
+@with_compiler
+def test_nothing_is_loaded_for_the_cpu_build(imported):
+    assert loaded(imported(DRIVER, *cuda.CUDA_LIBRARIES, wheel="mxnet-of-nobody")) == []
 
 
 def test_the_extra_installs_the_wheel_and_its_libraries():

@@ -19,8 +19,12 @@ FLOATS = st.one_of(st.just(0.0), st.floats(1e-9, 1))
 
 @pytest.fixture(autouse=True)
 def one_core(monkeypatch):
-    """One core, and NumPy for arrays of any size."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """NumPy for arrays of any size."""
     monkeypatch.setattr(updates, "_LEAST", 0)
 
 
@@ -52,6 +56,7 @@ def stepped(options, seed, odd, policy):
     return [values(a) for a in (*weights, *states)], optimizer.num_update
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.slow
 @given(
     rate=FLOATS, decay=st.one_of(st.just(0.0), FLOATS), rescale=FLOATS,
@@ -74,6 +79,7 @@ class Mine(mx.optimizer.SGD):
     pass
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize(
     "optimizer, policy, options, used",
     [
@@ -95,12 +101,11 @@ def test_when_numpy_updates(optimizer, policy, options, used, counted, monkeypat
     assert bool(counted) == used
 
 
-def test_small_arrays_are_updated_by_mxnet(monkeypatch, counted):
-    monkeypatch.setattr(updates, "_LEAST", 2**10)
-    weights = [nd.ones((size,)) for size in (64, 2**10, 64)]
+def test_small_arrays_are_updated_by_mxnet(counted):
+    weights = [nd.ones((size,)) for size in (64, 2**21, 2**21 - 1)]
     optimizer = mx.optimizer.SGD(learning_rate=0.5)
     with amp.autocast("bfloat16"):
         gradients = [nd.ones((weight.size,)) for weight in weights]
         mx.optimizer.get_updater(optimizer)([0, 1, 2], gradients, weights)
-    assert [weight.size for weight in counted] == [2**10] and optimizer.num_update == 1
+    assert [weight.size for weight in counted] == [2**21] and optimizer.num_update == 1
     assert all((weight.asnumpy() == 0.5).all() for weight in weights)

@@ -76,8 +76,8 @@ def test_mxnet_1_9_1_alone_is_imported(code, words, tmp_path, monkeypatch, forgo
         _compat.import_mxnet()
 
 
-def test_another_version_that_was_imported_before(monkeypatch):
-    monkeypatch.setattr(mx, "__version__", "1.8.0")
+def test_another_version_that_was_imported_before(modules):
+    modules["mxnet"] = types.SimpleNamespace(__version__="1.8.0")
     with pytest.raises(InstallError, match="MXNet 1.8.0 is installed, but mxamp needs MXNet 1.9.1"):
         _compat.import_mxnet()
 
@@ -88,15 +88,21 @@ def test_an_import_that_is_blocked(modules, forgotten):
         _compat.import_mxnet()
 
 
-def test_restoring_numpy():
+def bare_numpy(version):
+    """Return what NumPy is without the names that it has removed."""
     bare = types.ModuleType("numpy")
-    bare.__version__ = "2.4.0"
+    bare.__version__ = version
     bare.options = {}
     for name in ("all", "any", "prod", "cumprod", "round", "sort", "isin", "ravel", "trapezoid"):
         setattr(bare, name, getattr(np, name, np.sort))
     bare.set_printoptions = lambda **options: bare.options.update(options)
     bare.compat = types.ModuleType("numpy.compat")
     bare.bool = "kept"
+    return bare
+
+
+def test_restoring_numpy():
+    bare = bare_numpy("2.4.0")
     _compat._restore_numpy(bare)
     assert bare.bool == "kept"
     assert bare.int is int
@@ -150,16 +156,14 @@ def test_numpy_s_range_is_that_of_the_metadata():
     "version, fits",
     [("1.16.6", False), ("2.6.0rc1", False), ("2.10.0", False), ("1.17.3", True), ("2.5.5", True)],
 )
-def test_a_numpy_that_is_too_old_or_too_new(version, fits, monkeypatch):
-    restored = []
-    monkeypatch.setattr(np, "__version__", version)
-    monkeypatch.setattr(_compat, "_restore_numpy", restored.append)
+def test_a_numpy_that_is_too_old_or_too_new(version, fits, modules):
+    modules["numpy"] = bare_numpy(version)
     if fits:
         _compat.prepare_import()
     else:
         with pytest.raises(InstallError, match=f'NumPy {version} .*pip install "numpy>=1.17,<2.6"'):
             _compat.prepare_import()
-    assert restored == [np] * fits
+    assert hasattr(modules["numpy"], "int") == fits
 
 
 def test_numbers_of_numpy_in_operators_of_other_threads():
@@ -172,10 +176,10 @@ def test_numbers_of_numpy_in_operators_of_other_threads():
     assert made == [(2, 3)]
 
 
-def test_standing_in_for_distutils(monkeypatch, modules):
-    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
+def test_standing_in_for_distutils(modules, monkeypatch):
     for name in ("distutils", "distutils.version"):
         modules.pop(name, None)
+    monkeypatch.setattr(sys, "meta_path", [])  # no module is found
     _compat._restore_distutils()
     _compat._restore_distutils()  # a second time it is there
     version = sys.modules["distutils.version"].LooseVersion

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 import digits
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import kind, let_fast_dtype_be, randn, same
+from helpers import kind, randn, same
 from mxamp.frontends import apex
 from training import assert_same_weights, batches, poisoned, setup, train
 
@@ -49,8 +49,8 @@ def test_one_script_runs_at_every_level(level, dtype, options):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("first", [True, False], ids=["init('auto')", "dtype='auto'"])
-def test_every_level_is_float32_where_auto_is(first, level, monkeypatch):
-    let_fast_dtype_be(monkeypatch, "float32")
+def test_every_level_is_float32_where_auto_is(first, level, on_machine):
+    on_machine()
     if first:
         amp.init("auto")
     (net, trainer), (control, plain) = setup(), setup()

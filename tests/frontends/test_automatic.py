@@ -14,11 +14,10 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
-from helpers import ROOT, let_fast_dtype_be
+from helpers import ROOT
 from mxamp.framework.environment import AUTOMATIC as VARIABLE
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import imports_mxamp
-from mxamp.policy import targets
 
 HOOK = (ROOT / "mxamp" / "startup" / "mxamp_startup.pth").read_text().strip()
 PROGRAMS = ROOT / "tests" / "programs"
@@ -111,14 +110,12 @@ def test_scripts_that_import_mxamp(script, own):
 
 
 @pytest.fixture
-def environment(monkeypatch):
+def environment(monkeypatch, on_machine):
     """Return a function that starts from the variable on a machine whose fast dtype is given."""
 
     def start(value, fast, child=False):
         monkeypatch.setenv(VARIABLE, value)
-        let_fast_dtype_be(monkeypatch, fast)
-        if fast != "float32":
-            monkeypatch.setattr(targets, "default_dtype", lambda device=None: fast)
+        on_machine(fast == "float16", {"avx512", "avx512_bf16"} if fast == "bfloat16" else ())
         if child:
             monkeypatch.setattr("multiprocessing.parent_process", lambda: "a process")
         monkeypatch.setattr(sys, "argv", ["none.py"])

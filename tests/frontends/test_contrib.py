@@ -61,11 +61,19 @@ def test_it_says_whether_mixed_precision_is_on():
 
 
 @pytest.fixture
-def stock_is_on(monkeypatch):
-    """`mxnet.contrib.amp` after its `init`, without what that does to MXNet's operators."""
-    monkeypatch.setattr(stock.amp, "_amp_initialized", True)
-    monkeypatch.setattr(stock.amp, "_amp_loss_scale_initialized", False)
-    monkeypatch.setattr(stock.amp, "_loss_scaler", stock.loss_scaler.LossScaler())
+def stock_functions(monkeypatch):
+    """`mxnet.contrib.amp` as it is, but for the changes that its `init` makes to operators."""
+    changed = []
+    for function in ("_wrap_symbol_functions", "_wrap_loss_output_functions"):
+        monkeypatch.setattr(stock.amp, function, lambda *_: changed.append(1))
+    for flag in ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler"):
+        monkeypatch.setattr(stock.amp, flag, getattr(stock.amp, flag))
+    return changed
+
+
+@pytest.fixture
+def stock_is_on(stock_functions):
+    stock.init()
 
 
 def use_grad_scaler(net, trainer):
@@ -104,17 +112,6 @@ def test_mxamp_is_refused_after_stock_init(stock_is_on, use):
         WAYS_ON[use](net, trainer)
     assert {*_stacks} == patched_before
     assert not amp.is_enabled()
-
-
-@pytest.fixture
-def stock_functions(monkeypatch):
-    """MXNet's `init` as it is, but for the changes that it makes to operators."""
-    changed = []
-    monkeypatch.setattr(stock.amp, "_wrap_symbol_functions", lambda *_: changed.append(1))
-    monkeypatch.setattr(stock.amp, "_wrap_loss_output_functions", lambda *_: changed.append(1))
-    for flag in ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler"):
-        monkeypatch.setattr(stock.amp, flag, getattr(stock.amp, flag))
-    return changed
 
 
 @pytest.mark.parametrize("init", [stock.init, stock.amp.init], ids=["imported by name", "module"])

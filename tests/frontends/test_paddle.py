@@ -11,7 +11,7 @@ from mxnet.module import Module
 
 import digits
 import mxamp as amp
-from helpers import backpropagate, let_fast_dtype_be, randn, run_python
+from helpers import backpropagate, randn, run_python
 from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
 
@@ -102,8 +102,8 @@ def test_a_decorated_module_with_its_own_init_optimizer_does_not_warn(caplog):
     assert "nothing scales this module's losses" not in caplog.text
 
 
-def test_modules_where_auto_is_float32_update_as_plain_ones(monkeypatch):
-    let_fast_dtype_be(monkeypatch, "float32")
+def test_modules_where_auto_is_float32_update_as_plain_ones(on_machine):
+    on_machine()
     amp.init("auto")
     optimizer = amp.decorate("sgd")
     module = bound()

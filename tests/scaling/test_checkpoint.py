@@ -10,8 +10,6 @@ from mxnet import autograd, gluon
 
 import mxamp as amp
 from helpers import check_python
-from mxamp.backends.onednn import cpu
-from mxamp.framework import machine
 from mxamp.scaling.checkpoint import MASTER_PLACES, master_place
 from training import batches, poisoned, setup, ten_steps, train
 
@@ -77,10 +75,9 @@ def test_a_damaged_file_changes_nothing(tmp_path, damage):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, monkeypatch):
+def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, on_machine):
     """Where "auto" chose float32, updates may stay on the kvstore, which holds the states."""
-    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset({"avx512"}))
+    on_machine(features={"avx512"})
     amp.init("auto")
     for units in (3, 5):
         net = gluon.nn.Dense(units, in_units=4)
@@ -253,9 +250,8 @@ def test_a_state_may_grow(level, other, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(cpu, "onednn_features", lambda: frozenset({"avx512"}))
+def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, on_machine):
+    on_machine(features={"avx512"})
     amp.init("auto")
     weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
     weight.initialize()

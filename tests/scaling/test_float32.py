@@ -13,15 +13,12 @@ from mxnet import autograd, nd
 import mxamp as amp
 from conftest import assert_unpatched
 from mxamp.backends.onednn import cpu
-from mxamp.framework import machine
 from training import CONTEXTS, assert_same_weights, batches, poisoned, setup, train
 
 
 @pytest.fixture(autouse=True)
-def float32(monkeypatch):
-    monkeypatch.setattr(machine, "_gpu_count", lambda: 0)
-    usable = cpu.onednn_features() - {"avx512_bf16", "amx_bf16"}
-    monkeypatch.setattr(cpu, "onednn_features", lambda: usable)
+def float32(on_machine):
+    on_machine(features=cpu.onednn_features() - {"avx512_bf16", "amx_bf16"})
     amp.init("auto")
 
 

@@ -9,7 +9,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun, let_fast_dtype_be
+from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun
 from training import assert_same_weights, batches, setup, train, weights
 
 FIRST, LAST = 3, 6  # of the steps of a run that goes on from its states
@@ -171,8 +171,8 @@ def test_modules_take_no_optimizer_of_horovod_with_loss_scaling(hvd):
         module.init_optimizer(None, optimizer)
 
 
-def test_where_auto_is_float32_nothing_is_checked_or_refused(hvd, monkeypatch):
-    let_fast_dtype_be(monkeypatch, "float32")
+def test_where_auto_is_float32_nothing_is_checked_or_refused(hvd, on_machine):
+    on_machine()
     amp.init("auto")
     pairs = []
     for _ in range(2):
