@@ -71,6 +71,36 @@ def test_no_import_points_up(path):
         assert place(there) <= place(here), f"{path} imports {'.'.join(there)}"
 
 
+#: Modules without a test of their name, and where their tests are.
+TESTED_ELSEWHERE = {
+    "__main__": "cli/test_main", "_version": "test_packaging", "errors": "framework/test_keywords",
+    "debugging": "test_style", "backends/cuda/backend": "backends/onednn/test_cpu",
+    "backends/onednn/inputs": "backends/test_passes", "cli/doctor": "tools/test_doctor",
+    "cli/inputs": "cli/test_convert", "cli/onnx": "tools/test_onnx", "cli/options": "cli/test_main",
+    "cli/output": "cli/test_main", "convert/options": "convert/test_models",
+    "framework/data": "framework/test_traits", "framework/environment": "frontends/test_automatic",
+    "framework/interrupts": "scaling/test_interrupts", "graph/casts/builder": "graph/casts/test_insert",
+    "graph/casts/offline": "convert/test_known_by_name", "graph/edit": "backends/test_passes",
+    "graph/inspect": "tools/debugging/test_explain", "patches/table": "framework/test_patching",
+    "policy/rules": "policy/test_decision", "tools/onnx_operators": "tools/test_onnx",
+    "tools/debugging/findings": "tools/debugging/test_numerics",
+    "tools/debugging/measured": "tools/debugging/test_tensor_errors",
+    "tools/debugging/observing": "tools/debugging/test_operator_counts",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_a_module_has_a_test_of_its_name(path):
+    if path.parts[0] == "scaling":
+        pytest.skip("its tests stand by what users see: steps, devices, threads, files")
+    module, tests = path.with_suffix("").as_posix(), ROOT / "tests"
+    own = tests / path.parent / f"test_{path.name}"
+    if module in TESTED_ELSEWHERE:
+        assert not own.exists(), "take it out of TESTED_ELSEWHERE"
+        own = tests / f"{TESTED_ELSEWHERE[module]}.py"
+    assert own.exists() or path.name == "__init__.py"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_the_core_imports_no_backend(path):
     """It asks the registry."""

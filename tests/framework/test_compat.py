@@ -179,7 +179,7 @@ def test_numbers_of_numpy_in_operators_of_other_threads():
 def test_standing_in_for_distutils(modules, monkeypatch):
     for name in ("distutils", "distutils.version"):
         modules.pop(name, None)
-    monkeypatch.setattr(sys, "meta_path", [])  # no module is found
+    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
     _compat._restore_distutils()
     _compat._restore_distutils()  # a second time it is there
     version = sys.modules["distutils.version"].LooseVersion

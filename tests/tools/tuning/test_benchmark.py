@@ -1,7 +1,5 @@
 """`benchmark` times a block in both precisions, leaves it as it was, and says what to do."""
 
-import time
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -12,11 +10,9 @@ import mxamp as amp
 from helpers import backpropagate
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
-from mxamp.tools.debugging.measured import Batch
 from mxamp.tools.tuning import benchmark as module
-from mxamp.tools.tuning import forms
 from mxamp.tools.tuning.benchmark import Benchmark
-from mxamp.tools.tuning.forms import Form, Timing, time_in_turns
+from mxamp.tools.tuning.forms import Timing
 
 KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").no_kernel
 
@@ -54,17 +50,6 @@ def test_it_times_training_and_inference_in_each_form(monkeypatch):
     assert 0 == rows[2].error <= rows[3].error < 0.05
     said = "bfloat16 trains this model 2 times as fast as float32, and runs it as fast"
     assert said in str(found)
-
-
-def test_forms_take_turns():
-    order = []
-    made = [Form("plain", name, Batch(())) for name in ("plain", "low")]
-    for form in made:
-        form.run = lambda name=form.block: order.append(name) or time.sleep(0.02)
-    time_in_turns(made, 0)
-    assert [len(form.seconds) for form in made] == [3, 3]
-    assert order[-4:] == ["plain", "low"] * 2
-    assert 15 < made[1].timing(made[0]).milliseconds < 200
 
 
 def state_of(net):
@@ -129,28 +114,6 @@ def test_a_saved_model_always_runs_its_graph(tmp_path):
     found = benchmarked(model, {"data": data})
     ways = [t.way for t in found.timings if t.way != "openvino"]
     assert ways[-1] == ["autocast", "fused"][KERNELS]
-
-
-def test_the_converted_model_is_fused_and_leaves_out_what_can_not_be_converted(monkeypatch):
-    net, data = small_net()
-    made, convert = [], forms.convert_hybrid_block
-
-    def watched(*args, **options):
-        made.append(options["fuse"])
-        return convert(*args, **options)
-
-    monkeypatch.setattr(forms, "convert_hybrid_block", watched)
-    for dtype in ("bfloat16", "float16"):
-        benchmarked(net, data, dtype=dtype)
-    assert made == [True, False]  # the fused kernels are oneDNN's
-
-    def fails(*_, **__):
-        raise RuntimeError("no")  # as OpenVINO does
-
-    monkeypatch.setattr(forms, "convert_hybrid_block", fails)
-    found = benchmarked(net, data)
-    assert "fused" not in {t.way for t in found.timings}
-    assert "Form fused does not run: no." in found.notes
 
 
 def test_numpy_arrays():

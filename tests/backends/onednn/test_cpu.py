@@ -145,14 +145,3 @@ def test_regions_in_float32_are_off_and_patch_nothing(float32):
             assert amp.current_policy() is None
         with amp.autocast(enabled=False), amp.autocast():
             assert product() == "float16"
-
-
-NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-
-
-@pytest.mark.parametrize(
-    "use", [amp.Policy.default, lambda dtype: amp.convert_symbol(NET, dtype), amp.list_lp16_ops]
-)
-def test_what_needs_one_dtype_says_so(use, expected):
-    with pytest.raises(amp.ArgumentError, match=f"'auto' is for programs .*{expected} is the fast"):
-        use("auto")

@@ -42,21 +42,6 @@ def trainer():
     return gluon.Trainer(net().collect_params(), "sgd")
 
 
-@pytest.mark.parametrize(
-    "dtype, name",
-    [("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), (np.float16, "float16")],
-)
-def test_names_of_dtypes_in_other_libraries(dtype, name):
-    assert amp.Policy.default(dtype, "cpu").target_dtype == name
-    assert amp.convert_symbol(SYMBOL, "fp32").tojson() == SYMBOL.tojson()
-
-
-def test_contexts_are_devices():
-    policy = amp.Policy.default("bfloat16", mx.cpu())
-    assert policy == amp.Policy.default("bfloat16", "cpu")
-    assert amp.Policy.default("float16", mx.gpu(1)).device == "gpu"
-
-
 WRONG = [
     # keywords that no parameter has
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),

@@ -105,26 +105,3 @@ def test_empty_arrays_are_clipped_by_mxnets_operator(shape):
 
 # ---------------------------------------------------------------------- groups behind a Concat
 # oneDNN can't cut blocks of channels at any place.
-
-
-def joined(axis=1):
-    return S.Concat(X, X, dim=axis)
-
-
-PLACES = {
-    "nothing": (X, True),
-    "a convolution": (S.Convolution(joined(), kernel=(1, 1), num_filter=32), True),
-    "a concatenation": (joined(), False),
-    "one of rows": (joined(2), True),
-    "a chain": (S.Pooling(S.relu(S.BatchNorm(joined())), kernel=(2, 2)), False),
-    "a sum": (S.elemwise_add(S.relu(joined()), joined()), False),
-}
-
-
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", PLACES)
-def test_groups_are_not_merged_behind_a_concat(name, training):
-    data, merged = PLACES[name]
-    float32, shapes = amp.Policy.default("bfloat16").in_float32(), {"c_weight": (32, 4, 3, 3)}
-    names = substitutions(grouped(data), float32, shapes=shapes, training=training)
-    assert ("merged_groups" in names) == (merged or not training)

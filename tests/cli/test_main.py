@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import kind, randn, run_python
-from mxamp.cli import compare
 from mxamp.cli.main import COMMANDS, main
 from mxamp.policy.policy import Policy
 from nets import convolutional, made
@@ -151,49 +150,6 @@ def test_check(folder, monkeypatch, given, options):
     assert (declared == "2") == ("--cast-io" in options)
     command = "convert net --dtype float32 --fuse --out x --check --tolerance 1e-9 --input".split()
     assert "a larger --tolerance" in run(*command, "data:2,4,8,8", status=1).output
-
-
-def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):
-    monkeypatch.setattr(compare, "_BUDGET", 0)
-    monkeypatch.chdir(folder)
-    run("convert", "net", "--dtype", dtype, "--cast-params", "--device", "cpu", "--out", "low")
-    for other in ("low", "low-0000.params"):
-        heads, row, times = run(
-            "compare", "net", other, "--input", "data:2,4,8,8"
-        ).output.splitlines()
-        assert "relative error" in heads
-        assert 0 < float(re.split(" {2,}", row)[2]) < 0.1
-        assert re.search(r": .* ms; .*: .* ms, .* times as fast \(quartiles ", times)
-
-
-def test_explain_shows_operators_by_name_and_precision(folder):
-    command = ["explain", folder / "net-symbol.json", "--dtype", "float16", "--device", "gpu"]
-    head, *rows, _, summary = run(
-        *command, "--precision", "float16", "--name", "*conv*"
-    ).output.splitlines()
-    assert head.split() == ["name", "operator", "precision", "reason"]
-    assert rows and all(" Convolution  float16 " in row for row in rows)
-    assert "casts" in summary
-
-
-def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):
-    monkeypatch.chdir(folder)
-    run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
-    shown = run("explain", "half").output
-    assert "the model as it is: 14 operators: " in shown and " in float16" in shown
-    run("convert", "net", "--dtype", "float16", "--device", "cpu", "--out", "rounded")
-    (row, *_) = [one for one in run("explain", "rounded").output.splitlines() if " Conv" in one]
-    assert row.endswith(" float32    its inputs are float32, rounded to float16")
-    assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
-    run("convert", "net", "--dtype", "float32", "--fuse", "--out", "fused")
-    run("convert", "half", "--dtype", "float32", "--out", "wide")
-    _, first, *_, summary = run("explain", "fused").output.splitlines()
-    assert first.split()[1:3] == ["_sg_mkldnn_conv", "float32"] and summary.count(" in ") == 1
-    assert not [one for one in caplog.messages if one.startswith("the model ")]
-    again = "--dtype bfloat16 --device cpu --out again".split()
-    run("convert", "half", *again)
-    assert any("may hold rounded parameters" in one for one in caplog.messages)
-    assert "it was before --fuse, " in run("convert", "fused", *again, "--force", status=2).output
 
 
 WITHOUT_MXNET = """

@@ -35,8 +35,8 @@ def imported(tmp_path):
             folder = tmp_path if name == DRIVER else tmp_path / "nvidia" / name[3:7] / "lib"
             folder.mkdir(parents=True, exist_ok=True)
             (tmp_path / "stub.c").write_text(STUB.format(name=name, driver=driver))
-            command = [COMPILER, "-shared", "-fPIC", tmp_path / "stub.c", "-o", folder / name]
-            subprocess.run(command, check=True)
+            options = ["-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name]
+            subprocess.run([COMPILER, tmp_path / "stub.c", *options], check=True)
         metadata = tmp_path / f"{wheel.replace('-', '_')}-1.9.1.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Name: {wheel}\n")
