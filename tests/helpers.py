@@ -164,13 +164,18 @@ def load_script(name):
     return module
 
 
-def run_python(code, *, env=None, python=sys.executable, timeout=300, cwd=ROOT / "tests"):
-    """Run code in another process; return the finished process with its output."""
-    merged = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+def python(*arguments, cwd=ROOT, timeout=600, stdin=None, **env):
+    """Run Python with mxamp on its path; return the finished process with its output."""
     return subprocess.run(
-        [python, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=timeout, env=merged, check=False, cwd=cwd,
+        [sys.executable, "-W", "ignore", *map(str, arguments)], cwd=cwd, input=stdin, timeout=timeout,
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
     )  # fmt: skip
+
+
+def run_python(code, *, env=None, timeout=300, cwd=ROOT / "tests"):
+    """Run code in another process; return the finished process with its output."""
+    return python("-c", textwrap.dedent(code), cwd=cwd, timeout=timeout, **(env or {}))
 
 
 def check_python(code, **options):

@@ -3,14 +3,12 @@
 import json
 import math
 import os
-import subprocess
-import sys
 
 import click
 import pytest
 
 from clones import BASH, Clone
-from helpers import ROOT, load_script
+from helpers import ROOT, load_script, python
 
 T4, A100 = "Tesla T4, 7.5, 470.57.02", "NVIDIA A100, 8.0, 450.80.02"
 L4, H100 = "NVIDIA L4, 8.9, 535.104.05", "NVIDIA H100, 9.0, 535.104.05"
@@ -62,19 +60,6 @@ def test_it_runs_in_an_environment_of_its_own(clone, said):
     assert not (clone.path / ".venv").exists()
 
 
-def test_on_simulated_gpus_it_needs_none(clone):
-    done = check(clone, "--simulated")
-    assert done.returncode == 0, done.error
-    assert done.said.startswith(f"ran {clone.path}/scripts/gpu_report.py --simulated with a b")
-    assert "making .venv-gpu-sim with Python 3.11" in done.error
-
-
-def test_it_shows_a_report(clone):
-    done = check(clone, "--show", "a b.json")
-    assert done.said == f"ran {clone.path}/scripts/gpu_report.py --show a b.json\n"
-    assert "needs the name" in check(clone, "--show").error
-
-
 # ---------------------------------------------------------------------- the report
 
 
@@ -85,42 +70,7 @@ def gpu_report():
 
 def test_what_a_report_says(gpu_report, tmp_path, monkeypatch):
     monkeypatch.setenv("MXNET_USE_FUSION", "1")
-    sums = [
-        {"operator": name, "axis": "K", "length": length, "error": error}
-        for name, errors in (("dot", (2e-4, 2e-4)), ("batch_dot", (3e-4, 3e-2)))
-        for length, error in zip((64, 8192), errors)
-    ]
-    times = {"RNN float16": 3.0, "RNN float32": 2.0, "batch_dot float32": 1.0, "gemm2 float32": 1.0}
-    speeds = [("float32", 90.0, "fine"), ("mxamp", 45.0, "fine"), ("stock", None, "crash: SIGSEGV")]
-    parts = {
-        "doctor": {"status": "fine", "facts": {"GPU": "Tesla T4"}},
-        "smoke": {"status": "failed: fusion", "rows": []},
-        "operators": {
-            "status": "failed: relu, tanh",
-            "rows": [
-                {"operator": "relu", "error": "crash: SIGABRT", "difference": None},
-                {"operator": "tanh", "error": None, "difference": 0.5},
-                {"operator": "sin", "error": None, "difference": 1e-4},
-            ],
-        },
-        "sums": {"status": "fine", "rows": sums},
-        "several": {"status": "fine", "rows": [{"kvstore": "nccl", "gpus": 4, "difference": 0.1}]},
-        "long": {
-            "status": "fine", "rows": [{"skips": 9, "float16": 0.5, "float32": 0.49, "scale": 8.0}],
-        },
-        "timings": {
-            "status": "fine",
-            "rows": [{"name": name, "milliseconds": time} for name, time in times.items()],
-        },
-        "models": {
-            "status": "failed: bert stock",
-            "rows": [
-                {"model": "bert", "contender": name, "milliseconds": time, "status": status,
-                 "memory": 2**30, "step_on_host": 5.0}
-                for name, time, status in speeds
-            ],
-        },
-    }  # fmt: skip
+    parts = json.loads((ROOT / "tests" / "gpu" / "report.json").read_text())
     path = tmp_path / "report.json"
     todo = {name: lambda part=part: part for name, part in parts.items()}
     found = gpu_report.write_report(todo, path, simulated=False)
@@ -163,7 +113,7 @@ def test_a_process_that_crashes_or_hangs_leaves_what_it_printed(gpu_report):
 def test_what_is_no_report_is_refused(gpu_report, tmp_path, text, words):
     path = tmp_path / "old.json"
     path.write_text(text)
-    done = run_script("scripts/gpu_report.py", "--show", path)
+    done = python("scripts/gpu_report.py", "--show", path)
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -189,17 +139,9 @@ def test_unfinished_reports_and_nan(gpu_report, tmp_path):
         gpu_report.write_report({}, tmp_path / "missing" / "report.json", simulated=True)
 
 
-def run_script(*command):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, command)],
-        capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so():
-    done = run_script("scripts/gpu_report.py")
+    done = python("scripts/gpu_report.py")
     assert done.returncode == 1
     assert "MXNet sees no GPU here, though nvidia-smi may list one" in done.stderr
 
@@ -208,18 +150,11 @@ def test_without_a_gpu_it_says_so():
 def test_the_tests_for_gpus_run_on_cpus():
     """With float16 as CPUs compute it: what they ask of a GPU is right in itself."""
     options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", "--gpu-tests-on-cpu"]
-    done = run_script("-m", "pytest", *options, "tests/gpu")
+    done = python("-m", "pytest", *options, "tests/gpu")
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.slow
 def test_the_benchmark_knows_what_gpus_have():
-    refused = run_script("scripts/bench/models", "--device=gpu")
+    refused = python("scripts/bench/models", "--device=gpu")
     assert "MXNet has no bfloat16 kernels on GPUs: give --dtype float16" in refused.stderr
-
-
-def test_a_smoke_test_that_crashes_at_its_end_has_failed(gpu_report, monkeypatch):
-    ended = [("fine", [{"fine": True}]), ("crash: SIGSEGV", [{"fine": True}]), ("fine", [])]
-    outcomes = iter([gpu_report.Outcome(status, "", rows, [], "") for status, rows in ended])
-    monkeypatch.setattr(gpu_report, "run", lambda *_args, **_named: next(outcomes))
-    assert gpu_report.smoke([])["status"] == "failed: no fusion, one by one"

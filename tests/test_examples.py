@@ -1,14 +1,12 @@
 """The examples run as a reader would run them, in both precisions, and learn what they say."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import NEEDS_HOROVOD, ROOT, horovodrun
+from helpers import NEEDS_HOROVOD, ROOT, horovodrun, python
 
 EXAMPLES = ROOT / "examples"
 # Both precisions in one process, as the imports take longer than the training.
@@ -79,11 +77,7 @@ def test_example_runs_and_learns(name, tmp_path, tmp_path_factory):
     if name == "tensorboard":
         arguments = [f"--folder={tmp_path_factory.mktemp('events')}"]
     driver = DRIVER.format(path=str(EXAMPLES / f"{name}.py"), arguments=arguments)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", driver],
-        capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = python("-c", driver, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     for dtype, text in zip(("float16", "bfloat16"), done.stdout.split("----")):
         assert text.strip().startswith(f"{dtype}: ")
@@ -92,11 +86,8 @@ def test_example_runs_and_learns(name, tmp_path, tmp_path_factory):
 
 
 def launched(*command):
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "launch_workers.py"), "-n", "2", sys.executable, *command],
-        capture_output=True, text=True, check=False, timeout=120, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    launcher = EXAMPLES / "launch_workers.py"
+    return python(launcher, "-n", 2, sys.executable, *command, timeout=120)
 
 
 @pytest.mark.slow

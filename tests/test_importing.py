@@ -1,12 +1,11 @@
 """What `import mxamp` loads, and what it leaves until it is used."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import mxamp as amp
+from helpers import python
 
 LATER = ("rich", "click", "mxamp.convert", "mxamp.debugging", "mxamp.tools", "mxamp.frontends")
 PROGRAM = """
@@ -23,9 +22,7 @@ print(json.dumps([loaded, registry.cache_info().currsize, [*map(str, _stacks)], 
 
 @pytest.mark.slow
 def test_import_loads_what_training_needs():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
-    )
+    done = python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     loaded, read, patched, collected = json.loads(done.stdout)
     assert not {*LATER} & {*loaded}

@@ -1,14 +1,11 @@
 """The notebooks in examples/ run from top to bottom, and show what they printed when they were made."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from helpers import ROOT, with_avx512
+from helpers import ROOT, python, with_avx512
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
@@ -30,8 +27,5 @@ def test_a_notebook_runs(path, tmp_path):
     code = re.sub(r'budget="\d+s"', 'budget="2s"', code)
     script = tmp_path / "notebook.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = python(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

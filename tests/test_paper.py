@@ -1,13 +1,11 @@
 """The paper's experiments in miniature come out as the paper says, and its page shows what did."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, python
 
 PAPER = ROOT / "examples" / "paper"
 sys.path.append(str(PAPER))
@@ -17,11 +15,7 @@ import run as paper  # noqa: E402
 @pytest.mark.slow
 @pytest.mark.parametrize("name", paper.NAMES)
 def test_the_fast_version_comes_out_as_the_paper_says(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PAPER / "run.py"), name, "--fast", "--seeds=1",
-         f"--json={tmp_path / 'r.json'}"],
-        capture_output=True, text=True, check=False, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    options = ["--fast", "--seeds=1", f"--json={tmp_path / 'r.json'}"]
+    done = python(PAPER / "run.py", name, *options, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert set(json.loads((tmp_path / "r.json").read_text())) == {name}

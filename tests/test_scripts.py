@@ -1,25 +1,16 @@
 """The commands of the README, and the benchmarks."""
 
-import importlib.util
-import io
 import json
 import os
-import pathlib
 import re
-import runpy
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
-from rich.console import Console
 
-from helpers import ROOT, load_script
+from helpers import ROOT, python
 from mxamp.backends.onednn.cpu import onednn_features
-from mxamp.tools.tuning.benchmark import Benchmark
-from mxamp.tools.tuning.forms import Timing
 
 BASH = shutil.which("bash")
 BENCH = ROOT / "scripts" / "bench"
@@ -51,42 +42,6 @@ def test_the_main_job_from_another_directory(tmp_path):
     trained = "accuracy", "trained float16", "trained bfloat16", "converted float16"
     for words in (*trained, "All within 0.5", speed):
         assert words in done.stdout
-
-
-@pytest.fixture(scope="module")
-def main_job():
-    return load_script("main_job.py")
-
-
-def test_the_main_job_fits_into_80_columns(main_job):
-    rows = [main_job.Row("converted bfloat16", 0.9844, 16_777_216, 120, 55_400, 0.00012)]
-    ways = {"autocast": 1.9, "fused": 10.0}
-    timings = [
-        Timing("inference", way, "bfloat16", 1_234.5, ratio, (ratio - 0.1, ratio + 0.1))
-        for way, ratio in ways.items()
-    ]
-    speeds = Benchmark("bfloat16", tuple(timings))
-    console = Console(width=80, file=io.StringIO())
-    main_job.show(rows, console)
-    main_job.show_speeds(speeds, console)
-    text = console.file.getvalue()
-    for heading in ("accuracy", "scale", "skipped", "bytes", "max diff", "times as fast"):
-        assert heading in text
-    assert "\u2026" not in text
-    assert "inference, fused" in text
-    assert "For serving, convert the model" in " ".join(text.split())
-
-
-@pytest.mark.parametrize(
-    "name, options",
-    [("test", ["--setup-only", "--python"]), ("quickstart", ["--fast", "--python"])],
-)
-def test_usage(name, options):
-    done = script(name, "--help", env={"PATH": os.path.dirname(shutil.which("cat"))})
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"Usage: scripts/{name}")
-    for option in (*options, "--help"):
-        assert f"\n  {option} " in done.stdout
 
 
 BENCHMARKS = sorted(path.name for path in BENCH.iterdir() if path.is_file() and not path.suffix)
@@ -143,10 +98,7 @@ def test_plot_draws_the_readme_s_bars(tmp_path):
     picture = tmp_path / "speed.svg"
     models = re.findall(r"--model (\S+-\d+)", (ROOT / "Makefile").read_text())
     chosen = [part for model in models for part in ("--model", model)]
-    subprocess.run(
-        [sys.executable, str(BENCH / "plot"), str(FIGURES), str(picture), *chosen],
-        check=True,
-    )
+    assert python(BENCH / "plot", FIGURES, picture, *chosen).returncode == 0
     drawn, kept = (
         re.findall(r">([^<>]+)</text>", path.read_text())
         for path in (picture, ROOT / "docs" / "speed.svg")
@@ -180,107 +132,7 @@ proof = pytest.mark.proof
     ],
 )  # fmt: skip
 def test_benchmarks_run(name, arguments, words):
-    done = subprocess.run(
-        [sys.executable, str(BENCH / name), *arguments],
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+    done = python(BENCH / name, *arguments)
     assert done.returncode == 0, done.stderr
     for word in words:
         assert word in done.stdout
-
-
-@pytest.fixture
-def models(monkeypatch):
-    """The benchmark as a module, in which each measurement is one row."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    module = SimpleNamespace(**runpy.run_path(str(BENCH / "models")))
-    measured = []
-
-    def measure(model, mode, *_):
-        measured.append((model, mode))
-        return [{"model": model, "mode": mode, "contender": "mxamp", "ratio": 1.0}]
-
-    names = module.main.callback.__globals__
-    for name, value in {
-        "measure": measure,
-        "show": lambda *_: None,
-        "library_versions": lambda _: {},
-    }.items():
-        monkeypatch.setitem(names, name, value)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return SimpleNamespace(main=module.main, names=names, measured=measured, measure=measure)
-
-
-@pytest.mark.parametrize("options, said", [
-    (["--only", "mxamp,tourch"], "unknown contender 'tourch'; the closest are 'torch', "),
-    (["--torch-python", sys.executable], "has no torch, torchvision: give --torch-python one"),
-    (["--only", "openvino"], "has no openvino: give --openvino-python one that has"),
-])  # fmt: skip
-def test_models_refuses_before_it_measures(models, options, said, tmp_path, monkeypatch):
-    for module in ("torch", "openvino"):
-        (tmp_path / f"{module}.py").write_text("raise ImportError('none here')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = CliRunner().invoke(models.main, options)
-    assert done.exit_code != 0
-    assert said in " ".join(done.output.split())
-    assert models.measured == []
-
-
-def test_figures_of_a_run_that_is_cut_off_are_kept(models, monkeypatch, tmp_path):
-    path = tmp_path / "figures.json"
-
-    def cut_off(model, mode, *rest):
-        if model == "bert-4" and mode == "training":
-            raise KeyboardInterrupt
-        return models.measure(model, mode, *rest)
-
-    monkeypatch.setitem(models.names, "measure", cut_off)
-    options = "--model mlp-64 --model bert-4 --only mxamp --json".split()
-    done = CliRunner().invoke(models.main, [*options, str(path)])
-    assert done.exit_code == 1
-    rows = json.loads(path.read_text())["rows"]
-    assert [(r["model"], r["mode"]) for r in rows] == [
-        ("mlp-64", mode) for mode in ("inference", "training")
-    ]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_only_some_contenders_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    contenders = importlib.import_module("contenders")
-    only = contenders.parse_only(" mxamp,fused")
-    setup = contenders.Setup("bfloat16", False, only, {})
-    assert list(contenders.runnable_contenders("inference", setup)) == ["float32", "mxamp", "fused"]
-    assert list(contenders.runnable_contenders("training", setup)) == ["float32", "mxamp"]
-    all_here = setup._replace(only=(), pythons={"openvino": "/elsewhere/python"})
-    found = contenders.runnable_contenders("inference", all_here)
-    assert list(found)[-3:] == ["fused", "openvino32", "openvino"]
-    assert (found["openvino"], found["mxamp"]) == ("/elsewhere/python", sys.executable)
-
-
-def test_peak_memory_of_a_contender_is_the_kernel_s_own_figure(monkeypatch, tmp_path):
-    """Another process can read it too: it is no more than the process has held since then."""
-    if not os.path.exists("/proc/self/status"):
-        pytest.skip("needs Linux's /proc")
-    monkeypatch.syspath_prepend(str(BENCH))
-    contenders = importlib.import_module("contenders")
-    worker = tmp_path / "worker.py"
-    worker.write_text(
-        f"import sys; sys.path.insert(0, {str(BENCH)!r})\n"
-        "from models_worker import peak_memory, print_json\n"
-        "held = b'x' * (50 << 20); del held\n"
-        "print_json(memory=peak_memory())\n"
-        "sys.stdin.read()\n"
-    )
-    monkeypatch.setattr(contenders, "WORKER", worker)
-    own = bytearray(300 << 20)  # a child that is forked starts with its parent's ru_maxrss
-    setup = contenders.Setup("bfloat16", False, (), {})
-    contender = contenders.Contender("mxamp", "mlp-64", "training", setup, sys.executable, tmp_path)
-    try:
-        status = pathlib.Path(f"/proc/{contender.process.pid}/status").read_text()
-        peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
-    finally:
-        contender.close()
-    assert 50 << 20 < contender.description["memory"] <= peak < len(own)

@@ -1,15 +1,11 @@
 """How scripts/quickstart and scripts/test make and keep .venv, mostly with a Python made of bash."""
 
-import os
 import re
-import shutil
 import signal
-import subprocess
 
 import pytest
 
-from clones import BASH, Clone
-from helpers import ROOT
+from clones import Clone
 
 
 @pytest.fixture
@@ -69,19 +65,6 @@ def test_simulated_gpus_have_an_environment_of_their_own(clone):
     assert "MXNet 1.9.1 needs 3.8, 3.9, 3.10, 3.11 or 3.12" in run(python="3.13").error
 
 
-def test_the_manual_has_an_environment_of_its_own(clone, tmp_path):
-    done = clone.run("--python", clone.python(), "--out", str(tmp_path / "a b"), name="docs")
-    assert done.said == f"ran -m mkdocs build --quiet --strict --site-dir {tmp_path / 'a b'}\n"
-    assert done.error.splitlines()[-2].startswith(".venv-docs is ready")
-    assert not (clone.path / ".venv").exists()
-    assert [line for line in clone.installs() if line.endswith("--editable .[docs]")]
-    assert clone.run("--serve", name="docs").said == "ran -m mkdocs serve --strict\n"
-    for arguments, words in ((["--out"], "--out needs a value"), (["-x"], "unknown argument '-x'")):
-        refused = clone.run(*arguments, name="docs")
-        assert (refused.returncode, refused.said) == (2, "")
-        assert words in refused.error
-
-
 @pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_a_pipe_gets_one_line_for_each_step(version, clone):
     done = clone.set_up(version, PIP_DOES="echo Collecting numpy", CDPATH=str(clone.path))
@@ -137,13 +120,6 @@ def test_a_failure_says_what_failed_and_what_to_do(said, words, clone):
     assert again.error.startswith("installing ")  # in the same .venv
 
 
-def test_an_environment_that_can_not_be_made(clone):
-    done = clone.set_up(VENV_DOES="echo ensurepip is missing; exit 1")
-    assert done.returncode == 1
-    assert done.error.endswith("install its venv package. It said: ensurepip is missing\n")
-    assert not (clone.path / ".venv").exists()
-
-
 @pytest.mark.parametrize("victim", ["pip", "pip by Ctrl-C", "all", "venv"])
 def test_a_set_up_that_was_killed_is_begun_anew(victim, clone):
     """What pip had half installed it would take for installed."""
@@ -162,81 +138,4 @@ def test_a_set_up_that_was_killed_is_begun_anew(victim, clone):
     assert not (clone.path / ".venv" / "half").exists()
 
 
-def test_a_venv_that_was_moved_is_made_anew_with_its_python(clone):
-    clone.set_up("3.9")
-    clone.path = clone.path.rename(clone.path.with_name("moved"))
-    done = clone.run("--setup-only")
-    assert done.error.startswith(
-        "making .venv anew: its folder was moved\nmaking .venv with Python 3.9"
-    )
-
-
-@pytest.mark.parametrize("built", [True, False])
-def test_ci_runs_the_second_command_with_horovod_where_it_can_be_built(built, clone, tmp_path):
-    shutil.copytree(ROOT / ".ci", clone.path / ".ci")
-    (clone.path / "scripts" / "test").write_text('#!/bin/sh\necho "$0 was given $*"\n')
-    (clone.path / "scripts" / "install_horovod").write_text(f"#!/bin/sh\nexit {int(not built)}\n")
-    (tmp_path / "link").symlink_to(clone.path)
-    done = subprocess.run(
-        ["link/.ci/run"], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    given = [line.rpartition("scripts/test was given ")[2] for line in done.stdout.splitlines()]
-    assert given[-2:] == ["--all", "--gpu"]
-    assert ("Horovod is not built: its tests are skipped" in done.stderr) == (not built)
-
-
 # ---------------------------------------------------------------------- Horovod
-
-INSTALLS = 'case "$*" in *horovod==*) touch "$CALLS.horovod" ;; esac'
-
-
-def tools(clone, cmake="3.25.1"):
-    """A compiler, make and CMake that do nothing, as environment variables."""
-    for name, said in (("make", ""), ("cmake", f"cmake version {cmake}"), ("g++", "")):
-        (clone.bin / name).write_text(f"#!{BASH}\necho '{said}'\n")
-        (clone.bin / name).chmod(0o755)
-    path = f"{clone.bin}{os.pathsep}{os.environ['PATH']}"
-    return {"PATH": path, "CXX": "", "HOROVOD_CMAKE": str(clone.bin / "cmake")}
-
-
-def install_horovod(clone, *arguments, does=INSTALLS, **env):
-    python = ["--python", clone.python()]
-    env = {**tools(clone), **env}
-    return clone.run(*python, *arguments, name="install_horovod", PIP_DOES=does, **env)
-
-
-def test_horovod_is_built_for_mxnet_with_gloo_once(clone):
-    shown = "HOROVOD_WITH_MXNET HOROVOD_WITH_GLOO HOROVOD_WITHOUT_MPI HOROVOD_CPU_OPERATIONS"
-    does = f'{INSTALLS}; for name in {shown}; do echo "$name=${{!name:-}}" >>"$CALLS"; done'
-    done = install_horovod(clone, does=does)
-    assert done.returncode == 0, done.error
-    assert "installing Horovod 0.28.1, 2 to 4 minutes: it is compiled\n" in done.error
-    assert re.search(r"Horovod 0.28.1 is in .venv, after \d+ s\n$", done.error)
-    *_, needs, build = [call for call in clone.installs() if " -m pip " in call]
-    assert needs.endswith("cloudpickle packaging psutil pyyaml")
-    assert build.endswith(
-        "--no-build-isolation --no-deps --no-cache-dir --force-reinstall horovod==0.28.1"
-    )
-    assert clone.installs()[-4:] == [
-        "HOROVOD_WITH_MXNET=1", "HOROVOD_WITH_GLOO=1", "HOROVOD_WITHOUT_MPI=1", "HOROVOD_CPU_OPERATIONS=GLOO"
-    ]  # fmt: skip
-    count = len(clone.installs())
-    assert install_horovod(clone).error == "Horovod 0.28.1 is in .venv already\n"
-    assert len(clone.installs()) == count
-
-
-@pytest.mark.parametrize(
-    "does, words",
-    [
-        (f"{INSTALLS}; rm -f $CALLS.horovod", "Horovod was built, and can't be used: "),
-        (
-            'case "$*" in *horovod==*) echo ERROR: no compiler; exit 1 ;; esac',
-            "installing Horovod 0.28.1 failed: no compiler. Put that right and run the same",
-        ),
-    ],
-)
-def test_a_build_of_horovod_that_fails_says_so(clone, does, words):
-    done = install_horovod(clone, does=does)
-    assert done.returncode == 1
-    assert done.error.splitlines()[-1].startswith(f"error: {words}")
-    assert install_horovod(clone).returncode == 0

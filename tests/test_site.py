@@ -1,12 +1,10 @@
 """The manual as a site: its links, its pages and, where MkDocs is installed, its build."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, python
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")]
@@ -39,10 +37,7 @@ def test_links_and_pictures_lead_somewhere(page):
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs", reason="of the extra docs, which the set-up installs")
     pytest.importorskip("mkdocstrings", reason="of the extra docs, too")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = python("-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for path in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', path.read_text())

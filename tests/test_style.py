@@ -1,13 +1,12 @@
 """ruff and mypy are clean, and the modules import in one direction."""
 
 import ast
-import subprocess
 import sys
 
 import pytest
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, python
 
 PACKAGE = ROOT / "mxamp"
 #: The core: what runs in a program that trains or serves. Each may import those before it.
@@ -29,10 +28,7 @@ def test_tools_find_nothing(command):
     pytest.importorskip(name)
     if name == "mypy" and sys.version_info[:2] != (3, 11):
         pytest.skip("types are the same everywhere")
-    done = subprocess.run(
-        [sys.executable, "-m", name, *arguments],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = python("-m", name, *arguments)
     assert done.returncode == 0, done.stdout
 
 

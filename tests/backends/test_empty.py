@@ -1,13 +1,10 @@
 """The core without a backend: it computes what policies say, no faster and no slower."""
 
-import subprocess
-import sys
-
 import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, python
 from mxamp import backends
 from mxamp.graph.ir import Graph, Usage
 
@@ -19,10 +16,7 @@ def test_the_tests_of_the_core_pass_with_the_empty_backend():
     folders = [str(ROOT / "tests" / name) for name in CORE]
     options = ["-q", "-n2", "--empty-backend", "-p", "no:cacheprovider"]
     chosen = "not (slow or proof)"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", chosen, *folders],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = python("-m", "pytest", *options, "-m", chosen, *folders, timeout=None)
     assert done.returncode == 0, done.stdout[-5000:]
 
 

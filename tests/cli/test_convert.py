@@ -1,5 +1,6 @@
 """`mxamp convert`: what it says of bad input, in one line that names the file or the option."""
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from helpers import check_python, randn
+from helpers import ROOT, check_python, randn
 from mxamp.cli.main import main
 
 S = mx.sym
@@ -112,42 +113,7 @@ F16 = "--dtype float16"
 CHECK = f"m {F16} --out x --check --input"
 
 #: The arguments, what the last line says, and the status.
-BAD = [
-    (f"m {F16} --out x-symbol.json", ["'x-symbol.json' is a file", "'x'"], 2),
-    (f"m {F16} --out x --input-dtype data", ["'data' is not NAME:DTYPE, such as index:int64"], 2),
-    (f"m {F16} --out x --input data:2,8", ["--input and --tolerance are for --check"], 2),
-    (f"cut {F16} --out x", ["'cut-symbol.json'", "was cut off"], 2),
-    (f"cutp {F16} --out x", ["'cutp-0000.params'", "cut off"], 2),
-    (f"list {F16} --out x", ["'list-0000.params'", "arg:... or aux:..."], 2),
-    (f"foreign {F16} --out x",
-     ["'foreign-0000.params'", "'foreign-symbol.json'", "reads fc_bias, fc_weight, head_fwd_bias and 1 other"], 2),
-    (f"{CHECK} data:0,8", ["'--input': 'data:0,8' is no NAME:1,3,8,8 (sizes from 1), nor NAME:FILE.npy"], 2),
-    (f"{CHECK} data:nofile.npy", ["'nofile.npy' can't be read", "No such file"], 2),
-    (f"{CHECK} data:1,3", ["inputs of the shapes {'data': (1, 3)} do not fit the model and its parameters: ", "Shape inconsistent", "fc"], 2),
-    (f"{CHECK} dato:2,8", ["--input: unknown input 'dato'"], 2),
-    (f"m {F16} --out x --check", ["shapes of the inputs data"], 2),
-    (f"m.onnx {F16} --out x", ["the prefix of its model is 'm'"], 2),
-    (f"m.toml {F16} --out x", ["(--policy takes policies)"], 2),
-    (f"foregn {F16} --out x", ["no file 'foregn-symbol.json'; the closest is 'foreign'"], 2),
-    (f"many {F16} --epoch 4 --out x", ["epoch 3, 7 (--epoch)"], 2),
-    (f"many {F16} --out x", ["epochs 3, 7", "--epoch"], 2),
-    (f"custom {F16} --out x", ["'custom-symbol.json'", "Cannot find custom operator cli_doubled"], 2),
-    ("m --out x", ["--dtype", "--policy"], 2),
-    ("m --out x --policy nofile.toml", ["'nofile.toml'"], 2),
-    (f"m {F16} --out ./m --force", ["--out 'm-symbol.json' is a file that this command reads"], 2),
-    (f"link {F16} --out m --force", ["a file that this command reads"], 2),
-    (f"m {F16} --out data --force --check --input data:./data.npy", ["a file that this command reads"], 2),
-    (f"m {F16} --out x --tolerance 1", ["--input and --tolerance are for --check"], 2),
-    (f"m {F16} --out none/x", ["no folder", "none'"], 2),
-    (f"m {F16} --out one --epoch 5", ["'one-symbol.json' is there already", "force"], 2),
-    (f"m {F16} --out x --fuse", ["for inference in bfloat16"], 2),
-    (f"{CHECK} data:text.npy", ["input 'data' must be an array of numbers"], 2),
-    (f"{CHECK} data:huge.npy", ["input 'data' is NaN, infinity or beyond float32 in 16 elements"], 2),
-    (f"m {F16} --out x --import nomodule", ["Error: No module named 'nomodule'"], 1),
-    (f"m {F16} --out x --input-dtype image:int32", ["unknown input 'image'; there is 'data'"], 2),
-    (f"attribute {F16} --out x", ["'attribute-symbol.json'", "Cannot find argument 'num_hiddn'"], 2),
-    (f"pipe {F16} --out x", ["there is no file 'pipe-0000.params'"], 2),
-]  # fmt: skip
+BAD = json.loads((ROOT / "tests" / "cli" / "bad_convert.json").read_text())
 
 
 @pytest.mark.parametrize("arguments, said, status", BAD, ids=[one[0] for one in BAD])

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import kind, randn, run_python
+from helpers import kind, python, randn, run_python
 from mxamp.cli.main import COMMANDS, main
 from mxamp.policy.policy import Policy
 from nets import convolutional, made
@@ -110,10 +110,7 @@ def test_help_is_whole_and_has_examples(command):
 
 @pytest.mark.parametrize("option, shown", [("--version", amp.__version__), ("--help", "Examples:")])
 def test_version_and_help_load_neither_mxnet_nor_a_command(option, shown):
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mxamp", option],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = python("-X", "importtime", "-m", "mxamp", option)
     assert shown in done.stdout
     assert "mxamp.cli.main" in done.stderr
     assert not re.search(r"\| +(mxnet|mxamp\.cli\.(convert|doctor))$", done.stderr, re.M)

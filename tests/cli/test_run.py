@@ -2,27 +2,22 @@
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 from click.testing import CliRunner
 
-from helpers import ROOT
+from helpers import ROOT, python
 from mxamp.cli.main import main
 
 PROGRAMS = ROOT / "tests" / "programs"
 IN_MIXED_PRECISION = "import mxnet, os, sys; amp = sys.modules['mxamp']; assert amp.is_enabled()\n"
 
 
-def mxamp_run(folder, *arguments, options=("--dtype", "bfloat16"), stdin="", python=()):
+def mxamp_run(folder, *arguments, options=("--dtype", "bfloat16"), stdin="", before=()):
     """Run the command; return its status, lines of output and lines of errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *python, "-m", "mxamp", "run", *options, *arguments],
-        capture_output=True, text=True, check=False, cwd=folder, input=stdin,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    command = [*before, "-m", "mxamp", "run", *options, *arguments]
+    done = python(*command, cwd=folder, stdin=stdin)
     errors = [line for line in done.stderr.splitlines() if "No cuda driver detected" not in line]
     return done.returncode, done.stdout.splitlines(), errors
 
@@ -63,7 +58,7 @@ def test_programs_and_their_arguments(tmp_path, arguments, wanted):
 def test_the_end_of_a_program_is_its_own(tmp_path):
     text = "print(sys.flags.dev_mode, os.environ['MXNET_ENABLE_AUTO_MIXED_PRECISION'])\n1 / 0"
     write(tmp_path / "train.py", text)
-    status, lines, errors = mxamp_run(tmp_path, "train.py", python=["-X", "dev"])
+    status, lines, errors = mxamp_run(tmp_path, "train.py", before=["-X", "dev"])
     assert (status, lines) == (1, ["True bfloat16"])
     assert "ZeroDivisionError: division by zero" in errors
     assert len([line for line in errors if line.startswith("  File ")]) == 1
@@ -115,11 +110,8 @@ def test_wrong_options_are_errors(arguments, words):
 def test_an_error_where_the_hook_is_not_loaded(tmp_path):
     write(tmp_path / "train.py", "print('in float32')", start="")
     code = "import site; site.main(); del sys.modules['mxamp_startup']; import mxamp.cli.main as m; m.main()"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.argv = ['mxamp', 'run', 'train.py']; {code}"],
-        capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    code = f"import sys; sys.argv = ['mxamp', 'run', 'train.py']; {code}"
+    done = python("-S", "-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch("Error: Python has not loaded .*mxamp_startup.pth.*\n", done.stderr)
 

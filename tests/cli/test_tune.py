@@ -1,5 +1,6 @@
 """`mxamp tune`: a policy for a saved model, and what the other commands make of it."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import randn
+from helpers import ROOT, randn
 from mxamp.cli.main import main
 from mxamp.tools.tuning import tune as module
 
@@ -133,32 +134,11 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
 # ---------------------------------------------------------------------- what is wrong
 
 
-SHAPE, P = "--input data:4,8", "--out p.toml"
+#: The arguments, and what is said of them.
+BAD = json.loads((ROOT / "tests" / "cli" / "bad_tune.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (P, "can't be inferred: give them (--input"),
-        (f"{SHAPE} --out none/p.toml", "there is no folder"),
-        (f"{SHAPE} --out start.toml", "overwrite it with --force"),
-        (f"{SHAPE} --out ./m-0000.params --force", "a file that this command reads"),
-        ("--data one.npz --out one.npz --force", "a file that this command reads"),
-        ("--input data:./data.npy --out data.npy --force", "a file that this command reads"),
-        (f"{SHAPE} --policy start.toml --out ./start.toml --force", "a file that this command reads"),
-        (f"{SHAPE} --data one.npz {P}", "give --data or --input, not both"),
-        (f"--data cut.npz {P}", "'cut.npz' can't be read as numbers of NumPy: "),
-        (f"--data data.npy {P}", "--data .npz files, not 'data.npy'"),
-        (f"--data one.npz --input-dtype dat:int32 {P}", "unknown input 'dat'; the closest is 'data'"),
-        (f"--data wrong.npz {P}", "--data wrong.npz: unknown input 'dat'"),
-        (f"--data nan.npz {P}", "--data nan.npz: input 'data' is NaN"),
-        (f"--data one.npz --data wide.npz {P}", "does not run on this batch"),
-        (f"{SHAPE} --budget soon {P}", "not 'soon'"),
-        (f"{SHAPE} --rtol nan {P}", "--rtol must"),
-        (f"{SHAPE} --keep-fp32 fcc {P}", "unknown layer 'fcc'"),
-        (f"{SHAPE} --policy start.toml {P}", "--dtype or --policy"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, words", BAD)
 def test_bad_input_is_told_and_nothing_is_written(models, arguments, words):
     before = {path: path.read_bytes() for path in models.iterdir() if path.is_file()}
     done = CliRunner().invoke(main, ["tune", "m", *F16, *arguments.split()], prog_name="mxamp")
@@ -168,7 +148,7 @@ def test_bad_input_is_told_and_nothing_is_written(models, arguments, words):
 
 @pytest.mark.skipif(mx.context.num_gpus() > 0, reason="there is a GPU")
 def test_a_policy_for_gpus_is_tuned_for_accuracy_alone(out):
-    output = run("tune", "m", "--device", "gpu", *SHAPE.split(), "--out", "p.toml", status=2)
+    output = run("tune", "m", "--device", "gpu", "--input", "data:4,8", "--out", "p.toml", status=2)
     assert "policy for the gpu, data on cpu" in output and output.endswith("with --accuracy-only\n")
     run("tune", "m", "--device", "gpu", *F16[2:3], "--data", "one.npz", "--out", out)
     assert amp.Policy.load(out) == amp.Policy.default("float16", "gpu").override(

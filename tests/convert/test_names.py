@@ -113,6 +113,3 @@ def test_attributes_come_back_as_they_were():
     args, auxs = parameters(symbol)
     converted, *_ = amp.convert_model(symbol, args, auxs, "float16")
     assert converted.attr_dict()["w"]["__note__"] == 'größe\x01\b\f\n\\u0041\\b"日本'
-
-
-# ---------------------------------------------------------------------- spellings of attributes

@@ -4,6 +4,7 @@ import mxnet as mx
 import pytest
 from mxnet import autograd, nd
 from mxnet.contrib import amp as stock
+from mxnet.contrib.amp import scale_loss as stock_scale_loss
 
 import mxamp as amp
 from mxamp.framework.patching import _stacks
@@ -125,3 +126,10 @@ def test_a_stock_scale_loss_on_a_trainer_of_mxamp_is_an_error():
         backward_by_stock(net, trainer, batches(1)[0])
     assert trainer._scale == 1.0
     backward_by_stock(net, trainer, batches(1)[0], stock.scale_loss)  # as a library looks it up
+
+
+def backward_by_stock(net, trainer, data, scale_loss=stock_scale_loss):
+    with autograd.record():
+        loss = (net(nd.array(data)) ** 2).sum()
+        with scale_loss(loss, trainer) as scaled:
+            scaled.backward()

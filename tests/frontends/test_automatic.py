@@ -4,7 +4,6 @@ import functools
 import importlib
 import os
 import re
-import subprocess
 import sys
 
 import mxnet as mx
@@ -14,7 +13,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, python
 from mxamp.framework.environment import AUTOMATIC as VARIABLE
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import imports_mxamp
@@ -24,33 +23,28 @@ PROGRAMS = ROOT / "tests" / "programs"
 slow = pytest.mark.slow
 
 
-def python(*arguments, folder=None, **variables):
-    """Run Python with mxamp, its hook and the tests on the path; return the finished process."""
-    places = (ROOT, ROOT / "tests", ROOT / "mxamp" / "startup")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), **variables}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, arguments)], capture_output=True, text=True,
-        env=environment, cwd=folder, check=False, timeout=300,
-    )  # fmt: skip
+#: mxamp, its hook and the tests.
+PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "mxamp" / "startup")))
 
 
 @functools.lru_cache(maxsize=None)
 def has_hook():
     """Whether Python starts with the hook, as it does where mxamp is installed."""
-    return "True" in python("-c", "import sys; print('mxamp_startup' in sys.modules)").stdout
+    code = "import sys; print('mxamp_startup' in sys.modules)"
+    return "True" in python("-c", code, PYTHONPATH=PATH).stdout
 
 
 def run(program, *arguments, way="variable", value, folder):
     """Run one of tests/programs automatically."""
-    path = PROGRAMS / f"{program}.py"
+    path, given = PROGRAMS / f"{program}.py", {"cwd": folder, "PYTHONPATH": PATH}
     if way == "run":
-        return python("-m", "mxamp", "run", "--dtype", value, path, *arguments, folder=folder)
-    given = {VARIABLE: value}
+        return python("-m", "mxamp", "run", "--dtype", value, path, *arguments, **given)
+    given[VARIABLE] = value
     if not has_hook():
         go = "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         arguments = ("-c", f"{HOOK}; import sys, runpy; {go}", path, *arguments)
-        return python(*arguments, folder=folder, **given)
-    return python(path, *arguments, folder=folder, **given)
+        return python(*arguments, **given)
+    return python(path, *arguments, **given)
 
 
 def said(done, word):

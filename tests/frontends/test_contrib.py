@@ -6,9 +6,7 @@ import inspect
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, nd
 from mxnet.contrib import amp as stock
-from mxnet.contrib.amp import scale_loss as stock_scale_loss
 
 import mxamp as amp
 from helpers import BF16
@@ -58,13 +56,6 @@ def test_it_says_whether_mixed_precision_is_on():
         assert stock.amp._amp_initialized is True
 
 
-def backward_by_stock(net, trainer, data, scale_loss=stock_scale_loss):
-    with autograd.record():
-        loss = (net(nd.array(data)) ** 2).sum()
-        with scale_loss(loss, trainer) as scaled:
-            scaled.backward()
-
-
 # ------------------------------------------------- `import mxamp as amp` in place of contrib's
 
 NAMES = [*stock.amp.__all__, "convert_bucketing_module"]
@@ -101,6 +92,3 @@ def test_lists(dtype):
     assert not conditional & both.union(low, wide)
     assert len(set(low) | set(wide) | both | conditional) >= 870
     assert "SoftmaxOutput" in amp.list_loss_output_functions(dtype)
-
-
-# ------------------------------------------------- differences that coming-from-contrib-amp.md names

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import mxamp as amp  # before mxnet: makes it importable on newer Python and NumPy
 
@@ -25,74 +26,9 @@ from mxnet.symbol.register import _symbol_creator
 
 from mxamp.framework.operators import handle_of
 
-IMAGES, ROWS = (2, 4, 6, 6), (4, 6)
-SEQUENCE = (5, 2, 36)  # queries, keys and values of two heads of 6
-
 #: Attributes and shapes of inputs, where neither all inputs alike nor the shapes that MXNet infers
 #: for the others do.
-CALLS = {
-    "Activation": ({"act_type": "softrelu"}, [IMAGES]),
-    "Convolution": ({"kernel": (3, 3), "num_filter": 5}, [IMAGES]),
-    "Deconvolution": ({"kernel": (3, 3), "num_filter": 5}, [IMAGES]),
-    "Dropout": ({"p": 0}, [ROWS]),
-    "Embedding": ({"input_dim": 7, "output_dim": 3}, [ROWS]),
-    "FullyConnected": ({"num_hidden": 5}, [IMAGES]),
-    "LeakyReLU": ({"act_type": "prelu"}, [IMAGES, (4,)]),
-    "Pad": ({"mode": "edge", "pad_width": (0, 0, 0, 0, 1, 1, 1, 1)}, [IMAGES]),
-    "Pooling": ({"kernel": (2, 2), "stride": (2, 2), "pool_type": "avg"}, [IMAGES]),
-    "RNN": ({"mode": "lstm", "num_layers": 2, "state_size": 3, "bidirectional": True}, [(5, 2, 4)]),
-    "SliceChannel": ({"num_outputs": 2}, [IMAGES]),
-    "UpSampling": ({"scale": 2, "sample_type": "nearest", "num_args": 1}, [IMAGES]),
-    "Reshape": ({"shape": (2, -1)}, [IMAGES]),
-    "SequenceLast": ({"use_sequence_length": True}, [(5, 2, 4), (2,)]),
-    "SequenceMask": ({"use_sequence_length": True}, [(5, 2, 4), (2,)]),
-    "SequenceReverse": ({"use_sequence_length": True}, [(5, 2, 4), (2,)]),
-    "_contrib_SparseEmbedding": ({"input_dim": 7, "output_dim": 3}, [ROWS]),
-    "_contrib_boolean_mask": ({}, [ROWS, (4,)]),
-    "_contrib_index_copy": ({}, [ROWS, (2,), (2, 6)]),
-    "_contrib_interleaved_matmul_encdec_qk": ({"heads": 2}, [(5, 2, 12), (7, 2, 24)]),
-    "_contrib_interleaved_matmul_encdec_valatt": ({"heads": 2}, [(7, 2, 24), (4, 5, 7)]),
-    "_contrib_interleaved_matmul_selfatt_qk": ({"heads": 2}, [SEQUENCE]),
-    "_contrib_interleaved_matmul_selfatt_valatt": ({"heads": 2}, [SEQUENCE, (4, 5, 5)]),
-    "_np_moveaxis": ({"source": (0,), "destination": (1,)}, [ROWS]),
-    "_np_reshape": ({"newshape": (6, 4)}, [ROWS]),
-    "_np_roll": ({"shift": (1,), "axis": (0,)}, [ROWS]),
-    "_npi_broadcast_to": ({"shape": (3, 4, 6)}, [ROWS]),
-    "_npi_delete": ({"int_ind": 1, "axis": 0}, [ROWS]),
-    "_npi_dsplit": ({"indices": (0, 2), "axis": 2, "sections": 2}, [IMAGES]),
-    "_npi_dstack": ({"num_args": 2}, [ROWS, ROWS]),
-    "_npi_einsum": ({"num_args": 2, "subscripts": "ij,kj->ik"}, [ROWS, ROWS]),
-    "_npi_full_like": ({"fill_value": 2}, [ROWS]),
-    "_npi_hsplit": ({"indices": (0, 2), "axis": 1, "sections": 2}, [IMAGES]),
-    "_npi_hstack": ({"num_args": 2}, [ROWS, ROWS]),
-    "_npi_insert_slice": ({"start": 1, "stop": 2, "step": 1, "axis": 0}, [ROWS, (1, 6)]),
-    "_npi_insert_tensor": ({"axis": 0}, [ROWS, (2, 6), (2,)]),
-    "_npi_matmul": ({}, [(2, 4, 6), (2, 6, 3)]),
-    "_npi_pad": ({"pad_width": ((1, 1), (1, 1)), "mode": "constant"}, [ROWS]),
-    "_npi_rot90": ({"k": 1, "axes": (0, 1)}, [ROWS]),
-    "_npi_tensordot": ({"a_axes_summed": (1,), "b_axes_summed": (0,)}, [ROWS, (6, 3)]),
-    "_npi_tensordot_int_axes": ({"axes": 1}, [ROWS, (6, 3)]),
-    "_npx_nonzero": ({}, [ROWS]),
-    "_npx_reshape": ({"newshape": (6, 4)}, [ROWS]),
-    "_split_v2": ({"indices": (0, 2), "axis": 1, "sections": 2}, [IMAGES]),
-    "batch_dot": ({}, [(2, 4, 6), (2, 6, 3)]),
-    "batch_take": ({}, [ROWS, (4,)]),
-    "broadcast_to": ({"shape": (3, 4, 6)}, [(1, 4, 6)]),
-    "clip": ({"a_min": -0.5, "a_max": 0.5}, [ROWS]),
-    "col2im": ({"output_size": (4, 4), "kernel": (2, 2)}, [(2, 16, 9)]),
-    "depth_to_space": ({"block_size": 2}, [IMAGES]),
-    "dot": ({}, [ROWS, (6, 3)]),
-    "gather_nd": ({}, [ROWS, (1, 2)]),
-    "im2col": ({"kernel": (2, 2)}, [IMAGES]),
-    "pick": ({}, [ROWS, (4,)]),
-    "repeat": ({"repeats": 2}, [ROWS]),
-    "reshape_like": ({}, [ROWS, (6, 4)]),
-    "scatter_nd": ({"shape": (8, 6)}, [ROWS, (1, 4)]),
-    "slice": ({"begin": (1,), "end": (3,)}, [ROWS]),
-    "slice_axis": ({"axis": 1, "begin": 1, "end": 3}, [ROWS]),
-    "space_to_depth": ({"block_size": 2}, [IMAGES]),
-    "tile": ({"reps": (2, 1)}, [ROWS]),
-}
+CALLS = json.loads(Path(__file__).with_name("calls.json").read_text())
 
 #: Inputs that are indices, which are 0 or 1, and their dtypes.
 INDICES = {
@@ -107,7 +43,7 @@ WITHOUT_GRADIENT = {
     "batch_take",
 }  # fmt: skip
 POLICY = amp.Policy.default("float16", "gpu")
-GENERIC = [IMAGES, (4, 6, 6), (6, 6), (6,)]
+GENERIC = [(2, 4, 6, 6), (4, 6, 6), (6, 6), (6,)]
 
 
 def compose(name, attributes):
@@ -134,8 +70,8 @@ def infer(symbol, shapes):
 def call_of(name):
     """Return the symbol of a call of an operator, and the shapes that it reads."""
     if name in CALLS:
-        attributes, shapes = CALLS[name]
-        symbol = compose(name, attributes)
+        shapes = [tuple(shape) for shape in CALLS[name]["shapes"]]
+        symbol = compose(name, CALLS[name]["attributes"])
         return symbol, *(infer(symbol, shapes) or ([*shapes], []))
     for attributes in ({}, {"num_args": 2}, {"axis": 1}, {"shape": (2, -1)}):
         try:

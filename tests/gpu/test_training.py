@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -13,7 +12,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import same
+from helpers import python, same
 from training import batches, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -185,19 +184,6 @@ def test_front_ends(begin, count, devices, fusion):
     assert_near(found, wanted, 1e-2 if begin.__name__ == "O3" else 5e-3)
 
 
-def test_names_of_contrib(device, fusion):
-    net, _ = make([device])
-    amp.init(target_dtype="float16", ctx=device)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    amp.init_trainer(trainer)
-    before = net[0].weight.data(device).asnumpy()
-    for batch in batches(12):
-        by_scale_loss(net, trainer, [mx.nd.array(batch, ctx=device)], 4)
-    assert trainer._amp_loss_scaler.loss_scale <= 2**16
-    assert trainer.amp_steps > 0
-    assert (net[0].weight.data(device).asnumpy() != before).any()
-
-
 def test_a_decorated_optimizer_of_a_module(devices, fusion):
     found = []
     for contexts in (devices, cpus(2)):
@@ -312,10 +298,7 @@ def test_a_script_that_knows_nothing(devices, tmp_path):
     # mxamp makes MXNet importable with newer NumPy.
     plain = ["-c", "import mxamp, runpy, sys; runpy.run_path(sys.argv[1])"]
     for command in (plain, ["-m", "mxamp", "run", "--dtype", "float16"]):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command, str(script)], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False,
-        )  # fmt: skip
+        done = python(*command, script, PYTHONPATH=os.pathsep.join(sys.path))
         assert done.returncode == 0, done.stderr[-2000:]
         found.append([float(x.split()[1]) for x in done.stdout.splitlines() if x[:4] == "loss"])
     assert len(found[1]) == 5

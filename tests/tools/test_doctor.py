@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, python
 from mxamp.backends.onednn import cpu
 from mxamp.cli.main import main
 from mxamp.framework import machine
@@ -190,10 +189,7 @@ def test_where_mxnet_is_dead_everything_else_is_known(monkeypatch, code, error):
 
 def run_command(**env):
     """Return the exit status and the report of the command, which imports no MXNet itself."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mxamp", "doctor", "--json"],
-        capture_output=True, text=True, check=False, cwd=str(ROOT), env={**os.environ, **env},
-    )  # fmt: skip
+    done = python("-m", "mxamp", "doctor", "--json", **env)
     assert "Traceback" not in done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -161,17 +161,6 @@ def test_sizes_of_other_inputs_in_both_runtimes(function, calls, export):
         assert output_error("output", net(*call).asnumpy(), found).relative < 1e-5
 
 
-def test_opencv_reads_resnet18(export, tmp_path):
-    cv2 = pytest.importorskip("cv2")
-    make, data, _ = NETS["resnet18"]
-    net = make()
-    net.initialize(mx.init.Xavier())
-    export(net, data)
-    reader = cv2.dnn.readNetFromONNX(str(tmp_path / "model.onnx"))
-    reader.setInput(data.asnumpy())
-    assert output_error("resnet18", net(data).asnumpy(), reader.forward()).relative < 1e-5
-
-
 def test_arguments_keep_their_names_where_one_is_not_used(export):
     net = nn.HybridLambda(lambda F, a, b, c: a - c)
     call = [nd.array([5, 6]), nd.ones(3), nd.array([1, 2])]
