@@ -15,10 +15,12 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import mxamp as amp
 from mxamp.backends import backend_of, shape_checks
 from mxamp.backends.choices import Choices
+from mxamp.cli.main import main
 from mxamp.framework.machine import dtype_name
 from mxamp.graph.ir import Graph, Usage
 
@@ -183,6 +185,13 @@ def check_python(code, **options):
     done = run_python(code, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def run_mxamp(*arguments, status=0):
+    """Run the command `mxamp` in this process; return its result."""
+    result = CliRunner().invoke(main, [*map(str, arguments)], prog_name="mxamp")
+    assert result.exit_code == status, result.output
+    return result
 
 
 def horovodrun(*command, workers=2, env=None, timeout=120):

@@ -2,27 +2,8 @@
 
 import re
 
-import pytest
-from click.testing import CliRunner
-
+from helpers import run_mxamp as run
 from mxamp.cli import compare
-from mxamp.cli.main import main
-from nets import convolutional, made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    net, data = made(convolutional)
-    net.hybridize()
-    net(*data)
-    net.export(str(tmp_path / "net"))
-    return tmp_path
-
-
-def run(*arguments, status=0):
-    result = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    return result
 
 
 def test_compare_shows_errors_and_times(folder, monkeypatch, dtype):

@@ -1,25 +1,6 @@
 """`mxamp explain`."""
 
-import pytest
-from click.testing import CliRunner
-
-from mxamp.cli.main import main
-from nets import convolutional, made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    net, data = made(convolutional)
-    net.hybridize()
-    net(*data)
-    net.export(str(tmp_path / "net"))
-    return tmp_path
-
-
-def run(*arguments, status=0):
-    result = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    return result
+from helpers import run_mxamp as run
 
 
 def test_explain_shows_operators_by_name_and_precision(folder):

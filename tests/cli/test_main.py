@@ -7,28 +7,12 @@ import click
 import mxnet as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import mxamp as amp
 from helpers import kind, python, randn, run_python
+from helpers import run_mxamp as run
 from mxamp.cli.main import COMMANDS, main
 from mxamp.policy.policy import Policy
-from nets import convolutional, made
-
-
-@pytest.fixture
-def folder(tmp_path):
-    net, data = made(convolutional)
-    net.hybridize()
-    net(*data)
-    net.export(str(tmp_path / "net"))
-    return tmp_path
-
-
-def run(*arguments, status=0):
-    result = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert result.exit_code == status, result.output
-    return result
 
 
 def test_errors_and_log_lines_name_options(folder, monkeypatch, caplog):

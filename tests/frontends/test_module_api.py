@@ -9,19 +9,11 @@ from mxnet.module import Module
 
 import mxamp as amp
 from helpers import randn, run_python
+from models import bound_module as bound
 from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
 
 pytestmark = pytest.mark.usefixtures("unfused")
-
-
-def bound():
-    """A module with an output operator, before its optimizer."""
-    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    module = Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-    module.bind([("data", (4, 3))], [("softmax_label", (4,))])
-    module.init_params()
-    return module
 
 
 def test_a_module_keeps_its_own_symbol_and_gets_an_optimizer_by_name():

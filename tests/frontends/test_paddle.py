@@ -5,22 +5,13 @@ import os
 import mxnet as mx
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.module import Module
 
 import digits
 import mxamp as amp
 from helpers import backpropagate, randn
+from models import bound_module as bound
 
 pytestmark = pytest.mark.usefixtures("unfused")
-
-
-def bound():
-    """A module with an output operator, before its optimizer."""
-    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    module = Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-    module.bind([("data", (4, 3))], [("softmax_label", (4,))])
-    module.init_params()
-    return module
 
 
 @pytest.mark.parametrize("value", [None, "1"])

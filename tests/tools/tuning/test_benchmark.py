@@ -13,20 +13,9 @@ from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Timing
+from tuned import benchmarked, small_net
 
 KERNELS = not amp.Policy.default("bfloat16", "cpu").rule("Convolution").no_kernel
-
-
-def small_net():
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(8, in_units=4), nn.BatchNorm(in_channels=8), nn.Dropout(0.5), nn.Dense(2))
-    net.initialize(mx.init.Xavier())
-    return net, mx.nd.random.normal(shape=(6, 4))
-
-
-def benchmarked(net, batch, *arguments, dtype="bfloat16"):
-    return amp.benchmark(net, batch, *arguments, target_dtype=dtype, budget=0.01)
 
 
 def test_it_times_training_and_inference_in_each_form(monkeypatch):
