@@ -46,25 +46,6 @@ def test_long_proofs_run_where_all_or_one_is_asked_for(clone, arguments, marks):
     assert done.said == f"ran -m pytest -q {marks}{rest}\n"
 
 
-def test_simulated_gpus_have_an_environment_of_their_own(clone):
-    def run(*arguments, python="3.11"):
-        return clone.run("--gpu", "-n0", "--python", clone.python(python), *arguments)
-
-    done = run()
-    assert done.said == "ran -m pytest -q -m gpu -n0 with a b\n"
-    assert done.error.splitlines()[-1] == "building two simulated GPUs, 10 to 20 s"
-    assert not (clone.path / ".venv").exists()
-    installed = " ".join(clone.installs())
-    assert "mxnet-cu112 nvidia-cuda-nvrtc-cu11 --editable .[test]" in installed
-    assert "cu112]" not in installed
-    again = run("a.py")
-    assert (again.said, again.error) == ("ran -m pytest -q -m gpu -n0 a.py with a b\n", "")
-    (clone.path / "scripts" / "simulated_gpu" / "state.c").touch()
-    assert run().error == "building two simulated GPUs, 10 to 20 s\n"
-    assert len((clone.path.parent.parent / "calls.built").read_text().split()) == 2
-    assert "MXNet 1.9.1 needs 3.8, 3.9, 3.10, 3.11 or 3.12" in run(python="3.13").error
-
-
 @pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_a_pipe_gets_one_line_for_each_step(version, clone):
     done = clone.set_up(version, PIP_DOES="echo Collecting numpy", CDPATH=str(clone.path))

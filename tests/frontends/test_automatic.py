@@ -133,6 +133,7 @@ def test_the_variable_auto_in_float32_keeps_calls_of_contrib_in_float32(environm
 @pytest.mark.parametrize(
     "dtype, child", [("float16", False), ("bfloat16", False), ("float16", True)]
 )
+@pytest.mark.backend
 def test_the_variable_auto_elsewhere_is_that_dtype_but_not_in_children(environment, dtype, child):
     environment("auto", dtype, child)
     assert amp.is_enabled() != child

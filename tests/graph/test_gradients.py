@@ -16,7 +16,10 @@ LOW = [untuned("float16"), untuned("bfloat16")]
 SMALL_IN_FLOAT32 = amp.Policy.default("bfloat16")
 
 
-@pytest.fixture(params=[*LOW, SMALL_IN_FLOAT32, SMALL_IN_FLOAT32.in_float32()], ids=repr)
+SMALL = pytest.param(SMALL_IN_FLOAT32, marks=pytest.mark.backend)
+
+
+@pytest.fixture(params=[*LOW, SMALL, SMALL_IN_FLOAT32.in_float32()], ids=repr)
 def policy(request):
     return request.param
 
