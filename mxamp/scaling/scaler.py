@@ -19,6 +19,7 @@ from ..framework.keywords import checked_call
 from ..framework.wording import shown
 
 STATE_VERSION = 1
+_HEADER = ("kind", "version")  #: of a saved state
 NO_STATE = "the state must be what state_dict of a {kind} gives, with {fields}, not {given}"
 
 
@@ -64,11 +65,12 @@ class LossScaler:
         later overflow.
     """
 
-    #: The fields of a saved state: the settings of the constructor, and two counts.
-    _fields: tuple[str, ...] = (
-        "loss_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale",
-        "max_scale", "hysteresis", "clean_steps", "overflows_left",
+    #: What a saved state holds beside the loss scale: arguments of the constructor, and counts.
+    _settings: tuple[str, ...] = (
+        "growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale",
+        "hysteresis",
     )  # fmt: skip
+    _counts: tuple[str, ...] = ("clean_steps", "overflows_left")
     #: Whether losses are scaled, gradients checked, and steps with non-finite ones skipped. If not,
     #: the scale is 1, and updates are plain MXNet's.
     scales = True
@@ -173,7 +175,9 @@ class LossScaler:
         >>> StaticLossScaler(128).state_dict()
         {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
         """
-        values = {name: getattr(self, f"_{name}") for name in self._fields}
+        kind = _KINDS[self.kind]
+        names = ("loss_scale", *kind._settings, *kind._counts)
+        values = {name: getattr(self, f"_{name}") for name in names}
         return {"kind": self.kind, "version": STATE_VERSION, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,17 +191,17 @@ class LossScaler:
         Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
         scaler, of a newer mxamp, or lacks a field.
         """
-        own, fields = self.state_dict(), self._fields
+        own, kind = self.state_dict(), _KINDS[self.kind]
         fits = isinstance(state, Mapping) and state.keys() >= own.keys()
-        if not fits or any(state[name] != own[name] for name in ("kind", "version")):
+        if not fits or any(state[name] != own[name] for name in _HEADER):
             names = ", ".join(own)
             raise ArgumentError(NO_STATE.format(kind=self.kind, fields=names, given=shown(state)))
-        positive_number("loss_scale", state["loss_scale"])
-        # The constructor checks the settings; the two counts at the end are not among them.
-        LossScaler(*(state[name] for name in fields[:-2]))
-        for name in fields[7:]:
+        scale = positive_number("loss_scale", state["loss_scale"])
+        if kind._settings:  # the constructor checks them
+            kind(scale, **{name: state[name] for name in kind._settings})
+        for name in kind._counts:
             whole_number(name, state[name])
-        vars(self).update({f"_{name}": state[name] for name in fields})
+        vars(self).update({f"_{name}": state[name] for name in own if name not in _HEADER})
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state of any kind, for all trainers that share this scaler.
@@ -210,7 +214,7 @@ class LossScaler:
         saved.load_state_dict(state)
         saved.steps, saved.skips = self.steps, self.skips
         if self.scales and saved.scales:
-            vars(self).update(vars(saved), _fields=saved._fields)
+            vars(self).update(vars(saved))
 
     def __repr__(self) -> str:
         return f"{self.kind}({f'{self.loss_scale:g}' if self.scales else ''})"
@@ -228,7 +232,7 @@ class StaticLossScaler(LossScaler):
         The loss scale, above 0.
     """
 
-    _fields = ("loss_scale",)
+    _settings = _counts = ()
 
     @checked_call
     def __init__(self, scale: float = 1.0) -> None:

@@ -26,9 +26,9 @@ OTHER = {
     },
     "GradScaler": {"_enabled", "_scaler"},
     "LossScaler": {
-        "_backoff_factor", "_clean_steps", "_fields", "_growth_factor", "_growth_interval",
-        "_hysteresis", "_loss_scale", "_max_scale", "_min_scale", "_overflows_left", "kind",
-        "skips", "skips_in_a_row", "steps",
+        "_backoff_factor", "_clean_steps", "_counts", "_growth_factor", "_growth_interval",
+        "_hysteresis", "_loss_scale", "_max_scale", "_min_scale", "_overflows_left", "_settings",
+        "kind", "skips", "skips_in_a_row", "steps",
     },
     "SharedScale": {"scaled_by", "scaler"},
     "RunningStatistics": {"_age", "_copies", "_has_logged", "_held", "_passes", "_saved"},
