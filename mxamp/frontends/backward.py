@@ -24,10 +24,10 @@ from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, locked, wrapping
 from ..policy.active import suspended
+from ..scaling.backward_passes import scaling_patches
 from ..scaling.finite import multiply, unscale
 from ..scaling.ledger import entries_of, ledger, named
-from ..scaling.passes import passes
-from ..scaling.running import Pass, current, run
+from ..scaling.running import BackwardPass, current, run
 from ..scaling.scaler import SharedScale, scale_of
 from ..scaling.trainer import State, active_state, attach_state
 from .variables import Variables, by_gradient
@@ -69,14 +69,14 @@ class _BackwardPatches(FrontEnd):
         """Patch `backward` and `attach_grad`, and find the arrays that have gradients already."""
         check_contrib_is_off()
         if not self.is_open:
-            passes.open()
+            scaling_patches.open()
             super().open()
             self.variables.add_existing()
-            passes.automatic = self
+            scaling_patches.automatic = self
 
     def close(self) -> None:
         """Undo the patches, and forget variables."""
-        passes.automatic = None
+        scaling_patches.automatic = None
         super().close()
         self.default_scale, self._has_warned = None, False
         self.variables.clear()
@@ -98,7 +98,7 @@ class _BackwardPatches(FrontEnd):
                 raise
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
-    def run(self, compute: Compute, one: Pass, head_grads: Any) -> None:
+    def run(self, compute: Compute, one: BackwardPass, head_grads: Any) -> None:
         """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
         states = shared_states()
         dropped = {state for state in states if state.overflown}
@@ -117,7 +117,12 @@ class _BackwardPatches(FrontEnd):
             logger.warning(OVERFLOW, scale)
 
     def run_scaled(
-        self, compute: Compute, one: Pass, head_grads: Any, scale: float, outer: Pass | None = None
+        self,
+        compute: Compute,
+        one: BackwardPass,
+        head_grads: Any,
+        scale: float,
+        outer: BackwardPass | None = None,
     ) -> None:
         """Run a backward pass with a scale, and unscale the gradients behind its heads.
 
@@ -143,7 +148,7 @@ class _BackwardPatches(FrontEnd):
     def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
         """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
         outer = current()
-        one = Pass(heads)
+        one = BackwardPass(heads)
         one.scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_states(), one)
         scale = one.scale
         if scale == 1:
@@ -164,7 +169,7 @@ def shared_states() -> list[State]:
     return [state for state in found if state is not None and state.is_shared]
 
 
-def _lowest_scale(states: Sequence[State], one: Pass) -> float:
+def _lowest_scale(states: Sequence[State], one: BackwardPass) -> float:
     """Return the lowest scale of the trainers, or 1.
 
     If they differ, those of parameters behind the pass's heads count: others may be done with.

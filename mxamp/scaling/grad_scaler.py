@@ -18,7 +18,7 @@ from ..errors import StateError, unknown
 from ..framework.contrib_amp import check_contrib_is_off
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
-from .passes import passes, scale_losses
+from .backward_passes import scale_losses, scaling_patches
 from .scaler import LossScaler
 from .trainer import Stage, State, active_state, attach_state
 
@@ -63,7 +63,7 @@ class GradScaler:
         if self._scaler.scales:
             check_contrib_is_off()
             # Now, not for the first loss: functions in Python are recorded before it.
-            passes.open()
+            scaling_patches.open()
 
     def is_enabled(self) -> bool:
         """Return whether the scaler was made with `enabled=True`.
@@ -159,7 +159,7 @@ class GradScaler:
             if state.report is not None:
                 state.report = state.report._replace(next_loss_scale=self.get_scale())
         results.clear()
-        passes.end()
+        scaling_patches.end()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's whole state; {} if disabled.

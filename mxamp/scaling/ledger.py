@@ -20,7 +20,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..framework.interrupts import holding
 from ..framework.patching import hold_during_forks
 from .finite import multiply, square_sum, unscale
-from .running import Pass
+from .running import BackwardPass
 from .statistics import RunningStatistics, running_statistics
 from .tape import name_of
 
@@ -140,7 +140,7 @@ class Ledger:
         return self._scale == scale and not self._notes
 
     @contextmanager
-    def written(self, one: Pass, scale: float) -> Iterator[None]:
+    def written(self, one: BackwardPass, scale: float) -> Iterator[None]:
         """Context of a backward pass whose gradients carry `scale` after it.
 
         Gradients that the pass adds to are brought to this scale before. A pass that fails writes
@@ -167,7 +167,7 @@ class Ledger:
         if changed:
             self._settle(scale)
 
-    def _changed(self, one: Pass, scale: float) -> list[Entry]:
+    def _changed(self, one: BackwardPass, scale: float) -> list[Entry]:
         """Return the gradients behind a pass's heads whose record the pass changes."""
         if self.all_carry(scale):
             return []

@@ -37,7 +37,7 @@ from ..framework.patching import Original, wrapping
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
-from .running import Pass, call_inside, pass_of
+from .running import BackwardPass, backward_pass_of, call_inside
 from .tape import marked, name_of
 
 #: Names of the operators whose eager calls may need a scalable input, by handle.
@@ -96,7 +96,7 @@ def scale_array(ctx: Any) -> NDArray:
     return array
 
 
-def set_scales(one: Pass) -> None:
+def set_scales(one: BackwardPass) -> None:
     """Give the output operators behind a pass's heads its scale."""
     for name in one.names if _recorded else ():
         if name in _recorded:
@@ -146,7 +146,7 @@ def _scaled_backward(
 
     `thread` has recorded the operator.
     """
-    one = pass_of(thread)
+    one = backward_pass_of(thread)
     backward = partial(backward, **others)
     if one.scale == 1:
         call_inside(one, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
@@ -171,7 +171,7 @@ def _function_call(original: Original, function: autograd.Function, *inputs: Any
 
     @wraps(backward)
     def unscaled_backward(*gradients: Any) -> Any:
-        one = pass_of(thread)
+        one = backward_pass_of(thread)
         unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
         results = call_inside(one, 1.0, backward, *unscaled)
         if isinstance(results, NDArray):

@@ -27,7 +27,7 @@ SEVERAL_PASSES = (
 )
 
 
-class Pass:
+class BackwardPass:
     """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
 
     def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, frees: bool = False) -> None:
@@ -44,7 +44,7 @@ class Pass:
 class Running(NamedTuple):
     """The pass that a thread runs, or the operator in Python that it runs for one."""
 
-    one: Pass
+    one: BackwardPass
     given: float | None  #: the scale of the gradients that the operator was given; None in a pass
     frame: FrameType
 
@@ -57,7 +57,7 @@ class Running(NamedTuple):
 _running: dict[int, Running] = {}  #: by thread
 
 
-def run(one: Pass, compute: Callable[[], Any], to_end: bool = False) -> Any:
+def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:
     """Return `compute()`, which is the pass `one` of the calling thread.
 
     Waits for the pass if that is asked for, or if MXNet may call Python later, in another thread:
@@ -78,12 +78,12 @@ def run(one: Pass, compute: Callable[[], Any], to_end: bool = False) -> Any:
     return _call(one, None, compute_all)
 
 
-def call_inside(one: Pass, given: float, function: Callable[..., Any], *args: Any) -> Any:
+def call_inside(one: BackwardPass, given: float, function: Callable[..., Any], *args: Any) -> Any:
     """Call the `backward` of an operator in Python, with gradients of the scale `given`."""
     return _call(one, given, function, *args)
 
 
-def _call(one: Pass, given: float | None, function: Callable[..., Any], *args: Any) -> Any:
+def _call(one: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any) -> Any:
     thread = threading.get_ident()
     outer = _running.get(thread)
     try:
@@ -118,12 +118,12 @@ def is_any_running() -> bool:
     return bool(_all_running())
 
 
-def pass_of(thread: int) -> Pass:
+def backward_pass_of(thread: int) -> BackwardPass:
     """Return the pass of an operator in Python that this thread recorded; one of scale 1 if none.
 
     Raises `StateError` if it may be that of several threads, with different scales.
     """
-    passes = {t: running.one for t, running in _all_running().items()}
-    if thread not in passes and len({one.scale for one in passes.values()}) > 1:
+    found = {t: running.one for t, running in _all_running().items()}
+    if thread not in found and len({one.scale for one in found.values()}) > 1:
         raise StateError(SEVERAL_PASSES)
-    return passes.get(thread) or next(iter(passes.values()), None) or Pass(())
+    return found.get(thread) or next(iter(found.values()), None) or BackwardPass(())

@@ -44,12 +44,12 @@ class RunningStatistics:
         self._saved: list[NDArray] | None = None  #: copies of `_held`
         self._copies: list[Callable[[], Any]] = []  #: calls that copy `_held` to `_saved`
         self._has_logged = False
-        self._passes = 0  #: backward passes since the last step
+        self._backward_passes = 0  #: since the last step
         self._age = 0  #: of `_saved`, in finite steps
 
     def before_pass(self, find: Find) -> None:
         """Save the statistics before the first backward pass, which updates them."""
-        self._passes += 1
+        self._backward_passes += 1
         if self._saved is None:
             self._save([array for _, array in find()])
 
@@ -67,8 +67,9 @@ class RunningStatistics:
     def after_step(self, finite: bool, find: Find) -> None:
         """Save the statistics after a tenth finite step; after an overflow, restore them."""
         self._age += finite
-        is_good = finite and self._passes <= 1  # the program may have skipped earlier passes' steps
-        self._passes = 0
+        # After several passes the program may have left out the step of one that overflowed.
+        is_good = finite and self._backward_passes <= 1
+        self._backward_passes = 0
         if self._saved == [] or (is_good and self._age < _STEPS):
             return
         found = find()

@@ -38,6 +38,7 @@ from ..framework.keywords import checked_call
 from ..framework.patching import Original
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
+from .backward_passes import scale_losses, scaling_patches
 from .checkpoint import follow_weights, load_states, resume, save_states, share_step_counts
 from .distributed import (
     check_kvstore,
@@ -49,7 +50,6 @@ from .distributed import (
 from .finite import all_finite, layout_of, multiply, nonfinite, square_sum
 from .float16_optimizers import check_float16_update, divide_updates
 from .ledger import Carried, Entry, entries_of, fresh, gradients_of, ledger
-from .passes import passes, scale_losses
 from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
 
@@ -202,7 +202,7 @@ class State:
     def mark_scaled(self, scale: float) -> None:
         """Record that a loss was scaled; the first one since a step sets the scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
-        if not passes.is_open:  # these patches see no backward pass now
+        if not scaling_patches.is_open:  # these patches see no backward pass now
             ledger.note_sum(self.trainer, False)
         self.pending = self.pending or Pending(scale)
 
@@ -455,7 +455,7 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
     scaler = None if chose_float32() else loss_scaler
     if attach_state(optimizer_or_trainer, scaler).scaler.scales:
-        passes.open()
+        scaling_patches.open()
 
 
 @checked_call

@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from mxamp.scaling.passes import passes
+from mxamp.scaling.backward_passes import scaling_patches
 
 
 class Parallel:
@@ -292,7 +292,7 @@ def test_shutdown_beside_a_pass_waits_for_its_step(long_pass):
     param = param_of()
     trainer = trainer_of(param, 8.0)
     beside(long_pass, lambda: run_backward(param, trainer), amp.shutdown)
-    assert passes.is_open
+    assert scaling_patches.is_open
     trainer.step(1)
     assert param.data().asscalar() == -3
-    assert not passes.is_open
+    assert not scaling_patches.is_open

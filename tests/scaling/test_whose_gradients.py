@@ -11,7 +11,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import backpropagate, check_python
 from mxamp.frontends import automatic
-from mxamp.scaling.passes import passes
+from mxamp.scaling.backward_passes import scaling_patches
 from training import end_step
 
 X = nd.array([[1.0, 2.0]])
@@ -122,7 +122,7 @@ def test_losses_and_gradients_scaled_before_shutdown(way):
     if way == "scale_loss":  # it scaled another loss
         amp.shutdown()
     # Else the step has undone the last patches.
-    assert (trainer.amp_steps, passes.is_open) == (1, False)
+    assert (trainer.amp_steps, scaling_patches.is_open) == (1, False)
 
 
 @pytest.mark.parametrize("scale", [2.0**-30, 0.3, 2.0**60])

@@ -20,7 +20,7 @@ from ...framework.arrays import cast, map_arrays
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
 from ...scaling.loss_outputs import set_scales
-from ...scaling.running import Pass, run
+from ...scaling.running import BackwardPass, run
 
 NOT_ON_BATCH = (
     "block {name!r} does not run on this batch of {arrays}: {why}. A batch is a tuple of the net's "
@@ -199,7 +199,7 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
         params.zero_grad()  # backward skips parameters that the loss does not depend on
         with mx.autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
-        one = Pass(heads, scale)
+        one = BackwardPass(heads, scale)
         with mx.autograd.pause():
             set_scales(one)
             run(one, partial(mx.autograd.backward, heads))

@@ -19,7 +19,7 @@ from ..framework.patching import FrontEnd, Original, Patch, locked, patches_of_f
 from ..framework.wording import shown
 from . import float16_optimizers, loss_outputs, running, tape
 from .ledger import ledger
-from .running import Pass, Running
+from .running import BackwardPass, Running
 
 logger = logging.getLogger("mxamp")
 
@@ -59,10 +59,10 @@ def scale_losses(loss: Any, scale: float) -> Any:
     Raises `StateError` if a loss is scaled already.
     """
     if scale != 1:
-        if not passes.is_open and running.has_python_operators():
+        if not scaling_patches.is_open and running.has_python_operators():
             logger.warning(RECORDED_BEFORE)
-        passes.open()
-    elif not passes.is_open and isinstance(loss, NDArray):
+        scaling_patches.open()
+    elif not scaling_patches.is_open and isinstance(loss, NDArray):
         return loss
     arrays: list[NDArray] = []
 
@@ -86,7 +86,7 @@ def _raise_no_loss(value: Any) -> Any:
     raise ArgumentError(NO_LOSS.format(shown(value)))
 
 
-class _Passes(FrontEnd):
+class _ScalingPatches(FrontEnd):
     """Patches of backward passes and steps, which record the scale of each trainer's gradients."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Passes(FrontEnd):
         variables, _, retain, create = others[:4] if others[3:] else (0, None, others[0], None)
         is_grad = variables > 0
         automatic = None if is_grad else self.automatic
-        one = Pass(arrays, frees=not retain.value)
+        one = BackwardPass(arrays, frees=not retain.value)
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
@@ -222,7 +222,9 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
     return scales.pop() if scales else 1.0
 
 
-def _run_nested(compute: Any, one: Pass, given: Any, outer: Running, automatic: Any) -> None:
+def _run_nested(
+    compute: Any, one: BackwardPass, given: Any, outer: Running, automatic: Any
+) -> None:
     """Run a backward pass inside an operator in Python, on the gradients that this was given.
 
     Raises `StateError` if both passes add to one gradient, with different scales.
@@ -254,4 +256,4 @@ def _patched_allreduce(original: Original, trainer: Trainer) -> None:
 
 
 #: One per process, like the functions that it patches.
-passes = _Passes()
+scaling_patches = _ScalingPatches()
