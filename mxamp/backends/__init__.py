@@ -119,6 +119,8 @@ class Backend:
     name: ClassVar[str] = ""  #: begins the reasons that the backend gives, in `explain`
     #: The target dtypes that the device computes in, or that are emulated; the default first.
     dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
+    #: Whether Python can read the memory of the device's arrays in place.
+    in_host_memory: ClassVar[bool] = False
     #: Whether `amp_cast` takes arrays without elements, which only NumPy semantics allow.
     casts_empty_arrays: ClassVar[bool] = True
     #: The names of all faster equivalents, in operator lists, and those that a policy has only if
