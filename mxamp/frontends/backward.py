@@ -25,7 +25,7 @@ from ..framework.machine import dtype_name
 from ..framework.patching import FrontEnd, Original, Patch, locked, wrapping
 from ..policy.active import suspended
 from ..scaling.backward_passes import scaling_patches
-from ..scaling.finite import multiply, unscale
+from ..scaling.finite import divide_and_check, multiply
 from ..scaling.ledger import entries_of, ledger, named
 from ..scaling.running import BackwardPass, current, run
 from ..scaling.scaler import SharedScale, scale_of
@@ -141,7 +141,7 @@ class _BackwardPatches(FrontEnd):
             multiply(adding, 1 / scale)
             raise
         groups = by_gradient(written)
-        bad = unscale([group[0].array.grad for group in groups], scale)
+        bad = divide_and_check([group[0].array.grad for group in groups], scale)
         (outer or one).overflown |= {id(v.array) for i in bad for v in groups[i]}
         self.variables.prune(one.names if one.frees else set())
 

@@ -27,7 +27,7 @@ from ..graph.ir import Graph
 from ..patches.symbolic import scaled_executors
 from ..policy.active import chose_float32, current_policy, suspended
 from ..scaling.distributed import COMPRESSED, check_settings, fill
-from ..scaling.finite import all_finite, multiply, unscale
+from ..scaling.finite import all_finite, divide_and_check, multiply
 from ..scaling.running import BackwardPass, run
 from ..scaling.scaler import LossScaler, SharedScale, scale_of
 from ..scaling.statistics import RunningStatistics
@@ -183,7 +183,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     with suspended():
         scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
     run(BackwardPass((), scale), partial(original, self, scaled))
-    state.overflown = bool(unscale(_gradients(self), scale))
+    state.overflown = bool(divide_and_check(_gradients(self), scale))
     if has_dropped and state.overflown and not is_distributed(self._kvstore):
         scaler.update(False)
 

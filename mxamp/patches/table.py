@@ -122,7 +122,7 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     # A trainer in float16 without a scaler is told of.
     (gluon.Trainer, "_update", wrapping(trainer.patched_update)),
     # The square of a norm overflows half precision.
-    (gluon.utils, "clip_global_norm", finite.build_clip_global_norm),
+    (gluon.utils, "clip_global_norm", wrapping(finite.patched_clip_global_norm)),
     # Custom operators that ignore the head gradient return gradients without the loss scale.
     (mx.operator.CustomOpProp, "__init__", loss_outputs.build_custom_op_init),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from ..backends import backend_of
 from ..framework.arrays import cast, dtype_of, flat_view, invoke, plain_array, shape_of
 from ..framework.machine import device_kind
 from ..framework.operators import handle_of
-from ..framework.patching import Original, wrapping
+from ..framework.patching import Original
 from ..policy.active import suspended
 
 
@@ -123,7 +123,7 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
             array.__imul__(left)
 
 
-def unscale(arrays: Sequence[NDArray], scale: float) -> list[int]:
+def divide_and_check(arrays: Sequence[NDArray], scale: float) -> list[int]:
     """Divide arrays by `scale` in place; return the positions of those that are not finite.
 
     Waits for the arrays.
@@ -203,7 +203,7 @@ def _to_numpy(arrays: Sequence[NDArray]) -> Any:
     return mx.nd.concat(*copies, dim=0).asnumpy()
 
 
-def _clip_global_norm(
+def patched_clip_global_norm(
     original: Original, arrays: Any, max_norm: float, check_isfinite: bool = True
 ) -> Any:
     """Replace `gluon.utils.clip_global_norm` for gradients of any precision.
@@ -221,6 +221,3 @@ def _clip_global_norm(
     elif check_isfinite:
         warnings.warn("nan or inf is detected: the arrays are left as they are", stacklevel=3)
     return norm if check_isfinite else mx.nd.array([norm], ctx=arrays[0].context)
-
-
-build_clip_global_norm = wrapping(_clip_global_norm)

@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.interrupts import holding
 from ..framework.patching import hold_during_forks
-from .finite import multiply, square_sum, unscale
+from .finite import divide_and_check, multiply, square_sum
 from .running import BackwardPass
 from .statistics import RunningStatistics, running_statistics
 from .tape import name_of
@@ -231,7 +231,7 @@ class Ledger:
         self.bring([entry for entry in entries if entry.param in used], scale)
         return scale
 
-    def unscale(self, trainer: Trainer) -> None:
+    def remove_scales(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
         groups: dict[float, list[tuple[Entry, Carried]]] = {}
         for entry in entries_of(trainer):
@@ -240,7 +240,7 @@ class Ledger:
                 groups.setdefault(before.scale, []).append((entry, before))
                 self.note(entry, replace(before, overflown=True))  # as in `bring`
         for scale, group in groups.items():
-            bad = unscale([entry.gradient for entry, _ in group], scale)
+            bad = divide_and_check([entry.gradient for entry, _ in group], scale)
             for i, (entry, before) in enumerate(group):
                 overflown = before.overflown or (i in bad and entry.data._fresh_grad)
                 self.note(entry, replace(before, scale=1.0, overflown=overflown))
@@ -257,7 +257,7 @@ class Ledger:
     def clear(self) -> None:
         """Divide stale gradients by their scales too, and forget all: no pass will be seen."""
         for trainer in self.known():
-            self.unscale(trainer)
+            self.remove_scales(trainer)
         self.__init__()  # type: ignore[misc]
 
 

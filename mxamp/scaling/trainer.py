@@ -238,7 +238,7 @@ class State:
         """Divide the gradients of all devices by the scale, and record which are not finite."""
         self.check("unscale")
         scale = self._equalize()
-        ledger.unscale(self.trainer)
+        ledger.remove_scales(self.trainer)
         self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
         if self.scaler.results is not None and self.overflown is not None:
             self.scaler.results[self] = not self.overflown  # the program may leave out the step
