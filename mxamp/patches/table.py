@@ -124,7 +124,7 @@ ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     # The square of a norm overflows half precision.
     (gluon.utils, "clip_global_norm", wrapping(finite.patched_clip_global_norm)),
     # Custom operators that ignore the head gradient return gradients without the loss scale.
-    (mx.operator.CustomOpProp, "__init__", loss_outputs.build_custom_op_init),
+    (mx.operator.CustomOpProp, "__init__", wrapping(loss_outputs.patched_prop_init)),
 )  # fmt: skip
 
 

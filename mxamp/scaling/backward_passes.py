@@ -105,8 +105,8 @@ class _ScalingPatches(FrontEnd):
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
             *(Patch(Trainer, name, wrapping(self._patched_step)) for name in ("step", "update")),
-            Patch(autograd.Function, "__call__", loss_outputs.build_function_call),
-            Patch(CustomOpProp, "__init__", loss_outputs.build_custom_op_init),
+            Patch(autograd.Function, "__call__", wrapping(loss_outputs.patched_function_call)),
+            Patch(CustomOpProp, "__init__", wrapping(loss_outputs.patched_prop_init)),
         ]
 
     @locked

@@ -31,9 +31,9 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp, CustomOpProp
 
 from ..framework import operators
-from ..framework.arrays import cast, dtypes_of, plain_array
+from ..framework.arrays import as_list, cast, dtypes_of, plain_array
 from ..framework.machine import dtype_name
-from ..framework.patching import Original, wrapping
+from ..framework.patching import Original
 from ..policy.active import current_policy, suspended
 from ..policy.decision import CASTABLE
 from .finite import multiply
@@ -97,21 +97,20 @@ def scale_array(ctx: Any) -> NDArray:
 
 
 def set_scales(one: BackwardPass) -> None:
-    """Give the output operators behind a pass's heads its scale."""
-    for name in one.names if _recorded else ():
-        if name in _recorded:
-            with autograd.pause(), suspended():
-                _recorded[name][:] = one.scale
+    """Set the scale of the output operators behind a pass's heads to that of the pass."""
+    for name in _recorded.keys() & one.names if _recorded else ():
+        with autograd.pause(), suspended():
+            _recorded[name][:] = one.scale
 
 
 def forget(names: Iterable[str]) -> None:
-    """Forget scales: a pass has freed their tape."""
+    """Forget the scales of output operators with these names, whose tape is freed."""
     for name in names if _recorded else ():
         _recorded.pop(name, None)
 
 
-def _custom_op_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
-    """Replace `CustomOpProp.__init__`: its operators scale their gradients."""
+def patched_prop_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
+    """Initialize a `CustomOpProp` whose operators scale their gradients."""
     original(prop, need_top_grad)
     scale_operators(prop)
 
@@ -121,15 +120,12 @@ def scale_operators(prop: CustomOpProp) -> None:
     prop.create_operator = partial(_create_operator, prop)
 
 
-build_custom_op_init = wrapping(_custom_op_init)
-
-
 def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
     """Return `prop`'s operator, with `_scaled_backward` if no identity scales its gradients."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
-    known = isinstance(getattr(op, "backward", None), partial)
-    if isinstance(op, CustomOp) and not scaled_in_graph and not known:
+    is_wrapped = isinstance(getattr(op, "backward", None), partial)
+    if isinstance(op, CustomOp) and not scaled_in_graph and not is_wrapped:
         op.backward = partial(_scaled_backward, op.backward, threading.get_ident())
     return op
 
@@ -151,6 +147,7 @@ def _scaled_backward(
     if one.scale == 1:
         call_inside(one, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
         return
+    # float16 gradients stay scaled: without the scale, small ones would be lost.
     given = one.scale if any(dtype_name(g.dtype) == "float16" for g in out_grad) else 1.0
     gradients = _OutGradients(out_grad, given / one.scale)
     # A gradient that the operator adds to carries the scale already.
@@ -165,7 +162,7 @@ def _scaled_backward(
                 gradient[:] += result
 
 
-def _function_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
+def patched_function_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
     """Call an `autograd.Function` whose backward computes on gradients without the scale."""
     backward, thread = function.backward, threading.get_ident()
 
@@ -173,16 +170,11 @@ def _function_call(original: Original, function: autograd.Function, *inputs: Any
     def unscaled_backward(*gradients: Any) -> Any:
         one = backward_pass_of(thread)
         unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
-        results = call_inside(one, 1.0, backward, *unscaled)
-        if isinstance(results, NDArray):
-            return _times_in_float32(results, one.scale)
+        results = as_list(call_inside(one, 1.0, backward, *unscaled))
         return [_times_in_float32(result, one.scale) for result in results]
 
     function.backward = unscaled_backward
     return original(function, *inputs)
-
-
-build_function_call = wrapping(_function_call)
 
 
 def _times_in_float32(gradient: Any, factor: float) -> Any:
@@ -197,8 +189,9 @@ def _times_in_float32(gradient: Any, factor: float) -> Any:
 class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no UserList[NDArray]
     """A custom operator's `out_grad`, multiplied by `factor` when an element is first read.
 
-    `UserList` reads its elements from `data`. The list is a subclass, not the arrays: MXNet's
-    operators compare the arrays' types.
+    No earlier: operators with `need_top_grad=False` are given arrays without memory. `UserList`
+    reads its elements from `data`. The list is a subclass, not the arrays: MXNet's operators
+    compare the arrays' types.
     """
 
     def __init__(self, gradients: Sequence[NDArray], factor: float = 1.0) -> None:

@@ -31,13 +31,14 @@ class BackwardPass:
     """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
 
     def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, frees: bool = False) -> None:
-        self.heads, self.scale, self.frees = heads, scale, frees  #: frees the tape
+        self.heads, self.scale = heads, scale
+        self.frees = frees  #: whether the pass frees the tape
         self.overflown: set[int] = set()  #: arrays, by `id`, whose gradients are not finite
-        self.inner: set[str] = set()  #: the names behind the heads of passes inside it
+        self.inner: set[str] = set()  #: names behind the heads of passes inside this one
 
     @cached_property
     def names(self) -> set[str]:
-        """The names of all marked arrays behind the heads; the pass may free their tape."""
+        """The names of all marked arrays behind the heads; first read before the tape is freed."""
         return names_behind(self.heads)
 
 
@@ -60,14 +61,14 @@ _running: dict[int, Running] = {}  #: by thread
 def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:
     """Return `compute()`, which is the pass `one` of the calling thread.
 
-    Waits for the pass if that is asked for, or if MXNet may call Python later, in another thread:
-    the operator has to find its pass.
+    With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
+    may run in the pass, in another thread and later: the operator has to find its pass.
     """
     # MXNet's own thread must not wait for MXNet.
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     waits = to_end or (has_python_operators() and not is_foreign)
     if waits:
-        one.names  # noqa: B018  # of a pass inside it too
+        one.names  # noqa: B018  # now, before the pass frees the tape
 
     def compute_all() -> Any:
         result = compute()
@@ -75,15 +76,16 @@ def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> 
             mx.nd.waitall()
         return result
 
-    return _call(one, None, compute_all)
+    return call_inside(one, None, compute_all)
 
 
-def call_inside(one: BackwardPass, given: float, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the `backward` of an operator in Python, with gradients of the scale `given`."""
-    return _call(one, given, function, *args)
+def call_inside(
+    one: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function that belongs to a backward pass, in the calling thread.
 
-
-def _call(one: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any) -> Any:
+    `given` is the scale of the gradients that an operator in Python receives; None for the pass.
+    """
     thread = threading.get_ident()
     outer = _running.get(thread)
     try:
@@ -104,12 +106,12 @@ def has_python_operators() -> bool:
 
 
 def _all_running() -> dict[int, Running]:
-    """Return what each thread runs, without what an interrupt has ended."""
+    """Return what each thread runs; an interrupt may have ended a pass and left its record."""
     return {t: one for t, one in list(_running.items()) if is_running(one.frame, t)}
 
 
 def current() -> Running | None:
-    """Return what the calling thread runs, if anything."""
+    """Return the pass or operator in Python that the calling thread runs; None if it runs none."""
     return _all_running().get(threading.get_ident()) if _running else None
 
 
@@ -119,9 +121,10 @@ def is_any_running() -> bool:
 
 
 def backward_pass_of(thread: int) -> BackwardPass:
-    """Return the pass of an operator in Python that this thread recorded; one of scale 1 if none.
+    """Return the running pass of an operator in Python that `thread` recorded.
 
-    Raises `StateError` if it may be that of several threads, with different scales.
+    Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
+    threads are possible, and their scales differ.
     """
     found = {t: running.one for t, running in _all_running().items()}
     if thread not in found and len({one.scale for one in found.values()}) > 1:
