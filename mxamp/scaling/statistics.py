@@ -11,12 +11,12 @@ import operator
 from functools import partial
 from typing import Any, Callable, Sequence, Tuple
 
+import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.arrays import invoke, plain_array
-from ..framework.operators import handle_of
+from ..framework.arrays import plain_array
 from ..framework.wording import shortened
 from ..policy.active import suspended
 from .finite import layout_of, nonfinite
@@ -24,15 +24,16 @@ from .finite import layout_of, nonfinite
 logger = logging.getLogger("mxamp")
 
 RESTORED = "the skipped step left Inf or NaN in running statistics; earlier ones are back: %s"
-#: They are saved again after so many finite steps: to save those of ResNet-50 takes as
-#: long as a tenth of `Trainer.step`, while a GPU has nothing to do. They are averages over batches.
+#: Running statistics are saved again after so many finite steps. For ResNet-50 this takes as long
+#: as a tenth of `Trainer.step`, while a GPU has nothing to do. They are averages over batches.
 _STEPS = 10
 #: The most arrays that one call of multi_sgd_update takes.
 _CHUNK = 60
-#: Ends of running statistics' names: nets that were read from files don't mark them otherwise.
+#: Ends of running statistics' names, by which nets that were read from files are searched: there
+#: the parameters are not marked as not differentiable.
 _NAMES = ("_mean", "_var")
 
-#: Returns running statistics, each with the name of its parameter.
+#: A function that returns running statistics, each with the name of its parameter.
 Find = Callable[[], Sequence[Tuple[str, NDArray]]]
 
 
@@ -65,7 +66,7 @@ class RunningStatistics:
                 self._copies = _copies(held, self._saved)
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Save the statistics after a tenth finite step; after an overflow, restore them."""
+        """Save the statistics after every tenth finite step; restore non-finite ones from then."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1
@@ -94,11 +95,9 @@ def _copies(sources: Sequence[NDArray], targets: Sequence[NDArray]) -> list[Call
     for group in groups.values():
         for k in range(0, len(group), _CHUNK):
             weights, out = zip(*group[k : k + _CHUNK])
-            both, rates = [one for one in weights for _ in range(2)], str((0,) * len(weights))
-            call = partial(
-                invoke, handle_of("multi_sgd_update"), both, ["lrs", "wds", "num_weights"]
-            )
-            calls.append(partial(call, [rates, rates, str(len(weights))], [*out], False, False))
+            both, zeros = [one for one in weights for _ in range(2)], (0,) * len(weights)
+            options = {"lrs": zeros, "wds": zeros, "num_weights": len(weights), "out": [*out]}
+            calls.append(partial(mx.nd.multi_sgd_update, *both, **options))
     return calls
 
 
