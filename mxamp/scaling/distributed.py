@@ -25,7 +25,6 @@ from ..framework.patching import Original
 from ..policy.active import current_policy, suspended
 from ..policy.rules import custom_classes
 from .ledger import Carried, Entry, entries_of, ledger
-from .scaler import LossScaler
 
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
@@ -86,20 +85,16 @@ def check_kvstore(trainer: Trainer) -> None:
 
 
 def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
-    """Give a trainer's weights to its kvstore; wait until a distributed one holds them.
+    """Wait until a trainer's distributed kvstore holds the weights that were sent to it.
 
     Without that wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it. Returns the number of parameters of a deferred shape,
     which are sent later: `waited_for` at the next call.
     """
-    if not trainer._kv_initialized:
-        trainer._init_kvstore()
-    if trainer._params_to_init:
-        patched_init_params(type(trainer)._init_params, trainer)
-    uninitialized = len(trainer._params_to_init)
-    if waited_for != uninitialized and transports.is_distributed(trainer._kvstore):
+    unsent = len(trainer._params_to_init)
+    if waited_for != unsent and transports.is_distributed(trainer._kvstore):
         mx.nd.waitall()
-    return uninitialized
+    return unsent
 
 
 def patched_init_params(original: Original, trainer: Trainer) -> None:
@@ -113,19 +108,14 @@ def patched_init_params(original: Original, trainer: Trainer) -> None:
 
 
 def workers_of(trainer: Trainer) -> Any:
-    """Return the kvstore over a trainer's workers, its name before the first step; None for one."""
+    """Return the kvstore over a trainer's workers, or None if there is one worker.
+
+    Before the first step it is the kvstore that the script has given, which may be a name.
+    """
     if transports.is_horovod_trainer(trainer):
         return transports.horovod_store(trainer)
     store = trainer._kvstore or trainer._kvstore_params["kvstore"]
     return store if transports.is_distributed(store) else None
-
-
-def compare_workers(trainer: Trainer, scaler: LossScaler) -> Any:
-    """Return the kvstore over several workers, or None; raise if the workers' settings differ."""
-    store = workers_of(trainer)
-    if store is not None:
-        check_settings(store, scaler.state_dict())
-    return store
 
 
 def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:

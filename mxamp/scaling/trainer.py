@@ -42,7 +42,7 @@ from .backward_passes import scale_losses, scaling_patches
 from .checkpoint import follow_weights, load_states, resume, save_states, share_step_counts
 from .distributed import (
     check_kvstore,
-    compare_workers,
+    check_settings,
     sum_gradients,
     wait_for_weights,
     workers_of,
@@ -154,7 +154,8 @@ class State:
         #: The kvstore through which the workers have compared settings. None in a run of one
         #: process, and where "auto" has chosen float32.
         self.workers: Any = None
-        self._uninitialized: int | None = None  #: number of parameters, at the last sum
+        #: The number of parameters that had no shape yet at the last sum: not sent to the kvstore.
+        self._unsent: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -250,9 +251,12 @@ class State:
         if ledger.is_summed(trainer) and self.stage is not Stage.NONE:
             return  # to clip them, before `step`
         carried = self._equalize()
-        self._uninitialized = wait_for_weights(trainer, self._uninitialized)
+        self._unsent = wait_for_weights(trainer, self._unsent)
         if self.workers is None and not chose_float32():
-            self.workers = compare_workers(trainer, self.scaler)
+            workers = workers_of(trainer)
+            if workers is not None:
+                check_settings(workers, self.scaler.state_dict())
+            self.workers = workers
         if self.workers is not None and self.stage is Stage.NONE and not fresh(trainer):
             # Only other workers have computed gradients: scaled as in the last step.
             scale, last, carried = self.scaler.loss_scale, self.report, 1.0
