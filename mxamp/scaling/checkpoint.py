@@ -8,10 +8,10 @@ Like every pickle, a state file can run code when it is loaded: load only files 
 
 For a float16 weight with `multi_precision=True`, an optimizer of MXNet pairs its state with a
 float32 master weight. Without it the state is float16 as the weight is, or float32 for a few
-optimizers; that of a float32 weight is float32. An optimizer fails on states of another form.
+optimizers. The state of a float32 weight is float32. An optimizer fails on states of another form.
 
-The form that an optimizer wants for a weight is that of a new state, and the arrays of the old
-state are cast to the dtypes of the new one.
+So a new state is made for each weight. A loaded state must have its form, and the arrays of the
+loaded state are cast to its dtypes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def load_states(state: Any, fname: str) -> None:
                 updater.states, found = _for_weights(trainer, device, updater.states, own)
                 pairs += found
         resume(state)
-        state.new_masters = pairs  # parameters may be loaded after the states
+        state.loaded_masters = pairs
     except BaseException as error:
         trainer._optimizer = optimizer
         for updater, attributes in before:
@@ -118,7 +118,7 @@ def resume(state: Any) -> None:
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
-    """Set master weights that round to other values than their weights to these weights.
+    """Set each master weight that does not round to its weight to this weight.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its
     own steps have made stale. A float32 weight has no master weight: it takes the values of the
@@ -169,7 +169,7 @@ def master_place(optimizer: Optimizer) -> int | None:
 def _in_float32(
     trainer: Trainer, states: dict[int, Any]
 ) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return the first device's states as for float32 weights, and its master weights, by index.
+    """Return the first device's states in the form for float32 weights, and its master weights.
 
     A state of another form than a new one stays as it is: an argument of the optimizer was changed
     since, or a user-defined optimizer pairs states with master weights in a way of its own.
@@ -191,8 +191,8 @@ def _for_weights(
 ) -> tuple[dict[int, Any], list[tuple[NDArray, NDArray]]]:
     """Return loaded states for a device's weights, and pairs of a weight and its master weight.
 
-    `saved` are the master weights beside the states. Raises `ArgumentError` for a state of another
-    form or shape than a new one.
+    `saved` are master weights from the file, by index. Raises `ArgumentError` for a state of
+    another form or shape than a new one.
     """
     optimizer, place = trainer._optimizer, master_place(trainer._optimizer)
     probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
@@ -208,7 +208,7 @@ def _for_weights(
         state, master = _split(states[index], new, like, place)
         master = saved.get(index) if master is None else master
         if new is None and isinstance(state, NDArray):
-            new = like  # the script has set momentum to 0 since: MXNet ignores the state
+            new = like  # the script has set momentum to 0, and MXNet ignores the state
         _check(optimizer, param, state, new)
         state = _filled(new, state)
         if master is not None:

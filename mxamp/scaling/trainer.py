@@ -58,9 +58,11 @@ logger = logging.getLogger("mxamp")
 #: After this many skipped steps in a row a run counts as stuck: a search for the scale is shorter.
 #: After 30, the warning comes again: any scale from 2**24 down has fallen to 1 by then.
 _STUCK = (10, 30)
-#: The default scaler in bfloat16 and float32; `init_trainer` replaces it after `init("float16")`.
+#: The default scaler in bfloat16 and float32. A second `init_trainer`, after `init("float16")`,
+#: replaces it.
 _UNSCALED = NoScaler()
-#: They write to the gradients that they are given, or read them before `rescale_grad` does.
+#: MXNet's optimizers that write to their gradients, or read them before they multiply them by
+#: `rescale_grad`: they get gradients that are divided by the loss scale.
 _NEED_DIVIDED = (AdaDelta, LBSGD)
 
 SCALED_TWICE = "losses are scaled by {} already; {} would scale them twice: use one of the two"
@@ -87,7 +89,7 @@ UNSKIPPABLE = (
 
 
 class Stage(Enum):
-    """Whether a trainer's gradients carry the loss scale."""
+    """Whether a trainer's gradients carry the loss scale, and what may be done with them."""
 
     NONE = "none"
     SCALED = "scaled"
@@ -95,7 +97,7 @@ class Stage(Enum):
     STEPPED = "stepped"  #: by a GradScaler, before its update()
 
 
-#: The illegal moves: the error of an action in a stage. All other moves are legal.
+#: The error of each action that is illegal in a stage. All others are legal.
 _ILLEGAL = {
     ("unscale", Stage.NONE): "there are no scaled gradients: unscale or clip after scale_loss",
     ("unscale", Stage.UNSCALED): "gradients are unscaled already: unscale once before each step; "
@@ -105,7 +107,7 @@ _ILLEGAL = {
 }
 
 
-#: Attributes of trainers, and where their states have the value.
+#: Attributes that trainers with loss scaling get, each with the attribute of `State` it reads.
 _SHOWN = {
     "amp_loss_scale": "scaler.loss_scale", "amp_last_step": "report", "amp_steps": "steps",
     "amp_skips": "skips",
@@ -122,14 +124,14 @@ class StepReport(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The losses of a step, and what became of their scale."""
+    """The scaled losses since a trainer's last step."""
 
-    scale: float  #: of the first one
+    scale: float  #: the scale of the first of these losses
     stage: Stage = Stage.SCALED
 
 
 def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
-    """Return a property of states for an attribute of their scalers."""
+    """Return a property that reads and sets an attribute of a state's scaler."""
     return property(
         lambda state: getattr(state.scaler, name),
         lambda state, value: setattr(state.scaler, name, check(value)),
@@ -146,20 +148,24 @@ class State:
 
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
-        self.pending: Pending | None = None  #: since the last step
+        self.pending: Pending | None = None  #: None if no loss was scaled since the last step
         self.report: StepReport | None = None  #: of the last step
-        self.steps = self.skips = 0  #: updates done and skipped
-        #: Weights and master weights to set to them: parameters may be loaded after the states.
-        self.new_masters: list[tuple[NDArray, NDArray]] = []
-        #: The kvstore through which the workers have compared settings. None in a run of one
-        #: process, and where "auto" has chosen float32.
+        self.steps = self.skips = 0
+        #: Pairs of a weight and its master weight from a loaded file. The next step, not the
+        #: loading, makes them agree: a script may load parameters after states.
+        self.loaded_masters: list[tuple[NDArray, NDArray]] = []
+        #: The kvstore through which the workers have compared settings. None before that, in a run
+        #: of one process, and where "auto" has chosen float32.
         self.workers: Any = None
         #: The number of parameters that had no shape yet at the last sum: not sent to the kvstore.
         self._unsent: int | None = None
 
     @property
     def is_shared(self) -> bool:
-        """Whether trainers share a scale: that of scripts without `scale_loss`."""
+        """Whether the scale is that of a decorated optimizer or an automatic run.
+
+        Their trainers share one scale, and the script itself scales no loss.
+        """
         return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
 
     @property
@@ -169,7 +175,7 @@ class State:
             return self.pending.stage
         if self in (self.scaler.results or ()):
             return Stage.STEPPED
-        # Their loss was scaled before the last step, or for another trainer.
+        # The gradients of a loss that was scaled before the last step, or for another trainer.
         return Stage.SCALED if ledger.carry_scale(self.trainer) else Stage.NONE
 
     @property
@@ -181,7 +187,7 @@ class State:
             return self.pending.scale
         return ledger.carried(self.trainer)
 
-    # The attributes of contrib's scaler, which scripts save and restore by themselves.
+    # Attributes of contrib's scaler: scripts such as Sockeye save and restore them.
     _loss_scale = _next_loss_scale = property(
         lambda state: state.scaler.loss_scale,
         lambda state, scale: state.scaler.set_scale(scale),
@@ -203,19 +209,26 @@ class State:
     def mark_scaled(self, scale: float) -> None:
         """Record that a loss was scaled; the first one since a step sets the scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
-        if not scaling_patches.is_open:  # these patches see no backward pass now
+        if not scaling_patches.is_open:
+            # Nothing will see the coming backward pass, which makes gradients that are not summed.
             ledger.note_sum(self.trainer, False)
         self.pending = self.pending or Pending(scale)
 
     @property
     def overflown(self) -> bool | None:
-        """Whether unscaled gradients overflow; None while other workers may find otherwise."""
+        """Whether a fresh gradient was found not finite when it was unscaled.
+
+        None if there are several workers and gradients are not summed: the sum decides.
+        """
         if workers_of(self.trainer) is not None and not ledger.is_summed(self.trainer):
             return None
         return bool(ledger.overflown(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
-        """Record that the program, which scales another loss, has dropped unscaled gradients."""
+        """Drop unscaled gradients: the program scales another loss in place of a step with them.
+
+        If they have overflowed, the scale is lowered, as by a skipped step.
+        """
         if self.pending is not None and self.pending.stage is Stage.UNSCALED:
             if self.overflown:
                 self.scaler.update(False)
@@ -228,7 +241,7 @@ class State:
         `has_dropped` such gradients without a step, a second overflow lowers the scale.
         """
         bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
-        # Not in a sum that held the overflow before.
+        # If every bad gradient was bad before, it is a sum that still holds the first overflow.
         if has_dropped and self.workers is None and len(ledger.overflown(lambda: bad)) < len(bad):
             self.scaler.update(False)
         for entry in bad:
@@ -242,14 +255,15 @@ class State:
         ledger.remove_scales(self.trainer)
         self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
         if self.scaler.results is not None and self.overflown is not None:
-            self.scaler.results[self] = not self.overflown  # the program may leave out the step
+            # Already now: the program may leave out the step.
+            self.scaler.results[self] = not self.overflown
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
         trainer = self.trainer
         if ledger.is_summed(trainer) and self.stage is not Stage.NONE:
-            return  # to clip them, before `step`
+            return  # `clip_grad_global_norm` or the script has summed them before `step`
         carried = self._equalize()
         self._unsent = wait_for_weights(trainer, self._unsent)
         if self.workers is None and not chose_float32():
@@ -258,7 +272,7 @@ class State:
                 check_settings(workers, self.scaler.state_dict())
             self.workers = workers
         if self.workers is not None and self.stage is Stage.NONE and not fresh(trainer):
-            # Only other workers have computed gradients: scaled as in the last step.
+            # Only other workers have computed gradients. They are scaled if the last step's were.
             scale, last, carried = self.scaler.loss_scale, self.report, 1.0
             if last is None or last.loss_scale != 1 or scale == 1:
                 self.pending = Pending(scale, Stage.UNSCALED if self.is_shared else Stage.SCALED)
@@ -287,29 +301,29 @@ class State:
     def _prepare(self) -> float:
         """Bring the gradients to one scale, and return it."""
         optimizer = self.trainer._optimizer
-        # An array if `step` was given one: MXNet's operators parse its text.
+        # `step` may have been given an array, and MXNet's operators would parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
         if self.report is None:
             check_float16_update(self.trainer)
-        if self.new_masters:
-            follow_weights(self.new_masters)
-            self.new_masters = []
+        if self.loaded_masters:
+            follow_weights(self.loaded_masters)
+            self.loaded_masters = []
         scale = self._equalize()
         if scale == 1:
             self._warn_of_no_scale()
         return scale
 
     def _used(self) -> list[Entry]:
-        """Return the gradients that this step uses: with workers, all that one has computed."""
+        """Return the gradients that this step uses: all of them if other workers add to them."""
         return (fresh if self.workers is None else entries_of)(self.trainer)
 
     def _warn_of_no_scale(self) -> None:
         """Warn of gradients that carry no scale, unless those of the last step had none either."""
-        # A trainer of a GradScaler may step without it.
-        named = (Stage.SCALED,) if self.scaler.results is not None else (Stage.NONE, Stage.SCALED)
+        # A trainer of a GradScaler may take a step of its own, with a plain loss.
+        warned = (Stage.SCALED,) if self.scaler.results is not None else (Stage.NONE, Stage.SCALED)
         is_first = self.report is None or self.report.loss_scale != 1
         may_warn = is_first and self.scaler.loss_scale != 1 and not self.is_shared
-        if may_warn and self.stage in named and fresh(self.trainer):
+        if may_warn and self.stage in warned and fresh(self.trainer):
             logger.warning(NOT_SCALED)
 
     def _find_overflow(self, scale: float) -> list[Entry]:
@@ -317,7 +331,7 @@ class State:
         if self.stage is Stage.NONE or (scale == 1 and not self.scaler.scales):
             return []
         hidden = {id(entry.data) for entry in ledger.overflown(self._used)}
-        # Stale ones too: to leave them out costs more than to check them.
+        # To leave out stale gradients costs more than to check them.
         if not hidden and all_finite(gradients_of(self.trainer)):
             return []
         used = self._used()
@@ -327,9 +341,9 @@ class State:
     def _unscale_update(self, scale: float) -> None:
         """Make the update use its gradients divided by the loss scale.
 
-        MXNet's optimizers multiply gradients by `rescale_grad`, which costs nothing extra. Others
-        may not do so, or read gradients before, and get gradients that are divided here: in float32
-        where there are master weights.
+        MXNet's optimizers multiply gradients by `rescale_grad`, so dividing that costs nothing. A
+        user-defined optimizer may ignore it, so its gradients are divided: in float32 if it has
+        master weights.
         """
         optimizer = self.trainer._optimizer
         is_known = type(optimizer).__module__.startswith("mxnet.optimizer")
@@ -351,10 +365,10 @@ class State:
         scale = self.pending.scale if self.pending and stage is Stage.UNSCALED else carried
         names = tuple(dict.fromkeys(entry.param.name for entry in bad))
         if bad:
-            # Otherwise a later step with ignore_stale_grad=True would use the skipped gradients.
+            # A later step with ignore_stale_grad=True must not use the skipped gradients.
             for entry in self._used():
                 entry.data._fresh_grad = False
-            if not self.is_shared:  # the lowest of several scales may be that of an idle trainer
+            if not self.is_shared:  # a shared scale may be the lower one of an idle trainer
                 scaler.back_off_from(scale)
         if scaler.results is None:
             scaler.update(finite)
@@ -409,7 +423,7 @@ def state_of(trainer: Any) -> State | None:
 
 
 def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Call `Trainer._update`; warn once of a trainer in float16 whose losses nothing scales."""
+    """Call `Trainer._update`; warn once if a trainer in float16 has no loss scaling."""
     policy = None if hasattr(trainer, "_amp_loss_scaler") else current_policy()
     if policy is not None and policy.target_dtype == "float16" and policy.lowers:
         trainer._amp_loss_scaler = None
@@ -543,7 +557,7 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
 
 
 def active_state(trainer: Any) -> State | None:
-    """Return a trainer's state; None if no API scales its losses, or that API has ended."""
+    """Return a trainer's state; None if no API scales its losses any more."""
     state = state_of(trainer)
     return state if state is not None and state.scaled_by else None
 
@@ -575,18 +589,17 @@ def attach_state(
         raise StateError(NO_POLICY)
     is_float16 = policy is not None and policy.target_dtype == "float16"
     scaler = loss_scaler or (LossScaler() if is_float16 else _UNSCALED)
-    settings = trainer._kvstore_params
     if check_skippable(trainer, scaler):
-        if settings["update_on_kvstore"]:
+        if trainer._kvstore_params["update_on_kvstore"]:
             logger.warning("update_on_kvstore=True switched off: updates there can't be skipped")
-        settings["update_on_kvstore"] = False
+        trainer._kvstore_params["update_on_kvstore"] = False
     if state is not None:
         state.scaler, state.scaled_by = scaler, scaled_by
         return state
     state = State(trainer, scaler, scaled_by)
     share_step_counts(trainer)
     resume(state)
-    # Partial functions of the state, and its method: a copied trainer gets its own.
+    # Bound to the state and no closures, so that a deep copy of the trainer calls its own state.
     trainer.save_states = partial(save_states, state)
     trainer.load_states = partial(load_states, state)
     trainer._allreduce_grads = state.reduce
@@ -597,7 +610,10 @@ def attach_state(
 
 
 def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
-    """Return whether updates can be done off the kvstore; raise if not, and `scaler` needs that."""
+    """Return whether a trainer's updates can be done outside its kvstore.
+
+    Raises `StateError` if they can't, and `scaler` has to be able to skip updates.
+    """
     kvstore, begun = trainer._kvstore_params["kvstore"], trainer._kv_initialized
     obstacle = None
     if scaler.scales and is_horovod_optimizer(trainer._optimizer):
@@ -651,7 +667,7 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     for state in states:
         state.check_scaled_by("scale_loss", "init_trainer", "initialize")
         state.drop()
-    # A NoScaler scales by 1 because bfloat16 needs no scale; a larger one does no harm.
+    # A NoScaler sets no limit: it only says that its trainer needs no loss scale.
     scale = min([state.scaler.loss_scale for state in states if state.scaler.scales], default=1.0)
     scaled = scale_losses(loss, scale)
     for state in states:

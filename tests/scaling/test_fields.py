@@ -21,7 +21,7 @@ SCALES = {
 #: made once and never change.
 OTHER = {
     "State": {
-        "_unsent", "new_masters", "report", "scaled_by", "scaler", "skips", "steps",
+        "_unsent", "loaded_masters", "report", "scaled_by", "scaler", "skips", "steps",
         "trainer", "workers",
     },
     "GradScaler": {"_enabled", "_scaler"},

@@ -42,7 +42,7 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
     control, plain = setup(CONTEXTS[devices], optimizer, **OPTIMIZERS[optimizer])
     amp.init_trainer(trainer, scaler)
     amp.init_trainer(trainer, scaler)
-    trainer._amp_loss_scaler.new_masters = [(nd.ones(2), nd.ones(2))]
+    trainer._amp_loss_scaler.loaded_masters = [(nd.ones(2), nd.ones(2))]
     for number, batch in enumerate(data_with_one_overflow(), 1):
         train(net, trainer, batch)
         train(control, plain, batch, scaled=False)
@@ -50,7 +50,7 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
         assert trainer.amp_loss_scale == trainer._amp_loss_scaler.loss_scale == 1
         assert (trainer.amp_steps, trainer.amp_skips, trainer.amp_last_step[0]) == (number, 0, True)
     assert amp.is_enabled() or assert_unpatched() is None
-    assert trainer._amp_loss_scaler.new_masters == []
+    assert trainer._amp_loss_scaler.loaded_masters == []
 
 
 def test_a_trainer_whose_updates_are_on_the_kvstore_is_refused_when_it_is_to_scale():
