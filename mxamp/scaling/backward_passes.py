@@ -1,4 +1,4 @@
-"""The patches of backward passes and steps, by which the ledger learns what gradients carry."""
+"""Patches of backward passes and steps, which keep the ledger of the gradients' scales."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 
 
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):  # type: ignore[misc]
-    """`autograd.record()` for a function, whose end Ctrl-C can't skip: it is Python's own."""
+    """Decorator that runs a function inside `autograd.record()`; Ctrl-C can't skip its end."""
 
     def _recreate_cm(self) -> Any:
         return _Recorded(True, autograd.is_training())
@@ -91,9 +91,10 @@ class _ScalingPatches(FrontEnd):
 
     def __init__(self) -> None:
         super().__init__()
-        #: The front end whose scale never leaves the backward pass, if it is on.
+        #: The open patches of `frontends.backward`, which scale and unscale inside a pass the
+        #: losses that the script does not scale; None if they are not open.
         self.automatic: Any = None
-        self._is_ending = False  #: after the step that uses the last scaled gradient
+        self._is_ending = False  #: whether `close` was called; scaled gradients may delay the end
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches."""
@@ -111,7 +112,7 @@ class _ScalingPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Patch backward passes and trainers, and find what exists already in memory."""
+        """Install the patches; find existing trainers and custom operators in memory."""
         self._is_ending = False
         if not self.is_open:
             super().open()
@@ -127,8 +128,10 @@ class _ScalingPatches(FrontEnd):
         self.end()
 
     def end(self) -> None:
-        """Undo the patches if that was asked for, and no scaled gradient needs them."""
-        if self._is_ending and not running.is_any_running() and not ledger.is_active():
+        """Undo the patches if `close` was called, no pass runs and no step needs them."""
+        if not self._is_ending or running.is_any_running():
+            return
+        if not any(map(ledger.carry_scale, ledger.known())):
             super().close()
             ledger.clear()
             tape.end_scaling()
@@ -136,9 +139,9 @@ class _ScalingPatches(FrontEnd):
     def _patched_backward(
         self, original: Original, count: int, heads: Any, head_grads: Any, *others: Any
     ) -> int:
-        """Run a pass by MXNet's C API, and record for each trainer the scale of its gradients.
+        """Call a function of MXNet's C API that runs a backward pass; record the gradients' scale.
 
-        `backward` of autograd and of arrays, and `autograd.grad` end here, also where a script
+        `autograd.backward`, `NDArray.backward` and `autograd.grad` end here, also where a script
         holds one of them from before the patches.
         """
         arrays, given = tape.arrays_of(heads), tape.arrays_of(head_grads) if head_grads else None
@@ -151,7 +154,7 @@ class _ScalingPatches(FrontEnd):
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
-            if is_grad and create.value:  # it makes a tape of its own
+            if is_grad and create.value:  # a gradient that may be differentiated again
                 losses, gradients = tape.unscaled_heads(arrays, gradients)
                 starts = tape.handles_of(losses)
             if gradients is not given:
@@ -171,21 +174,23 @@ class _ScalingPatches(FrontEnd):
         one.scale = _common_scale(marks)
         if is_grad:
             running.run(one, compute)
-        elif automatic is not None and not any(marks):  # a scaled loss has its own scale
+        elif automatic is not None and not any(marks):  # the script has scaled no loss itself
             automatic.run(compute, one, given)
         else:
             with ledger.written(one, one.scale):
                 running.run(one, compute)
+            # Passes inside this one have left gradients at scales of their own.
             ledger.bring(ledger.behind(one.inner), one.scale)
         if one.frees:
             tape.forget(name for found in marks for name in found)
-            loss_outputs.forget(vars(one).get("names", ()))  # if they were read
+            # `set_scales` has cached the names if there are output operators.
+            loss_outputs.forget(vars(one).get("names", ()))
         return 0
 
     def _patched_grad(
         self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run `autograd.grad`, unscaled where the scale never leaves the backward pass."""
+        """Call `autograd.grad`; in an automatic run, scale inside and return true gradients."""
         if self.automatic is None:
             return original(heads, variables, *args, **kwargs)
         head_grads, *others = args or [kwargs.pop("head_grads", None)]
@@ -203,8 +208,9 @@ class _ScalingPatches(FrontEnd):
     def _patched_step(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         ledger.add(trainer)  # a copied trainer has run no constructor
-        state = getattr(trainer, "_amp_loss_scaler", None)  # a `State`, or one of MXNet's
-        if not hasattr(state, "mark_scaled") and ledger.carry_scale(trainer):
+        state = getattr(trainer, "_amp_loss_scaler", None)
+        is_ours = hasattr(state, "mark_scaled")  # a `State`, not a scaler of contrib's
+        if not is_ours and ledger.carry_scale(trainer):
             raise StateError(FOREIGN)
         try:
             original(trainer, *args, **named)
@@ -225,9 +231,11 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
 def _run_nested(
     compute: Any, one: BackwardPass, given: Any, outer: Running, automatic: Any
 ) -> None:
-    """Run a backward pass inside an operator in Python, on the gradients that this was given.
+    """Run a pass that an operator in Python runs in its own backward.
 
-    Raises `StateError` if both passes add to one gradient, with different scales.
+    It has the scale of the gradients that the operator was given, and `outer` is the pass that the
+    operator belongs to. Raises `StateError` if both passes add to one gradient, with different
+    scales.
     """
     if automatic is not None and one.scale != outer.one.scale:
         automatic.run_scaled(compute, one, given, outer.one.scale / one.scale, outer.one)
@@ -241,7 +249,7 @@ def _run_nested(
 
 
 def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> Any:
-    """Clip gradients; warn of those that carry a loss scale."""
+    """Call `clip_global_norm`; warn if a gradient carries a loss scale."""
     scale = ledger.scale_of(arrays)
     if scale != 1:
         logger.warning(SCALED_CLIP, scale)
@@ -249,11 +257,11 @@ def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> 
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
-    """Sum gradients over devices; a GradScaler that meets the trainer later does not sum again."""
+    """Call `allreduce_grads`; record the sum, which a step with loss scaling must not repeat."""
     ledger.equalize(trainer)
     original(trainer)
     ledger.note_sum(trainer)
 
 
-#: One per process, like the functions that it patches.
+#: Global: the functions that it patches are.
 scaling_patches = _ScalingPatches()

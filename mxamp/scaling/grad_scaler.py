@@ -62,7 +62,7 @@ class GradScaler:
         self._scaler.results = {}
         if self._scaler.scales:
             check_contrib_is_off()
-            # Now, not for the first loss: functions in Python are recorded before it.
+            # Not at the first loss: functions in Python are recorded before it.
             scaling_patches.open()
 
     def is_enabled(self) -> bool:
@@ -181,7 +181,7 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_state(self, trainer: Trainer) -> State:
-        """Return a trainer's state, attached at first use, for gradients of a scaled loss."""
+        """Return a trainer's state, which the first call attaches; mark its gradients as scaled."""
         state = active_state(trainer) or attach_state(trainer, self._scaler, scaled_by="GradScaler")
         state.check_scaled_by("GradScaler")
         if state.stage is not Stage.STEPPED:

@@ -1,7 +1,7 @@
 """The ledger: which loss scale each gradient carries.
 
-A backward pass changes the record of the parameters behind its heads, and of no others: those of
-another trainer or thread are left alone. While one scale is in use, no pass looks at any gradient.
+A backward pass changes the records of the parameters behind its heads alone, and leaves those of
+other trainers and threads. While all gradients carry one scale, a pass looks at no gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("mxamp")
 MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make the trainer first"
 
 
-#: Held while the record is read or written, never while MXNet computes or a user's Python runs.
+#: Held while records are changed, never while MXNet computes or Python code of a script runs.
 _lock = threading.RLock()
 hold_during_forks(_lock)
 _locked = holding(_lock)
@@ -65,7 +65,7 @@ def gradients_of(trainer: Trainer) -> list[NDArray]:
 
 
 def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
-    """Return the gradients of the parameters with these names on autograd's tape."""
+    """Return those of some gradients whose parameters have these names on autograd's tape."""
     return [entry for entry in entries if name_of(entry.data) in names]
 
 
@@ -76,11 +76,14 @@ def fresh(trainer: Trainer) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Carried:
-    """The record of one gradient, whose handle keeps it alive."""
+    """The record of one gradient. The gradient's handle keeps the record alive."""
 
     scale: float
-    overflown: bool = False  #: it was found not finite, and not replaced since: it may be hidden
-    summed: bool = False  #: over devices and workers, and not used or written since
+    #: Whether it was found not finite, and no pass has replaced it since. The program may have made
+    #: it finite, by clipping for example.
+    overflown: bool = False
+    #: Whether it is the sum over devices and workers, and no pass or step came since.
+    summed: bool = False
 
 
 class Ledger:
@@ -88,8 +91,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
-        self._scale = 1.0  #: of all gradients without a note
-        #: By the gradient's handle; another `grad_req`, dtype or device makes another gradient.
+        self._scale = 1.0  #: the scale of all gradients that have no note
+        #: By the gradient's handle: another `grad_req`, dtype or device makes another gradient.
         self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
@@ -106,12 +109,12 @@ class Ledger:
                 entry.data._fresh_grad = False
 
     def known(self) -> list[Trainer]:
-        """Return the known trainers; threads make others meanwhile."""
+        """Return a list of the known trainers, to which other threads may add."""
         return _listed(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
         """Return what a gradient carries."""
-        # Without the lock: `_settle` sets the scale before it drops the notes of it.
+        # Needs no lock: `_settle` changes `_scale` before it drops the notes that it replaces.
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
@@ -123,7 +126,7 @@ class Ledger:
             del self._notes[handle.value]
 
     def overflown(self, find: Callable[[], list[Entry]]) -> list[Entry]:
-        """Return those of some gradients that were found not finite."""
+        """Return those of the gradients `find()` that were found not finite."""
         return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
     def is_summed(self, trainer: Trainer) -> bool:
@@ -141,10 +144,10 @@ class Ledger:
 
     @contextmanager
     def written(self, one: BackwardPass, scale: float) -> Iterator[None]:
-        """Context of a backward pass whose gradients carry `scale` after it.
+        """Return the context of a backward pass whose gradients carry `scale` after it.
 
-        Gradients that the pass adds to are brought to this scale before. A pass that fails writes
-        no others.
+        Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
+        records of gradients that it would have replaced stay what they were.
         """
         for trainer in self.known():
             self.trainers[trainer].before_pass(partial(running_statistics, trainer))
@@ -152,15 +155,15 @@ class Ledger:
         adding = [entry for entry in changed if entry.adds]
         replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
         for entry in adding:
-            # A program that handles an overflow itself begins a new sum.
+            # After an overflow the program may have set the sum to zero.
             is_hidden = self.of(entry).overflown and square_sum([entry.gradient]) != 0
             self.note(entry, Carried(self.of(entry).scale, is_hidden))
         self.bring(adding, scale)
-        for entry, _ in replaced:  # before the pass: after it Ctrl-C could come first
+        for entry, _ in replaced:  # before the pass, since Ctrl-C may come right after it
             self.note(entry, Carried(scale))
         try:
             yield
-        except Exception:
+        except Exception:  # after KeyboardInterrupt the pass may have written them
             for entry, before in replaced:
                 self.note(entry, before)
             raise
@@ -185,7 +188,10 @@ class Ledger:
 
     @_locked
     def _settle(self, scale: float) -> None:
-        """Drop the notes of a scale that all gradients carry, each by a note."""
+        """If each gradient has a note, make `scale` that of gradients without one.
+
+        This drops the notes that say no more.
+        """
         entries = self._entries()
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
@@ -197,13 +203,13 @@ class Ledger:
         for entry in entries:
             before = self.of(entry)
             if before.scale != scale:
-                # Until both are done, by Ctrl-C in between, the step must not use the gradient.
+                # Ctrl-C may come before both are done: no step must use the gradient then.
                 self.note(entry, replace(before, overflown=True))
                 multiply([entry.gradient], scale / before.scale)
                 self.note(entry, replace(before, scale=scale))
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
-        """Return the largest scale of those of some arrays that are fresh gradients, else 1."""
+        """Return the largest scale of the fresh gradients among some arrays; 1 without any."""
         if self.all_carry(1):
             return 1.0
         given = {id(array) for array in arrays}
@@ -217,22 +223,22 @@ class Ledger:
         )
 
     def carried(self, trainer: Trainer) -> float:
-        """Return the scale of a trainer's fresh gradients: the smallest, if they have several."""
+        """Return the scale of a trainer's fresh gradients, the smallest if they differ."""
         if not self._notes:
             return self._scale
         return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
 
     def equalize(self, trainer: Trainer) -> float:
-        """Multiply gradients so that all fresh ones of a trainer carry one scale; return it."""
+        """Multiply a trainer's gradients so that fresh ones carry one scale; return it."""
         scale = self.carried(trainer)
         entries = entries_of(trainer) if self._notes else []
         used = {entry.param for entry in entries if entry.data._fresh_grad or entry.adds}
-        # MXNet sums the stale gradient of another device too.
+        # MXNet adds a stale gradient to the fresh one of another device.
         self.bring([entry for entry in entries if entry.param in used], scale)
         return scale
 
     def remove_scales(self, trainer: Trainer) -> None:
-        """Divide a trainer's gradients by their scales; note which fresh ones are not finite."""
+        """Divide a trainer's gradients by their scales; note fresh ones that are not finite."""
         groups: dict[float, list[tuple[Entry, Carried]]] = {}
         for entry in entries_of(trainer):
             before = self.of(entry)
@@ -246,20 +252,16 @@ class Ledger:
                 self.note(entry, replace(before, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Record that a trainer's gradients have been used."""
+        """Record that a step has used a trainer's gradients: they keep their scale alone."""
         for entry in entries_of(trainer) if self._notes else ():
             self.note(entry, Carried(self.of(entry).scale))
 
-    def is_active(self) -> bool:
-        """Return whether a scaled gradient waits for its step."""
-        return any(map(self.carry_scale, self.known()))
-
     def clear(self) -> None:
-        """Divide stale gradients by their scales too, and forget all: no pass will be seen."""
+        """Divide all gradients by their scales, and forget all trainers and records."""
         for trainer in self.known():
             self.remove_scales(trainer)
         self.__init__()  # type: ignore[misc]
 
 
-#: One per process, as MXNet's gradients are.
+#: Global: any backward pass may write any gradient.
 ledger = Ledger()

@@ -1,4 +1,4 @@
-"""Operators that send back gradients without the loss scale, and how they get it.
+"""Operators whose gradients lack the loss scale, and the ways to multiply them by it.
 
 `SoftmaxOutput` and other output operators start the backward pass themselves: they ignore the
 gradient of the scaled loss. Their input passes through an identity whose gradient is multiplied by
@@ -56,7 +56,7 @@ atexit.register(_recorded.clear)  # before MXNet's library is unloaded
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
 ) -> list[NDArray]:
-    """Return an operator's inputs; where it starts backward, their gradients will be scaled.
+    """Return an operator's inputs so that gradients that it starts itself will be scaled.
 
     `handle` is one of `LOSS_OUTPUT_HANDLES`.
     """

@@ -71,10 +71,11 @@ class LossScaler:
         "hysteresis",
     )  # fmt: skip
     _counts: tuple[str, ...] = ("clean_steps", "overflows_left")
-    #: Whether losses are scaled, gradients checked, and steps with non-finite ones skipped. If not,
-    #: the scale is 1, and updates are plain MXNet's.
+    #: Whether losses are scaled, gradients checked and steps with non-finite gradients skipped.
+    #: Otherwise the scale is 1, and updates are plain MXNet's.
     scales = True
-    #: Of a `GradScaler`: whether gradients were finite since its last update, by trainers' states.
+    #: For a `GradScaler`: by the state of each trainer that has stepped or unscaled since the last
+    #: `update`, whether its gradients were finite. None for other scalers.
     results: dict[Any, bool] | None = None
 
     @checked_call
@@ -105,7 +106,7 @@ class LossScaler:
 
     def _start(self, scale: float) -> None:
         """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
-        # A subclass of a user saves states of the class that it derives from.
+        # A user-defined subclass saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
         self.steps = self.skips = self.skips_in_a_row = 0  #: updates done and skipped
         self._loss_scale = scale
@@ -147,12 +148,15 @@ class LossScaler:
             self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Lower the scale to `scale`, with which this step overflowed; a larger one would too."""
+        """Lower the scale to `scale`, with which a step overflowed, before `update` lowers it.
+
+        The step's loss may have been scaled by less: the lowest scale of several trainers.
+        """
         if self._backoff_factor < 1:
             self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
 
     def update(self, finite: bool) -> float:
-        """Record a step whose gradients were all `finite`, or not; return the new scale."""
+        """Record a step, by whether all its gradients were `finite`; return the new scale."""
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         if finite:
@@ -204,10 +208,10 @@ class LossScaler:
         vars(self).update({f"_{name}": state[name] for name in own if name not in _HEADER})
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of any kind, for all trainers that share this scaler.
+        """Continue from a saved state of any kind of scaler; keep the counts of steps and skips.
 
-        A scaler that scales does not become one that does not, nor the other way round: a run in
-        float16 may resume from one in bfloat16.
+        A `NoScaler` stays one, and takes no other's place: a run in float16 may resume from one in
+        bfloat16.
         """
         kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
         saved = _KINDS.get(kind, LossScaler)()
@@ -256,10 +260,10 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLos
 
 
 class SharedScale:
-    """A loss scaler in an optimizer, for the API `scaled_by`, whose trainers and modules share it.
+    """The loss scaler of a decorated optimizer or an automatic run, shared by all its users.
 
-    Copies of the optimizer share it too. MXNet pickles optimizers into state files, which plain
-    MXNet has to load: pickles leave it out.
+    `scaled_by` is the API's name. Copies of an optimizer share it too. MXNet pickles optimizers
+    into state files, which plain MXNet has to load, so pickles leave it out.
     """
 
     def __init__(self, scaler: LossScaler, scaled_by: str) -> None:

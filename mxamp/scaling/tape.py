@@ -1,4 +1,4 @@
-"""Autograd's tape: which scaled losses and which marked arrays lie behind the heads of a pass.
+"""Autograd's tape: which scaled losses and which marked arrays lie behind a pass's heads.
 
 MXNet names each marked array and each input of a recorded call ("var17", "null3"); no other array
 of the process has that name, and the tape lists the names behind a head. A scaled loss is the
@@ -40,13 +40,13 @@ class Mark(NamedTuple):
 
 #: `grad_req="null"` of one array.
 _NO_GRADIENT = (ctypes.c_uint * 1)(0)
-#: By name. A tape can outlive the loss, so a mark stays until a pass frees its tape.
+#: Marks by their names. A tape can outlive the loss, so a mark stays until a pass frees its tape.
 _marks: dict[str, Mark] = {}
 
 
 @lru_cache(maxsize=64)
 def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> NDArray:
-    """Return an array of one element that holds a scale; tapes share it, and nothing writes it."""
+    """Return an array of one element that holds a scale, which all its scaled losses share."""
     with autograd.pause(), suspended(), mx.util.np_shape(is_numpy):
         # By an operator: a copy from the host would wait on GPUs.
         array = mx.nd.full((1,) * (ndim if is_numpy else max(ndim, 1)), scale, ctx, dtype)
@@ -98,13 +98,13 @@ def unscaled_heads(
 
 
 def forget(names: Iterable[str]) -> None:
-    """Forget marks: a pass has freed their tape."""
+    """Forget the marks with these names, whose tape is freed."""
     for name in names:
         _marks.pop(name, None)
 
 
 def end_scaling() -> None:
-    """Set the scale of all losses that were scaled, and not run backward since, to 1."""
+    """Set the scale of all scaled losses whose tape is not freed to 1."""
     factors = {id(mark.factor): mark.factor for mark in list(_marks.values())}
     _marks.clear()
     _factor.cache_clear()
@@ -117,11 +117,11 @@ atexit.register(_factor.cache_clear)  # before MXNet's library is unloaded
 atexit.register(_marks.clear)
 
 
-# --------------------------------------------------------------------------------- reading it
+# ------------------------------------------------------------------------ reading the tape
 
 
 def arrays_of(handles: Any) -> list[NDArray | None]:
-    """Return arrays of MXNet's C API; to autograd each is the same as the caller's."""
+    """Return arrays for handles of MXNet's C API; to autograd each is the handle's own array."""
     found: list[NDArray | None] = []
     for one in handles:
         copied = NDArrayHandle()
@@ -162,9 +162,10 @@ def names_behind(heads: Iterable[NDArray]) -> set[str]:
 
 
 def marks_behind(head: NDArray) -> dict[str, float]:
-    """Return the scale of a scaled loss, or of those that a head is computed from, by mark.
+    """Return the marks of the scaled losses that a head is or is computed from, with their scales.
 
-    A scaled loss takes some 5 us. No gradient passes a BlockGrad, and no mark behind one counts.
+    Marks behind a BlockGrad, which no gradient reaches, are left out. Takes some 5 us for a head
+    that is a scaled loss itself.
     """
     symbol = _symbol_of(head) if _marks else None
     if symbol is None:
@@ -195,7 +196,7 @@ def _mark_of(symbol: Any) -> dict[str, float] | None:
 
 
 def _marks_in(graph: Any) -> dict[str, float]:
-    """Return the marks of a graph that no BlockGrad is in front of."""
+    """Return the marks and scales in a graph, without those behind a BlockGrad."""
     nodes, found, seen = graph["nodes"], {}, set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:
