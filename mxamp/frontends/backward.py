@@ -19,10 +19,10 @@ from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 
 from ..errors import AmpError
-from ..framework.arrays import map_arrays
+from ..framework.arrays import as_list, map_arrays
 from ..framework.contrib_amp import check_contrib_is_off, refusals
 from ..framework.machine import dtype_name
-from ..framework.patching import FrontEnd, Original, Patch, locked, wrapping
+from ..framework.patching import FrontEnd, Original, Patch, locked, patches_of_function, wrapping
 from ..policy.active import suspended
 from ..scaling.backward_passes import scaling_patches
 from ..scaling.finite import divide_and_check, multiply
@@ -59,6 +59,7 @@ class _BackwardPatches(FrontEnd):
         """Return the patches."""
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
+            *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
             *self.variables.patches(),
             # The scale may be in use without the casting patches, which refuse contrib too.
             *refusals(),
@@ -98,17 +99,17 @@ class _BackwardPatches(FrontEnd):
                 raise
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
-    def run(self, compute: Compute, one: BackwardPass, head_grads: Any) -> None:
+    def run(self, compute: Compute, one: BackwardPass) -> None:
         """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
         states = shared_states()
         dropped = {state for state in states if state.overflown}
-        scale = _lowest_scale(states, one)
+        scale = _lowest_scale(one)
         with ledger.written(one, one.scale):
             if scale == 1:
                 # No scale to take out; trainers check the gradients they are about to use.
-                run(one, partial(compute, head_grads))
+                run(one, partial(compute, one.head_grads))
             else:
-                self.run_scaled(compute, one, head_grads, scale)
+                self.run_scaled(compute, one, scale)
         for state in states:
             state.mark_unscaled(scale, one.overflown, state in dropped)
         owned = {id(entry.data) for state in states for entry in entries_of(state.trainer)}
@@ -116,47 +117,41 @@ class _BackwardPatches(FrontEnd):
             self._has_warned = True
             logger.warning(OVERFLOW, scale)
 
-    def run_scaled(
-        self,
-        compute: Compute,
-        one: BackwardPass,
-        head_grads: Any,
-        scale: float,
-        outer: BackwardPass | None = None,
-    ) -> None:
+    def run_scaled(self, compute: Compute, one: BackwardPass, scale: float) -> None:
         """Run a backward pass with a scale, and unscale the gradients behind its heads.
 
-        `outer` is the pass around a function or operator in Python that runs this one. It unscales
-        the gradients behind the heads of both.
+        If it runs inside another pass, that unscales the gradients behind the heads of both.
         """
-        written = self.variables.behind(one.names - (outer.names if outer else set()))
+        written = self.variables.behind(one.names - (one.outer.names if one.outer else set()))
         adding = [group[0].array.grad for group in by_gradient(v for v in written if v.adds)]
         one.scale *= scale
-        scaled = partial(compute, _scaled_gradients(one.heads, head_grads, scale))
+        scaled = partial(compute, _scaled_gradients(one, scale))
         # The sum has to carry the same scale as what is added to it.
         multiply(adding, scale)
         try:
-            scaled() if outer else run(one, scaled, to_end=True)
+            scaled() if one.outer else run(one, scaled, to_end=True)
         except BaseException:
             multiply(adding, 1 / scale)
             raise
         groups = by_gradient(written)
         bad = divide_and_check([group[0].array.grad for group in groups], scale)
-        (outer or one).overflown |= {id(v.array) for i in bad for v in groups[i]}
+        (one.outer or one).overflown |= {id(v.array) for i in bad for v in groups[i]}
         self.variables.prune(one.names if one.frees else set())
 
-    def run_grad(self, compute: Compute, heads: Sequence[NDArray], head_grads: Any) -> Any:
-        """Run `autograd.grad` with scaled head gradients; return the unscaled gradients."""
-        outer = current()
-        one = BackwardPass(heads)
-        one.scale = outer.one.scale / outer.scale if outer else _lowest_scale(shared_states(), one)
-        scale = one.scale
-        if scale == 1:
-            return compute(head_grads)
-        scaled = partial(compute, _scaled_gradients(heads, head_grads, scale))
-        found = scaled() if outer else run(one, scaled, to_end=True)
+    def _patched_grad(
+        self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `autograd.grad` with scaled head gradients; return the unscaled gradients."""
+        head_grads, *rest = args or [kwargs.pop("head_grads", None)]
+        one, outer = BackwardPass(as_list(heads), head_grads), current()
+        one.scale = outer.backward_pass.scale / outer.scale if outer else _lowest_scale(one)
+        if one.scale == 1:
+            return original(heads, variables, head_grads, *rest, **kwargs)
+        scaled = _scaled_gradients(one, one.scale)
+        compute = partial(original, heads, variables, scaled, *rest, **kwargs)
+        found = compute() if outer else run(one, compute, to_end=True)
         with suspended():
-            return map_arrays(found, lambda one: _divided(one, scale), lambda other: other)
+            return map_arrays(found, lambda array: _divided(array, one.scale), lambda other: other)
 
 
 #: One a process, like the functions that it patches.
@@ -169,11 +164,13 @@ def shared_states() -> list[State]:
     return [state for state in found if state is not None and state.is_shared]
 
 
-def _lowest_scale(states: Sequence[State], one: BackwardPass) -> float:
-    """Return the lowest scale of the trainers, or 1.
+def _lowest_scale(one: BackwardPass) -> float:
+    """Return the lowest scale of the trainers that have a shared scale, or 1.
 
-    If they differ, those of parameters behind the pass's heads count: others may be done with.
+    If their scales differ, the trainers of parameters behind the pass's heads count: the script may
+    use the other ones no more.
     """
+    states = shared_states()
     if len({state.scaler.loss_scale for state in states}) > 1:
         states = [h for h in states if named(entries_of(h.trainer), one.names)] or states
     scale = min([state.scaler.loss_scale for state in states], default=1.0)
@@ -181,15 +178,13 @@ def _lowest_scale(states: Sequence[State], one: BackwardPass) -> float:
     return min(scale, _HALF_LIMIT) if is_half else scale
 
 
-def _scaled_gradients(
-    heads: Sequence[NDArray], head_grads: Any, scale: float
-) -> list[NDArray | None]:
-    """Return the gradients of the heads times the scale; ones where none are given."""
-    given = [head_grads] if isinstance(head_grads, NDArray) else head_grads
+def _scaled_gradients(one: BackwardPass, scale: float) -> list[NDArray | None]:
+    """Return the gradients of a pass's heads times the scale; ones where none are given."""
+    given = one.head_grads or [None] * len(one.heads)
     with autograd.pause(), suspended():
         return [
             (mx.nd.ones_like(head.as_nd_ndarray()) if gradient is None else gradient) * scale
-            for head, gradient in zip(heads, given or [None] * len(heads))
+            for head, gradient in zip(one.heads, given)
         ]
 
 

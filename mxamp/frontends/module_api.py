@@ -182,7 +182,7 @@ def _patched_backward(original: Original, self: Module, out_grads: Any = None) -
     multiply(_gradients(self, adding=True), scale)
     with suspended():
         scaled = map_arrays(out_grads, lambda array: array * scale, lambda other: other)
-    run(BackwardPass((), scale), partial(original, self, scaled))
+    run(BackwardPass((), scale=scale), partial(original, self, scaled))
     state.overflown = bool(divide_and_check(_gradients(self), scale))
     if has_dropped and state.overflown and not is_distributed(self._kvstore):
         scaler.update(False)

@@ -14,12 +14,12 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
 
 from ..errors import ArgumentError, StateError
-from ..framework.arrays import as_list, dtype_of, map_arrays
+from ..framework.arrays import dtype_of, map_arrays
 from ..framework.patching import FrontEnd, Original, Patch, locked, patches_of_function, wrapping
 from ..framework.wording import shown
 from . import float16_optimizers, loss_outputs, running, tape
 from .ledger import ledger
-from .running import BackwardPass, Running
+from .running import BackwardPass
 
 logger = logging.getLogger("mxamp")
 
@@ -101,7 +101,6 @@ class _ScalingPatches(FrontEnd):
         return [
             Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
-            *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
             *patches_of_function(gluon.utils, "clip_global_norm", wrapping(_patched_clip)),
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             Patch(Trainer, "allreduce_grads", wrapping(_patched_allreduce)),
@@ -150,7 +149,8 @@ class _ScalingPatches(FrontEnd):
         variables, _, retain, create = others[:4] if others[3:] else (0, None, others[0], None)
         is_grad = variables > 0
         automatic = None if is_grad else self.automatic
-        one = BackwardPass(arrays, frees=not retain.value)
+        one = BackwardPass(arrays, given)
+        one.frees = not retain.value
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
@@ -164,18 +164,18 @@ class _ScalingPatches(FrontEnd):
 
         outer = running.current()
         if outer is not None:
-            one.scale = outer.scale
+            one.scale, one.outer = outer.scale, outer.backward_pass
             if is_grad or outer.given is None:
                 compute()
             else:
-                _run_nested(compute, one, given, outer, automatic)
+                _run_nested(compute, one, one.outer, automatic)
             return 0
         marks = [tape.marks_behind(head) for head in arrays]
         one.scale = _common_scale(marks)
         if is_grad:
             running.run(one, compute)
         elif automatic is not None and not any(marks):  # the script has scaled no loss itself
-            automatic.run(compute, one, given)
+            automatic.run(compute, one)
         else:
             with ledger.written(one, one.scale):
                 running.run(one, compute)
@@ -186,19 +186,6 @@ class _ScalingPatches(FrontEnd):
             # `set_scales` has cached the names if there are output operators.
             loss_outputs.forget(vars(one).get("names", ()))
         return 0
-
-    def _patched_grad(
-        self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call `autograd.grad`; in an automatic run, scale inside and return true gradients."""
-        if self.automatic is None:
-            return original(heads, variables, *args, **kwargs)
-        head_grads, *others = args or [kwargs.pop("head_grads", None)]
-
-        def compute(gradients: Any) -> Any:
-            return original(heads, variables, gradients, *others, **kwargs)
-
-        return self.automatic.run_grad(compute, as_list(heads), head_grads)
 
     def _patched_init(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
         """Initialize a trainer, and add it to the known trainers."""
@@ -228,24 +215,22 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
     return scales.pop() if scales else 1.0
 
 
-def _run_nested(
-    compute: Any, one: BackwardPass, given: Any, outer: Running, automatic: Any
-) -> None:
+def _run_nested(compute: Any, one: BackwardPass, outer: BackwardPass, automatic: Any) -> None:
     """Run a pass that an operator in Python runs in its own backward.
 
     It has the scale of the gradients that the operator was given, and `outer` is the pass that the
     operator belongs to. Raises `StateError` if both passes add to one gradient, with different
     scales.
     """
-    if automatic is not None and one.scale != outer.one.scale:
-        automatic.run_scaled(compute, one, given, outer.one.scale / one.scale, outer.one)
+    if automatic is not None and one.scale != outer.scale:
+        automatic.run_scaled(compute, one, outer.scale / one.scale)
         return
-    both = ledger.behind(one.names & outer.one.names)
-    if one.scale != outer.one.scale and any(entry.adds for entry in both):
+    both = ledger.behind(one.names & outer.names)
+    if one.scale != outer.scale and any(entry.adds for entry in both):
         raise StateError(NESTED_SUM)
     with ledger.written(one, one.scale):
         compute()
-    outer.one.inner |= one.names
+    outer.inner |= one.names
 
 
 def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> Any:

@@ -18,6 +18,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOp
 
 from ..errors import StateError
+from ..framework.arrays import as_list
 from ..framework.interrupts import is_running
 from .tape import names_behind
 
@@ -30,9 +31,14 @@ SEVERAL_PASSES = (
 class BackwardPass:
     """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
 
-    def __init__(self, heads: Sequence[NDArray], scale: float = 1.0, frees: bool = False) -> None:
+    def __init__(
+        self, heads: Sequence[NDArray], head_grads: Any = None, scale: float = 1.0
+    ) -> None:
         self.heads, self.scale = heads, scale
-        self.frees = frees  #: whether the pass frees the tape
+        #: The gradients of the heads; None stands for ones.
+        self.head_grads = None if head_grads is None else as_list(head_grads)
+        self.frees = False  #: whether the pass frees the tape
+        self.outer: BackwardPass | None = None  #: the pass whose operator in Python runs this one
         self.overflown: set[int] = set()  #: arrays, by `id`, whose gradients are not finite
         self.inner: set[str] = set()  #: names behind the heads of passes inside this one
 
@@ -43,16 +49,16 @@ class BackwardPass:
 
 
 class Running(NamedTuple):
-    """The pass that a thread runs, or the operator in Python that it runs for one."""
+    """The backward pass that a thread runs, or an operator in Python in such a pass."""
 
-    one: BackwardPass
+    backward_pass: BackwardPass
     given: float | None  #: the scale of the gradients that the operator was given; None in a pass
     frame: FrameType
 
     @property
     def scale(self) -> float:
         """The scale of gradients here."""
-        return self.one.scale if self.given is None else self.given
+        return self.backward_pass.scale if self.given is None else self.given
 
 
 _running: dict[int, Running] = {}  #: by thread
@@ -126,7 +132,7 @@ def backward_pass_of(thread: int) -> BackwardPass:
     Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
     threads are possible, and their scales differ.
     """
-    found = {t: running.one for t, running in _all_running().items()}
+    found = {t: running.backward_pass for t, running in _all_running().items()}
     if thread not in found and len({one.scale for one in found.values()}) > 1:
         raise StateError(SEVERAL_PASSES)
     return found.get(thread) or next(iter(found.values()), None) or BackwardPass(())

@@ -199,7 +199,7 @@ def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
         params.zero_grad()  # backward skips parameters that the loss does not depend on
         with mx.autograd.record():
             heads = [cast(one, "float32") * scale for one in arrays_in(loss)]
-        one = BackwardPass(heads, scale)
+        one = BackwardPass(heads, scale=scale)
         with mx.autograd.pause():
             set_scales(one)
             run(one, partial(mx.autograd.backward, heads))
