@@ -29,7 +29,7 @@ from .ledger import Carried, Entry, entries_of, ledger
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
 _keys = itertools.count(2**30)
-#: The trainer of this process whose parameters are on the servers. Global: a process has one set.
+#: The trainer of this process whose parameters are on the servers, which serve one trainer alone.
 _on_servers: list[weakref.ref[Trainer]] = []
 
 DIFFERENT = (
@@ -137,7 +137,7 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
             stale.append(entry)
     type(trainer)._allreduce_grads(trainer)
     for entry in stale:
-        # Computed by another worker, which updates with it: so does this worker.
+        # A sum other than 0 is of another worker. All workers must update with it.
         entry.data._fresh_grad = bool(entry.gradient.asnumpy().any())
 
 

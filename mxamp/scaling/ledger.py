@@ -134,12 +134,12 @@ class Ledger:
         return bool(self._notes) and all(self.of(entry).summed for entry in entries_of(trainer))
 
     def note_sum(self, trainer: Trainer, summed: bool = True) -> None:
-        """Record that a trainer's gradients are summed over devices and workers, or not now."""
+        """Record whether a trainer's gradients are summed over devices and workers."""
         for entry in entries_of(trainer) if summed or self._notes else ():
             self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
-        """Return whether no backward pass with `scale` changes this record."""
+        """Return whether all gradients carry `scale`, and nothing else is recorded of any."""
         return self._scale == scale and not self._notes
 
     @contextmanager
@@ -244,7 +244,7 @@ class Ledger:
             before = self.of(entry)
             if entry.data._fresh_grad or before.scale != 1:
                 groups.setdefault(before.scale, []).append((entry, before))
-                self.note(entry, replace(before, overflown=True))  # as in `bring`
+                self.note(entry, replace(before, overflown=True))  # see `bring`
         for scale, group in groups.items():
             bad = divide_and_check([entry.gradient for entry, _ in group], scale)
             for i, (entry, before) in enumerate(group):

@@ -44,7 +44,7 @@ class BackwardPass:
 
     @cached_property
     def names(self) -> set[str]:
-        """The names of all marked arrays behind the heads; first read before the tape is freed."""
+        """The names of all marked arrays behind the heads, if read before the tape is freed."""
         return names_behind(self.heads)
 
 
@@ -57,11 +57,11 @@ class Running(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The scale of gradients here."""
+        """The scale of the pass's gradients, or of those that the operator was given."""
         return self.backward_pass.scale if self.given is None else self.given
 
 
-_running: dict[int, Running] = {}  #: by thread
+_running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
 def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:

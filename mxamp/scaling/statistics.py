@@ -66,7 +66,7 @@ class RunningStatistics:
                 self._copies = _copies(held, self._saved)
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Save the statistics after every tenth finite step; restore non-finite ones from then."""
+        """Restore saved statistics for those that are not finite; save them every tenth step."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1
