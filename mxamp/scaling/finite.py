@@ -45,8 +45,8 @@ class Layout(NamedTuple):
 _layouts: dict[Layout, Layout] = {}
 # The exponent bits of half-precision numbers: all set in Inf and NaN, and only there.
 _EXPONENT = {"float16": np.uint16(0x7C00), "bfloat16": np.uint16(0x7F80)}
-# The smallest normal float16.
-_LEAST_NORMAL = 2.0**-14
+#: The smallest normal number of float16.
+LEAST_NORMAL = 2.0**-14
 # The most arrays that one call of multi_all_finite or multi_sum_sq takes.
 _CHUNK = 200
 _ALL_FINITE = handle_of("multi_all_finite")
@@ -117,9 +117,9 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
         for array in arrays:
             # MXNet casts the factor to the array's dtype, and float16 rounds small ones to 0.
             left, small = factor, dtype_of(array) == "float16"
-            while small and 0 < abs(left) < _LEAST_NORMAL:
-                array.__imul__(_LEAST_NORMAL)
-                left /= _LEAST_NORMAL
+            while small and 0 < abs(left) < LEAST_NORMAL:
+                array.__imul__(LEAST_NORMAL)
+                left /= LEAST_NORMAL
             array.__imul__(left)
 
 

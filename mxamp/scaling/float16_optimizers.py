@@ -16,13 +16,13 @@ from ..errors import ArgumentError
 from ..framework.arrays import cast, map_arrays
 from ..framework.machine import dtype_name
 from ..framework.patching import Original
+from .finite import LEAST_NORMAL
 
 #: They divide by the root of a squared gradient plus epsilon. In float16 an epsilon of 1e-8 is 0,
 #: and so is the square of a gradient below 2e-4.
 _ADAPTIVE = (mx_optimizer.Adam, mx_optimizer.FTML, mx_optimizer.LAMB, mx_optimizer.Nadam)
 #: Their operators do not take float32 states beside float16 weights.
 _WITH_FLOAT32_STATES = (mx_optimizer.Ftrl, mx_optimizer.RMSProp)
-_LEAST_NORMAL = 2.0**-14
 
 FLOAT16_UPDATE = (
     "{} can't update float16 weights: {}. Keep float32 master weights, by "
@@ -42,7 +42,7 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
         return
     if isinstance(optimizer, _WITH_FLOAT32_STATES):
         why = "its states are float32"
-    elif isinstance(optimizer, _ADAPTIVE) and optimizer.epsilon < _LEAST_NORMAL:
+    elif isinstance(optimizer, _ADAPTIVE) and optimizer.epsilon < LEAST_NORMAL:
         epsilon = optimizer.epsilon
         why = f"its epsilon={epsilon:g} is {np.float16(epsilon):g} in float16, write 1e-3"
     else:
