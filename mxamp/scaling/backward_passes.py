@@ -149,8 +149,8 @@ class _ScalingPatches(FrontEnd):
         variables, _, retain, create = others[:4] if others[3:] else (0, None, others[0], None)
         is_grad = variables > 0
         automatic = None if is_grad else self.automatic
-        one = BackwardPass(arrays, given)
-        one.frees = not retain.value
+        this_pass = BackwardPass(arrays, given)
+        this_pass.frees = not retain.value
 
         def compute(gradients: Any = given) -> None:
             starts, handles = heads, head_grads
@@ -159,32 +159,32 @@ class _ScalingPatches(FrontEnd):
                 starts = tape.handles_of(losses)
             if gradients is not given:
                 handles = tape.handles_of(gradients)
-            loss_outputs.set_scales(one)
+            loss_outputs.set_scales(this_pass)
             check_call(original(count, starts, handles, *others))
 
         outer = running.current()
         if outer is not None:
-            one.scale, one.outer = outer.scale, outer.backward_pass
+            this_pass.scale, this_pass.outer = outer.scale, outer.backward_pass
             if is_grad or outer.given is None:
                 compute()
             else:
-                _run_nested(compute, one, one.outer, automatic)
+                _run_nested(compute, this_pass, this_pass.outer, automatic)
             return 0
         marks = [tape.marks_behind(head) for head in arrays]
-        one.scale = _common_scale(marks)
+        this_pass.scale = _common_scale(marks)
         if is_grad:
-            running.run(one, compute)
+            running.run(this_pass, compute)
         elif automatic is not None and not any(marks):  # the script has scaled no loss itself
-            automatic.run(compute, one)
+            automatic.run(compute, this_pass)
         else:
-            with ledger.written(one, one.scale):
-                running.run(one, compute)
+            with ledger.written(this_pass, this_pass.scale):
+                running.run(this_pass, compute)
             # Passes inside this one have left gradients at scales of their own.
-            ledger.bring(ledger.behind(one.inner), one.scale)
-        if one.frees:
+            ledger.bring(ledger.behind(this_pass.inner), this_pass.scale)
+        if this_pass.frees:
             tape.forget(name for found in marks for name in found)
             # `set_scales` has cached the names if there are output operators.
-            loss_outputs.forget(vars(one).get("names", ()))
+            loss_outputs.forget(vars(this_pass).get("names", ()))
         return 0
 
     def _patched_init(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
@@ -215,22 +215,22 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
     return scales.pop() if scales else 1.0
 
 
-def _run_nested(compute: Any, one: BackwardPass, outer: BackwardPass, automatic: Any) -> None:
+def _run_nested(compute: Any, this_pass: BackwardPass, outer: BackwardPass, automatic: Any) -> None:
     """Run a pass that an operator in Python runs in its own backward.
 
     It has the scale of the gradients that the operator was given, and `outer` is the pass that the
     operator belongs to. Raises `StateError` if both passes add to one gradient, with different
     scales.
     """
-    if automatic is not None and one.scale != outer.scale:
-        automatic.run_scaled(compute, one, outer.scale / one.scale)
+    if automatic is not None and this_pass.scale != outer.scale:
+        automatic.run_scaled(compute, this_pass, outer.scale / this_pass.scale)
         return
-    both = ledger.behind(one.names & outer.names)
-    if one.scale != outer.scale and any(entry.adds for entry in both):
+    both = ledger.behind(this_pass.names & outer.names)
+    if this_pass.scale != outer.scale and any(entry.adds for entry in both):
         raise StateError(NESTED_SUM)
-    with ledger.written(one, one.scale):
+    with ledger.written(this_pass, this_pass.scale):
         compute()
-    outer.inner |= one.names
+    outer.inner |= this_pass.names
 
 
 def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> Any:

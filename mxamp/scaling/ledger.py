@@ -143,7 +143,7 @@ class Ledger:
         return self._scale == scale and not self._notes
 
     @contextmanager
-    def written(self, one: BackwardPass, scale: float) -> Iterator[None]:
+    def written(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
         """Return the context of a backward pass whose gradients carry `scale` after it.
 
         Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
@@ -151,7 +151,7 @@ class Ledger:
         """
         for trainer in self.known():
             self.trainers[trainer].before_pass(partial(running_statistics, trainer))
-        changed = self._changed(one, scale)
+        changed = self._changed(this_pass, scale)
         adding = [entry for entry in changed if entry.adds]
         replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
         for entry in adding:
@@ -170,12 +170,12 @@ class Ledger:
         if changed:
             self._settle(scale)
 
-    def _changed(self, one: BackwardPass, scale: float) -> list[Entry]:
+    def _changed(self, this_pass: BackwardPass, scale: float) -> list[Entry]:
         """Return the gradients behind a pass's heads whose record the pass changes."""
         if self.all_carry(scale):
             return []
         unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
-        found = named(unlike, one.names) if unlike else []
+        found = named(unlike, this_pass.names) if unlike else []
         return [*{id(entry.data): entry for entry in found}.values()]  # trainers may share one
 
     def behind(self, names: set[str]) -> list[Entry]:

@@ -96,11 +96,11 @@ def scale_array(ctx: Any) -> NDArray:
     return array
 
 
-def set_scales(one: BackwardPass) -> None:
+def set_scales(this_pass: BackwardPass) -> None:
     """Set the scale of the output operators behind a pass's heads to that of the pass."""
-    for name in _recorded.keys() & one.names if _recorded else ():
+    for name in _recorded.keys() & this_pass.names if _recorded else ():
         with autograd.pause(), suspended():
-            _recorded[name][:] = one.scale
+            _recorded[name][:] = this_pass.scale
 
 
 def forget(names: Iterable[str]) -> None:
@@ -142,20 +142,20 @@ def _scaled_backward(
 
     `thread` has recorded the operator.
     """
-    one = backward_pass_of(thread)
+    this_pass = backward_pass_of(thread)
     backward = partial(backward, **others)
-    if one.scale == 1:
-        call_inside(one, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
+    if this_pass.scale == 1:
+        call_inside(this_pass, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
         return
     # float16 gradients stay scaled: without the scale, small ones would be lost.
-    given = one.scale if any(dtype_name(g.dtype) == "float16" for g in out_grad) else 1.0
-    gradients = _OutGradients(out_grad, given / one.scale)
+    given = this_pass.scale if any(dtype_name(g.dtype) == "float16" for g in out_grad) else 1.0
+    gradients = _OutGradients(out_grad, given / this_pass.scale)
     # A gradient that the operator adds to carries the scale already.
     results = [g.zeros_like() if kind == "add" else g for g, kind in zip(in_grad, req)]
     reqs = ["write" if kind == "add" else kind for kind in req]
-    call_inside(one, given, partial(backward, req=reqs, out_grad=gradients, in_grad=results))
+    call_inside(this_pass, given, partial(backward, req=reqs, out_grad=gradients, in_grad=results))
     if given == 1 or not gradients.was_read:
-        multiply([result for result, kind in zip(results, req) if kind != "null"], one.scale)
+        multiply([result for result, kind in zip(results, req) if kind != "null"], this_pass.scale)
     with autograd.pause(), suspended():
         for gradient, result, kind in zip(in_grad, results, req):
             if kind == "add":
@@ -168,10 +168,10 @@ def patched_function_call(original: Original, function: autograd.Function, *inpu
 
     @wraps(backward)
     def unscaled_backward(*gradients: Any) -> Any:
-        one = backward_pass_of(thread)
-        unscaled = [_times_in_float32(each, 1 / one.scale) for each in gradients]
-        results = as_list(call_inside(one, 1.0, backward, *unscaled))
-        return [_times_in_float32(result, one.scale) for result in results]
+        this_pass = backward_pass_of(thread)
+        unscaled = [_times_in_float32(each, 1 / this_pass.scale) for each in gradients]
+        results = as_list(call_inside(this_pass, 1.0, backward, *unscaled))
+        return [_times_in_float32(result, this_pass.scale) for result in results]
 
     function.backward = unscaled_backward
     return original(function, *inputs)

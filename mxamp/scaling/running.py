@@ -64,8 +64,8 @@ class Running(NamedTuple):
 _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
-def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:
-    """Return `compute()`, which is the pass `one` of the calling thread.
+def run(this_pass: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:
+    """Run a backward pass in the calling thread: return `compute()`.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
     may run in the pass, in another thread and later: the operator has to find its pass.
@@ -74,7 +74,7 @@ def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> 
     is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
     waits = to_end or (has_python_operators() and not is_foreign)
     if waits:
-        one.names  # noqa: B018  # now, before the pass frees the tape
+        this_pass.names  # noqa: B018  # now, before the pass frees the tape
 
     def compute_all() -> Any:
         result = compute()
@@ -82,11 +82,11 @@ def run(one: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> 
             mx.nd.waitall()
         return result
 
-    return call_inside(one, None, compute_all)
+    return call_inside(this_pass, None, compute_all)
 
 
 def call_inside(
-    one: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any
+    this_pass: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any
 ) -> Any:
     """Call a function that belongs to a backward pass, in the calling thread.
 
@@ -95,7 +95,7 @@ def call_inside(
     thread = threading.get_ident()
     outer = _running.get(thread)
     try:
-        _running[thread] = Running(one, given, sys._getframe())
+        _running[thread] = Running(this_pass, given, sys._getframe())
         return function(*args)
     finally:
         if outer is None:
