@@ -20,7 +20,7 @@ from helpers import ROOT
 from mxamp.framework.compat import MXNET
 
 PARTS = (
-    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
+    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", ".stubs", "CHANGELOG.md", "CITATION.cff",
     "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "docs", "examples", "lists", "mkdocs.yml",
     "mxamp", "noxfile.py", "pyproject.toml", "scripts", "setup.cfg", "setup.py", "tests",
 )  # fmt: skip

@@ -8,7 +8,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.base import MXNetError
 from mxnet.context import Context
-from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock
 from mxnet.gluon.block import _flatten, _regroup
 from mxnet.gluon.rnn.rnn_layer import _RNNLayer
 from mxnet.ndarray.ndarray import NDArray
@@ -88,7 +88,7 @@ def _cpu_value(param: Parameter) -> NDArray:
     return mean.as_np_ndarray() if isinstance(arrays[0], mx.np.ndarray) else mean
 
 
-def trace(block: HybridBlock, example_inputs: Examples = None) -> TracedBlock:
+def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
     """Return the graph of a block: its cached one, or one traced on `example_inputs`.
 
     The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
@@ -158,11 +158,13 @@ def _with_states_as_list(
     return (inputs, [states] if isinstance(states, NDArray) else states, *lengths)
 
 
-class ConvertedBlock(SymbolBlock):  # type: ignore[misc]
+class ConvertedBlock(SymbolBlock):
     """A block that exports a converted graph, and runs the graph it was converted from if kept.
 
     The latter gets its casts in each call, by the shapes of the call's inputs.
     """
+
+    _layer: Optional[_RNNLayer]
 
     def __init__(
         self, traced: TracedBlock, converted: Converted, options: Options, contexts: List[Context]

@@ -305,22 +305,21 @@ def checked_model(model: Model) -> Model:
     return model
 
 
-def finite_input(name: str, value: Any) -> NDArray:
+def finite_input(name: str, value: object) -> NDArray:
     """Return an array-like as an NDArray; raise, naming the input, unless all are finite."""
-    array = value
     if not isinstance(value, NDArray):
         # A tuple is of sizes, by mistake.
         if isinstance(value, tuple) or np.asarray(value).dtype.kind not in "biuf":
             raise ArgumentError(NO_VALUES.format(name=name, given=shown(value)))
         with np.errstate(over="ignore"):  # numbers beyond float32 become infinite: see below
-            array = nd.array(value)
-    dtype = dtype_name(array.dtype)
+            value = nd.array(value)
+    dtype = dtype_name(value.dtype)
     if "float" in dtype:
-        values = cast(array, "float32") if dtype == "bfloat16" else array
+        values = cast(value, "float32") if dtype == "bfloat16" else value
         bad = int((~np.isfinite(values.asnumpy())).sum())
         if bad:
             raise ArgumentError(NOT_FINITE.format(name=name, elements=counted(bad, "element")))
-    return array
+    return value
 
 
 def error_reason(error: Exception) -> str:

@@ -33,8 +33,9 @@ _get_dtype, _get_shape = _held.MXNDArrayGetDType, _held.MXNDArrayGetShapeEx64
 _c_int, _byref = ctypes.c_int, ctypes.byref
 _Sizes = ctypes.POINTER(ctypes.c_int64)
 
-#: MXNet's entry to every operator, unpatched: mxamp's own calls bypass the policy.
-invoke = mx_ctypes._imperative_invoke
+#: MXNet's entry to every operator, unpatched: mxamp's own calls, mostly of operators with one
+#: output, bypass the policy.
+invoke: Callable[..., NDArray] = mx_ctypes._imperative_invoke
 _AMP_CAST = handle_of("amp_cast")
 _CAST = handle_of("Cast")
 _COPY = handle_of("identity")
@@ -278,7 +279,7 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
     if write:
         check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
     count = array.size * np.dtype(dtype).itemsize
-    buffer = (ctypes.c_char * count).from_address(address(array))
+    buffer: Any = (ctypes.c_char * count).from_address(address(array))
     return np.frombuffer(buffer, dtype=dtype)
 
 

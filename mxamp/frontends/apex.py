@@ -205,16 +205,16 @@ def _write_float32(net: Block, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call a net's method that writes a file, with float16 parameters written as float32."""
     params = net.collect_params().values()
     halves = {param.name: param for param in params if dtype_name(param.dtype) == "float16"}
-    traced = net._cached_graph if method == "export" else ()
+    traced = vars(net)["_cached_graph"] if method == "export" else ()
     for param in halves.values():
         param._reduce = lambda param=param: type(param)._reduce(param).astype("float32")
     try:
         if traced:
-            net._cached_graph = traced[0], _with_float32_variables(traced[1], halves)
+            vars(net)["_cached_graph"] = traced[0], _with_float32_variables(traced[1], halves)
         return getattr(type(net), method)(net, *args, **kwargs)
     finally:
         if traced:
-            net._cached_graph = traced
+            vars(net)["_cached_graph"] = traced
         for param in halves.values():
             del param._reduce
 

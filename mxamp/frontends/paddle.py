@@ -1,7 +1,7 @@
 """Optimizers that scale losses themselves: Paddle's and TensorFlow's way."""
 
 import copy
-from typing import Any, Union
+from typing import Union
 
 from mxnet.optimizer import Optimizer
 
@@ -90,13 +90,14 @@ def decorate(
     if chose_float32():
         scaler = NoScaler()
     decorated = _copied(optimizer)
-    decorated._amp_scaling = decorated.scaling = SharedScale(scaler, "decorate")
+    shared = SharedScale(scaler, "decorate")
+    vars(decorated).update(_amp_scaling=shared, scaling=shared)
     backward_patches.open()
     module_patches.open()
     return decorated
 
 
-def _copied(optimizer: Any) -> Any:
+def _copied(optimizer: object) -> Union[DecoratedName, Optimizer]:
     """Return a copy of an optimizer, or of its name, that may carry a scale."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in Optimizer.opt_registry:

@@ -423,11 +423,11 @@ def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> 
         return original(self, key, value)
 
 
-def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: Any) -> NDArray:
+def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) -> object:
     """Cast the inputs of `tensordot` as the policy decides."""
     actions = _OFF if (policy := current_policy()) is None else _actions_of(policy)
 
-    def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: Any) -> NDArray:
+    def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: object) -> object:
         return original(*arrays, axes)
 
     action = actions[_TENSORDOT] or _plain

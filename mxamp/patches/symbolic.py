@@ -153,13 +153,12 @@ class _Binding:
         """Return the executor that `call` binds, as if it were one of the original symbol."""
         with self._backend.binding(groups):
             executor = call()
-        executor._symbol = self._symbol
         executor.__class__ = _RewrittenExecutor
-        executor._binding = self
+        vars(executor).update(_symbol=self._symbol, _binding=self)
         return executor
 
 
-class _RewrittenExecutor(Executor):  # type: ignore[misc]
+class _RewrittenExecutor(Executor):
     """An executor of a rewritten graph, also after mixed precision is switched off."""
 
     _binding: _Binding

@@ -43,7 +43,7 @@ NESTED_SUM = (
 SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
 
 
-class _Recorded(ContextDecorator, autograd._RecordingStateScope):  # type: ignore[misc]
+class _Recorded(ContextDecorator, autograd._RecordingStateScope):
     """Decorator that runs a function inside `autograd.record()`; Ctrl-C can't skip its end."""
 
     def _recreate_cm(self) -> Any:

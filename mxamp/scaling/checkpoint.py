@@ -32,7 +32,7 @@ from ..policy.active import suspended
 
 #: The index of the master weight in its pair with a state, by the class that makes the pair (the
 #: one that defines `create_state_multi_precision`). Other optimizers of MXNet inherit the method.
-MASTER_PLACES = {Optimizer: 0, SGD: 1, NAG: 1, LARS: 1}
+MASTER_PLACES: dict[type, int] = {Optimizer: 0, SGD: 1, NAG: 1, LARS: 1}
 _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 
 NO_STATES = "{path!r} holds no states of a trainer ({error!r}), or was cut off; nothing has changed"

@@ -161,11 +161,11 @@ def _split_by_memory(
         if backend_of(device_kind(layout.ctx)).in_host_memory:
             in_host += group
             continue
-        dense, positions = zip(*group)
+        batch, positions = zip(*group)
         if layout.is_scalar:  # multi_all_finite and multi_sum_sq infer no shape of a 0-d array
-            dense = tuple(array.reshape((1,)) for array in dense)
+            batch = tuple(array.reshape((1,)) for array in batch)
         starts = range(0, len(group), _CHUNK)
-        batches += [Batch(dense[k : k + _CHUNK], positions[k : k + _CHUNK]) for k in starts]
+        batches += [Batch(batch[k : k + _CHUNK], positions[k : k + _CHUNK]) for k in starts]
     return batches, in_host
 
 

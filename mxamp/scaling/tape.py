@@ -120,9 +120,9 @@ atexit.register(_marks.clear)
 # ------------------------------------------------------------------------ reading the tape
 
 
-def arrays_of(handles: Any) -> list[NDArray | None]:
+def arrays_of(handles: Any) -> list[Any]:
     """Return arrays for handles of MXNet's C API; to autograd each is the handle's own array."""
-    found: list[NDArray | None] = []
+    found: list[Any] = []
     for one in handles:
         copied = NDArrayHandle()
         if one:

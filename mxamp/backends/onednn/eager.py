@@ -43,7 +43,7 @@ def build_view(original: Original) -> Original:
 
     @functools.wraps(original)
     def method(self: NDArray, *args: Any, **keywords: Any) -> NDArray:
-        view = original(self, *args, **keywords)
+        view: NDArray = original(self, *args, **keywords)
         if dtype_code(view) == _BFLOAT16 and current_policy() is not None:
             if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
                 return cast(view, "float32", isinstance(view, mx.np.ndarray))

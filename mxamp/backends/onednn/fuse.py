@@ -133,7 +133,8 @@ def _call(node: Node, inputs: list[NDArray]) -> NDArray:
     attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
     handle = resolve(node.op).handle
     made = invoke(handle, inputs, list(attrs), list(attrs.values()), None, False, True)
-    return as_list(made)[0]
+    first: NDArray = as_list(made)[0]
+    return first
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
