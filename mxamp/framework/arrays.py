@@ -13,7 +13,7 @@ from mxnet.base import _LIB, check_call
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.ndarray.sparse import CSRNDArray, RowSparseNDArray
 
-from .machine import DTYPE_CODES, DTYPE_NAMES, default_device, device_kind
+from .machine import DTYPE_CODES, DTYPE_NAMES, Dtype, Values, default_device, device_kind
 from .operators import handle_of
 
 _SPARSE = -2
@@ -179,13 +179,13 @@ class _LeafCasts(threading.local):
         self._scope: Callable[[], Any] = lambda: None
         self._casts: Dict[Tuple[int, str], Tuple[NDArray, NDArray]] = {}
 
-    def begin(self, scope: Any) -> None:
+    def begin(self, scope: object) -> None:
         """Keep casts until `scope` ends, if it is the first that records."""
         if self._scope() is None:
             self._casts.clear()
             self._scope = weakref.ref(scope)
 
-    def end(self, scope: Any) -> None:
+    def end(self, scope: object) -> None:
         """Free the casts if `scope` began to keep them."""
         if self._scope() is scope:
             self._scope = lambda: None
@@ -212,7 +212,7 @@ class _LeafCasts(threading.local):
 leaf_casts = _LeafCasts()
 
 
-def float32_parts(array: NDArray) -> Iterator[Any]:
+def float32_parts(array: NDArray) -> Iterator[Values]:
     """Yield an array's values in float32, row after row, in parts of about 16 MB.
 
     An operator cuts the parts, since views misread oneDNN's layouts.
@@ -270,7 +270,7 @@ def address(array: NDArray) -> int:
     return data.value or 0
 
 
-def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
+def flat_view(array: NDArray, dtype: Dtype, write: bool = False) -> Values:
     """Return a flat NumPy view of a dense CPU array.
 
     Waits for pending writes of the array, and with `write` for pending reads too. The view is valid
@@ -283,13 +283,13 @@ def flat_view(array: NDArray, dtype: Any, write: bool = False) -> Any:
     return np.frombuffer(buffer, dtype=dtype)
 
 
-def as_list(outputs: Any) -> Sequence[Any]:
+def as_list(outputs: object) -> Sequence[Any]:
     """Return the outputs of an operator or block, one array or several, as a list or tuple."""
     return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def map_arrays(
-    value: Any, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
+    value: object, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
 ) -> Any:
     """Map nested lists, tuples and dicts: `function` on arrays, `otherwise` on other leaves.
 

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import warnings
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, NoReturn, Optional, Tuple
 
 from .. import backends
 from ..errors import InstallError
@@ -43,13 +43,13 @@ NOT_INSTALLED = (
 )
 
 
-def import_mxnet() -> Any:
+def import_mxnet() -> types.ModuleType:
     """Import MXNet, on Python and NumPy newer than it supports, and return the module.
 
     Raises `InstallError` if MXNet or the GPU build's driver is missing, if MXNet is not 1.9.1, if
     NumPy is too old or too new, and if the import fails or has failed before in this process.
     """
-    mxnet: Any = sys.modules.get("mxnet") or _first_import()
+    mxnet = sys.modules.get("mxnet") or _first_import()
     # A stand-in module may have no version.
     if getattr(mxnet, "__version__", MXNET) != MXNET:
         raise InstallError(WRONG_MXNET.format(mxnet.__version__))
@@ -57,7 +57,7 @@ def import_mxnet() -> Any:
     return mxnet
 
 
-def _first_import() -> Any:
+def _first_import() -> types.ModuleType:
     """Import MXNet for the first time in this process."""
     if any(name.startswith("mxnet.") for name in sys.modules):
         raise InstallError(FAILED_BEFORE)
@@ -110,7 +110,7 @@ def _restore_numpy(numpy: Any) -> None:
         numpy.compat.basestring = str
 
 
-def _print_plain_numbers(numpy: Any) -> None:
+def _print_plain_numbers(numpy: types.ModuleType) -> None:
     """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes as str()."""
     numpy.set_printoptions(legacy="1.25")
     options = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)
@@ -119,10 +119,10 @@ def _print_plain_numbers(numpy: Any) -> None:
         contextvars.Context().run(options.get).update(legacy=options.get()["legacy"])
 
 
-def _numpy_names(numpy: Any) -> Dict[str, Any]:
+def _numpy_names(numpy: types.ModuleType) -> Dict[str, Any]:
     """Return the values of the names that MXNet reads and NumPy 1.24 to 2.5 removed, by name."""
 
-    def removed(*_args: Any, **_options: Any) -> Any:
+    def removed(*_args: object, **_options: object) -> NoReturn:
         raise AttributeError("this function was removed from NumPy; see numpy_financial")
 
     return {
@@ -139,7 +139,7 @@ def _numpy_names(numpy: Any) -> Dict[str, Any]:
     }  # fmt: skip
 
 
-def _restore_packing(numpy: Any, recordio: Any) -> None:
+def _restore_packing(numpy: types.ModuleType, recordio: Optional[types.ModuleType]) -> None:
     """Make `mxnet.recordio` call `tobytes` where NumPy lacks `tostring`, from NumPy 2.3 on."""
     if recordio is None or hasattr(numpy.ndarray, "tostring"):
         return

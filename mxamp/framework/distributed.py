@@ -36,7 +36,7 @@ class Transport(NamedTuple):
     name: str
     dtypes: Tuple[str, ...]
 
-    def check_dtype(self, name: str, dtype: Any) -> None:
+    def check_dtype(self, name: str, dtype: object) -> None:
         """Raise `ArgumentError` if arrays of this dtype can't be sent."""
         given = dtype_name(dtype)
         if given not in self.dtypes:
@@ -45,7 +45,7 @@ class Transport(NamedTuple):
                 UNSUPPORTED.format(transport=self.name, allowed=allowed, name=name, dtype=given)
             )
 
-    def check_arrays(self, name: str, value: Any) -> None:
+    def check_arrays(self, name: str, value: object) -> None:
         """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
         map_arrays(value, lambda array: self.check_dtype(name, array.dtype), lambda other: other)
 
@@ -56,7 +56,7 @@ PARAMETER_SERVER = Transport("the parameter server", ("float32", "float16", "flo
 HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8", "int32", "int64"))
 
 
-def is_distributed(kvstore: Any) -> bool:
+def is_distributed(kvstore: object) -> bool:
     """Return whether a kvstore, given itself or by name, spans several processes."""
     return "dist" in str(getattr(kvstore, "type", kvstore))
 
@@ -72,7 +72,7 @@ def end_worker_on_errors() -> None:
         sys.excepthook = functools.partial(_show_and_exit, sys.excepthook)
 
 
-def _show_and_exit(original: Any, kind: Any, error: Any, traceback: Any) -> None:
+def _show_and_exit(original: Any, kind: type, error: object, traceback: object) -> None:
     """Call the original `sys.excepthook`, then end the process unless Python is interactive."""
     original(kind, error, traceback)
     if sys.flags.interactive or hasattr(sys, "ps1"):
@@ -86,18 +86,18 @@ def _show_and_exit(original: Any, kind: Any, error: Any, traceback: Any) -> None
 # ---------------------------------------------------------------------- Horovod
 
 
-def _is_horovod_instance(value: Any, class_name: str) -> bool:
+def _is_horovod_instance(value: object, class_name: str) -> bool:
     """Return whether `value` is an instance of a class of `horovod.mxnet`, if that is imported."""
     kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
-def is_horovod_trainer(trainer: Any) -> bool:
+def is_horovod_trainer(trainer: object) -> bool:
     """Return whether Horovod sums the gradients of a trainer."""
     return _is_horovod_instance(trainer, "DistributedTrainer")
 
 
-def is_horovod_optimizer(optimizer: Any) -> bool:
+def is_horovod_optimizer(optimizer: object) -> bool:
     """Return whether Horovod sums the gradients in each update of an optimizer."""
     return _is_horovod_instance(optimizer, "DistributedOptimizer")
 
@@ -110,16 +110,16 @@ class HorovodStore:
         self.rank, self.num_workers = process_set.rank(), process_set.size()
         self._sum: Any = None
 
-    def init(self, key: Any, value: NDArray) -> None:
+    def init(self, key: str, value: NDArray) -> None:
         """Do nothing: Horovod creates names on demand."""
 
-    def push(self, key: Any, value: NDArray) -> None:
+    def push(self, key: str, value: NDArray) -> None:
         """Sum an array over the workers, for the next `pull`."""
         self._sum = sys.modules["horovod.mxnet"].allreduce(
             value, average=False, name=f"mxamp.{key}", process_set=self._process_set
         )
 
-    def pull(self, key: Any, out: NDArray) -> None:
+    def pull(self, key: str, out: NDArray) -> None:
         """Write the sum of the last push to `out`."""
         self._sum.copyto(out)
 

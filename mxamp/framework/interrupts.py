@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Callable, Optional
 
 
-def ending(function: Callable[..., Any], *args: Any) -> ExitStack:
+def ending(function: Callable[..., Any], *args: object) -> ExitStack:
     """Return a context that calls a function at its end, and again if that call is interrupted."""
     stack = ExitStack()
     for _ in range(2):
@@ -18,7 +18,7 @@ def ending(function: Callable[..., Any], *args: Any) -> ExitStack:
     return stack
 
 
-def holding(lock: Any) -> ContextDecorator:
+def holding(lock: "threading.RLock") -> ContextDecorator:
     """Return a decorator of functions that hold a lock, and release it whatever interrupts them."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()

@@ -22,7 +22,7 @@ def checked_call(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **keywords: Any) -> Any:
+    def wrapper(*args: object, **keywords: object) -> object:
         try:
             return function(*args, **keywords)
         except TypeError:

@@ -5,11 +5,20 @@ import os
 import platform
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, Mapping
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, Mapping, Union
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from mxnet.context import Context
+
 logger = logging.getLogger("mxamp")
+
+#: A dtype as users pass it: a name, a NumPy type, or the dtype itself; and a kind of device.
+Dtype = Union[str, type, "np.dtype[Any]"]
+Device = Union[str, "Context"]
+#: Arrays of NumPy.
+Values = Union["np.ndarray[Any, Any]"]
 
 #: MXNet's bfloat16: a NumPy structure that holds the raw 16 bits.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
@@ -52,7 +61,7 @@ def default_device() -> str:
     return "gpu" if _gpu_count() else "cpu"
 
 
-def device_kind(ctx: Any) -> str:
+def device_kind(ctx: "Context") -> str:
     """Return "cpu" or "gpu" for an MXNet context.
 
     All modules call this function, so that tests can patch it and run GPU paths on CPU arrays.

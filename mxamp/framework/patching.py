@@ -24,7 +24,7 @@ logger = logging.getLogger("mxamp")
 Original = Callable[..., Any]
 
 
-def hold_during_forks(lock: Any) -> None:
+def hold_during_forks(lock: "threading.RLock") -> None:
     """Hold a lock during forks: a child would wait forever for one that another thread held."""
     if hasattr(os, "register_at_fork"):
         release = lock.release
@@ -49,7 +49,7 @@ class Patch:
     """
 
     def __init__(
-        self, owner: Any, name: str, build: Callable[[Any], Any], on_top: bool = False
+        self, owner: object, name: str, build: Callable[[Any], Any], on_top: bool = False
     ) -> None:
         self.owner, self.name, self.build, self.on_top = owner, name, build, on_top
         self.original: Any = None
@@ -93,7 +93,7 @@ class Patch:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
 
 
-def _restack(patches: Sequence[Patch], original: Any) -> None:
+def _restack(patches: Sequence[Patch], original: object) -> None:
     """Rebuild patches, bottom first, over `original`."""
     for patch in patches:
         patch.original, patch.ours = original, patch.build(original)
@@ -106,7 +106,7 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
     def build(original: Original) -> Original:
         @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             return function(original, *args, **kwargs)
 
         return wrapper
@@ -114,13 +114,13 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
     return build
 
 
-def original(owner: Any, name: str) -> Any:
+def original(owner: object, name: str) -> Any:
     """Return the value of an owner's attribute below all patches, for calls that bypass them."""
     stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
 
-def patches_of_function(owner: Any, name: str, build: Callable[..., Any]) -> List[Patch]:
+def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> List[Patch]:
     """Return the patches of a function, in its module and in modules that have imported it."""
     first, current = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]

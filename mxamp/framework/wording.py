@@ -43,7 +43,7 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
     return f"{first} and {counted(others, 'other')}" if others > 0 else first
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as short text on one line, for messages; an array as its shape and dtype.
 
     >>> import mxnet as mx
