@@ -155,7 +155,7 @@ class in_force:
         mark = outer.mark if outer is not None else None
         _innermost.set(Region(self._policy, mark, outer, sys._getframe(1)))
 
-    def __exit__(self, *_error: Any) -> None:
+    def __exit__(self, *_error: object) -> None:
         region = _innermost.get()
         _innermost.set(region and region.outer)
 

@@ -112,7 +112,7 @@ def _check_keys(given: Table, keys: Table) -> None:
             raise ArgumentError(f"{name} must be {_words(kind)}, not {shown(given[name])}")
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: str | list[str]) -> bool:
     """Return whether a value is of a kind in lists/schema.toml."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
@@ -124,7 +124,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, allowed)
 
 
-def _words(kind: Any) -> str:
+def _words(kind: str | list[str]) -> str:
     """Return a kind of values in words."""
     if isinstance(kind, list):
         return f"a list of {kind[0]}s"

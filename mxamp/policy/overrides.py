@@ -38,7 +38,7 @@ def exact_pattern(name: str) -> str:
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
-def layer_patterns(argument: str, layers: Any) -> list[Sequence[str]]:
+def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
     """Return the name patterns of each given layer: one for a name, several for a block."""
     if isinstance(layers, (str, Block)):
         layers = [layers]
@@ -214,7 +214,7 @@ def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
     return tuple(sorted({resolve(name).name for name in listed}))
 
 
-def _listed(argument: str, names: Any, kind: str = "a list of names") -> list[Any]:
+def _listed(argument: str, names: object, kind: str = "a list of names") -> list[Any]:
     """Return an argument as a list; raise for a string, and for what is no iterable."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"{argument} must be {kind}, not {shown(names)}")

@@ -19,7 +19,7 @@ from ..backends import backend_of
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.files import write_file
 from ..framework.keywords import checked_call
-from ..framework.machine import default_device
+from ..framework.machine import Device, Dtype, default_device
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
@@ -151,7 +151,7 @@ class Policy:
 
     @classmethod
     @checked_call
-    def default(cls, target_dtype: Any = "float16", device: Any = None) -> Policy:
+    def default(cls, target_dtype: Dtype = "float16", device: Device | None = None) -> Policy:
         """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
 
         >>> Policy.default("float16", device="gpu").target_dtype
@@ -171,7 +171,7 @@ class Policy:
 
     @classmethod
     @checked_call
-    def load(cls, path: str | Path, device: Any = None) -> Policy:
+    def load(cls, path: str | Path, device: Device | None = None) -> Policy:
         """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
 
         ::
@@ -400,7 +400,7 @@ Choice = Union[Policy, _PlainFloat32]
 
 
 def requested_policy(
-    target_dtype: Any, *lists: Any, policy: Policy | None = None, ctx: Any = None
+    target_dtype: Dtype, *lists: Any, policy: Policy | None = None, ctx: Device | None = None
 ) -> Policy:
     """Return the policy that the arguments of `convert_*` describe.
 
@@ -423,7 +423,7 @@ def requested_policy(
 
 
 def chosen_policy(
-    target_dtype: Any, *lists: Any, policy: Policy | None = None, ctx: Any = None
+    target_dtype: Dtype, *lists: object, policy: Policy | None = None, ctx: Device | None = None
 ) -> Choice:
     """Return the policy that the arguments of `init` describe, or `PLAIN_FLOAT32`.
 

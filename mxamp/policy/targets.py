@@ -49,12 +49,12 @@ def default_dtype(device: str | None = None) -> str:
     return backend_of(device or default_device()).dtypes[0]
 
 
-def is_auto(dtype: Any) -> bool:
+def is_auto(dtype: object) -> bool:
     """Return whether a target dtype is "auto"."""
     return isinstance(dtype, str) and dtype == AUTO
 
 
-def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
+def check_target(dtype: object, allowed: Sequence[str] = TARGETS) -> str:
     """Return the name of a target dtype; raise `ArgumentError` unless it is `allowed`.
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
@@ -73,7 +73,7 @@ def check_target(dtype: Any, allowed: Sequence[str] = TARGETS) -> str:
     return name
 
 
-def check_bool(name: str, value: Any) -> bool:
+def check_bool(name: str, value: object) -> bool:
     """Return the argument `name` as a bool; raise unless it is True, False or an integer."""
     if not isinstance(value, (bool, np.bool_, int)):
         raise ArgumentError(f"{name} must be True or False, not {shown(value)}")
@@ -91,7 +91,7 @@ def check_device(dtype: str, device: str | None) -> str:
     return device
 
 
-def device_type(ctx: Any, argument: str = "ctx") -> str | None:
+def device_type(ctx: object, argument: str = "ctx") -> str | None:
     """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None.
 
     `argument` is the name of the public argument, for messages.
@@ -106,7 +106,7 @@ def device_type(ctx: Any, argument: str = "ctx") -> str | None:
     return kinds[0]
 
 
-def check_same_target(own_dtype: str, own_device: str, target_dtype: Any, ctx: Any) -> None:
+def check_same_target(own_dtype: str, own_device: str, target_dtype: object, ctx: object) -> None:
     """Raise if `target_dtype` or `ctx`, given beside a policy, differs from the policy's own."""
     dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
     for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):

@@ -65,7 +65,7 @@ def out_of_range(text: str, dtype: str) -> bool:
     return held.largest < size < math.inf or 0 < size < held.smallest
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str) -> object:
     """Return an attribute text as None, a number (0, 1 for booleans), a tuple, or unchanged."""
     text = text.strip()
     if text.lower() in _WORDS:
@@ -78,7 +78,7 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _as_tuples(value: Any) -> Any:
+def _as_tuples(value: object) -> object:
     """Return nested lists as tuples, and a list of one item as the item, as MXNet reads it."""
     if not isinstance(value, (list, tuple)):
         return value
@@ -86,7 +86,7 @@ def _as_tuples(value: Any) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-def _equal_values(one: Any, other: Any) -> bool:
+def _equal_values(one: object, other: object) -> bool:
     """Return whether two parsed values are equal; fractions as float32, recursively."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_equal_values, one, other))
