@@ -18,7 +18,6 @@ from typing import (
     Any,
     Callable,
     ClassVar,
-    Hashable,
     Mapping,
     NamedTuple,
     Protocol,
@@ -29,9 +28,11 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..framework.operators import Operator
+    from ..graph.edit import Params
     from ..graph.ir import Graph, Usage
     from ..policy.policy import Policy
     from ..policy.rules import Reason, Rule
+    from .choices import Chosen
 
 #: The class of each backend, by MXNet's kind of device.
 _CLASSES = {
@@ -43,7 +44,7 @@ DEVICES = tuple(_CLASSES)
 FEATURES = ("avx512", "avx512_bf16", "amx_bf16")
 
 #: The choices for a graph that needs none: see `Backend.choose`.
-NONE: Hashable = ()
+NONE: tuple[()] = ()
 
 NOT_FUSIBLE = (
     "`fuse=True` is for inference in bfloat16 or float32 on CPUs, for which oneDNN has fused "
@@ -89,8 +90,9 @@ class Emulation(NamedTuple):
     reason: str
 
 
-#: What an eager call does: a function of MXNet's own `_imperative_invoke` and its arguments.
-Action = Callable[[Callable[..., Any], Sequence[Any]], Any]
+#: MXNet's own `_imperative_invoke`; what an eager call does, a function of it and its arguments.
+Invoke = Callable[..., Any]
+Action = Callable[[Invoke, Sequence[Any]], Any]
 
 
 class EagerOperator(Protocol):
@@ -101,11 +103,11 @@ class EagerOperator(Protocol):
     policy: Policy
 
     def call(
-        self, original: Any, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
+        self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> Any:
         """Call another operator, named `op`, under the policy; `np`: it is one of `mx.np`."""
 
-    def write(self, outputs: Any, out: Any) -> Any:
+    def write(self, outputs: object, out: object) -> object:
         """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
 
 
@@ -172,14 +174,14 @@ class Backend:
 
     # ------------------------------------------------------------------ graphs
 
-    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
+    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
         """Return which operators shapes and neighbors keep in float32, or replace by faster ones.
 
         Graphs of equal choices share a compiled graph; `NONE` if there is nothing to do.
         """
         return NONE
 
-    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
+    def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
         """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
         return graph
 
@@ -195,13 +197,13 @@ class Backend:
         """Return the flags of a block's cached op, without those that make `graph` run wrong."""
         return flags
 
-    def binding(self, groups: Any) -> AbstractContextManager[Any]:
+    def binding(self, groups: object) -> AbstractContextManager[Any]:
         """Return the context in which to bind an executor; `groups` is its `group2ctx`."""
         return nullcontext()
 
     # ------------------------------------------------------------------ saved models
 
-    def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
+    def fuse(self, graph: Graph, params: Params, policy: Policy) -> tuple[Graph, Params, Policy]:
         """Return graph and parameters of a model with fused operators, and a policy for it."""
         dtype = policy.target_dtype if policy.lowers else "float32"
         raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple, Union
 
 from ..graph.edit import Edit
 from ..graph.ir import (
@@ -40,6 +40,10 @@ class Choices(NamedTuple):
     kept_float32: frozenset[tuple[int, Reason]] = frozenset()
     substituted: frozenset[tuple[int, Match]] = frozenset()
     bodies: frozenset[tuple[tuple[int, int], Choices]] = frozenset()
+
+
+#: `NONE`, an empty tuple, where there is nothing to do.
+Chosen = Union[Choices, Tuple[()]]
 
 
 class Setting(NamedTuple):
@@ -167,7 +171,7 @@ class ChoosingBackend(Backend):
                 substituted[i] = match
         return kept, substituted
 
-    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Any:
+    def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
         """Return the `Choices` for a graph and the bodies of its loops; `NONE` for none."""
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
@@ -177,11 +181,11 @@ class ChoosingBackend(Backend):
 
     def _choose(
         self, graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]
-    ) -> Any:
+    ) -> Chosen:
         """Return the choices for a graph whose operators have the input shapes `known`."""
         policies = [policy_for_node(policy, node.attrs, usage.regions_only) for node in graph.nodes]
         kept, substituted = self.choose_nodes(Setting(graph, policies, policy, usage, known))
-        bodies = {}
+        bodies: dict[tuple[int, int], Chosen] = {}
         for i, node in enumerate(graph.nodes):
             if rewrites_bodies(node, usage.training):
                 dtypes = infer_dtypes(graph, usage)
@@ -189,11 +193,11 @@ class ChoosingBackend(Backend):
                     inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
                     inner = replace(inner, offline=frozenset())
                     bodies[i, k] = self._choose(body, policy, inner, {})
-        chosen = frozenset((key, body) for key, body in bodies.items() if body != NONE)
+        chosen = frozenset((key, body) for key, body in bodies.items() if body)
         choices = Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
         return choices if any(choices) else NONE
 
-    def with_choices(self, graph: Graph, choices: Any, training: bool) -> Graph:
+    def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
         """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
         if not choices:
             return graph

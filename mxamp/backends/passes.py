@@ -18,6 +18,8 @@ from ..policy.rules import Reason
 
 Attributes = Mapping[str, str]
 Detail = Tuple[int, ...]
+#: An output of an operator: in a graph a node's, in an eager call an array.
+Tensor = object
 #: Shapes of an operator's inputs; None where unknown.
 Shapes = Sequence[Optional[Shape]]
 #: The phases in which a pass applies: graphs that run with or without gradients, and fusion.
@@ -74,14 +76,14 @@ class Parts:
     def __init__(
         self, edit: Edit, i: int, one: Pass, inputs: Sequence[Output], training: bool
     ) -> None:
-        self.inputs: Sequence[Any] = inputs  #: the values that the replaced operator reads
+        self.inputs: Sequence[Tensor] = inputs  #: the values that the replaced operator reads
         self._edit, self._i = edit, i
         self._why = one.float32 if training or not one.wide_in_training else None
         self._node = edit.node(i)
         self.attrs: Attributes = self._node.attrs  #: of the replaced operator
         self.float32 = FLOAT32_PART.format(name=one.name)  #: why some operators stay in float32
 
-    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
+    def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
         """Add an operator; return its output.
 
         Without a suffix it takes the name and the outputs of the replaced operator. `keep` is the
@@ -90,11 +92,11 @@ class Parts:
         return self.add_all(op, suffix, 1, *inputs, keep=keep, **attrs)[0]
 
     def add_all(
-        self, op: str, suffix: str, count: int, *inputs: Any, keep: str | None = None, **attrs: str
-    ) -> Sequence[Any]:
+        self, op: str, suffix: str, count: int, *inputs: Tensor, keep: str = "", **attrs: str
+    ) -> Sequence[Tensor]:
         """Add an operator with `count` outputs; return them."""
         node, why = self._node, self._why or keep
-        kept = Reason(SUBSTITUTION, why) if why is not None else None
+        kept = Reason(SUBSTITUTION, why) if why else None
         fields: dict[str, Any] = {"op": op, "attrs": {**node.hidden_attrs, **attrs}}
         fields.update(inputs=list(inputs), stands_for=node)
         if not suffix:
@@ -106,7 +108,7 @@ class Parts:
         )
         return [(made, k) for k in range(count)]
 
-    def add_float32(self, op: str, suffix: str, *inputs: Any, **attrs: str) -> Any:
+    def add_float32(self, op: str, suffix: str, *inputs: Tensor, **attrs: str) -> Tensor:
         """Add an operator that computes in float32, whatever its class; return its output."""
         return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
 

@@ -16,7 +16,7 @@ from mxnet import autograd, nd
 from mxnet.base import MXNetError
 from mxnet.ndarray.ndarray import NDArray
 
-from ..backends import Action, EagerOperator
+from ..backends import Action, EagerOperator, Invoke
 from ..framework.arrays import cast, has_gradient
 from ..framework.machine import dtype_name
 from ..framework.operators import auxiliary_states, resolve, starts_backward, with_trait
@@ -55,7 +55,7 @@ def without_bias(attrs: dict[str, str]) -> dict[str, str]:
 def separate_bias(then: Action, eager: EagerOperator) -> Action:
     """Give the bias of a dense layer in eager calls a gradient where the weight needs none."""
 
-    def action(original: Any, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, keys, vals, out, is_np_op, _ = arguments
         # A gradient array stays: with one, the weight is not looked at again.
         known = len(arrays) <= _BIAS or hasattr(arrays[_WEIGHT].handle, _IS_TRAINED)

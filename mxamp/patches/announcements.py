@@ -1,7 +1,7 @@
 """Log lines: whether mixed precision is on, and whether it is fast on this machine."""
 
 import logging
-from typing import Any, Set
+from typing import Set
 
 from ..backends import DEVICES, backend_of
 from ..framework.machine import default_device
@@ -77,7 +77,7 @@ def warn_of_unknown_layers(policy: Policy) -> None:
             logger.warning(UNKNOWN_LAYER, error)
 
 
-def warn_once(key: str, line: str, *values: Any) -> None:
+def warn_once(key: str, line: str, *values: object) -> None:
     """Log a warning unless the process has logged the one of this key."""
     if key not in _logged:
         _logged.add(key)

@@ -14,6 +14,7 @@ from ..framework.contrib_amp import check_contrib_is_off
 from ..framework.distributed import end_worker_on_errors
 from ..framework.interrupts import ending
 from ..framework.keywords import checked_call
+from ..framework.machine import Device, Dtype
 from ..framework.patching import FrontEnd, locked
 from ..framework.wording import shown
 from ..policy import active, regions
@@ -37,14 +38,14 @@ NO_TARGET = "'auto' has chosen float32 here: give the target dtype, 'float16' or
 
 @checked_call
 def init(
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     target_precision_ops: Optional[Iterable[str]] = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
     fp32_ops: Optional[Iterable[str]] = None,
     *,
     widest_ops: Optional[Iterable[str]] = None,
     policy: Optional[Policy] = None,
-    ctx: Any = None,
+    ctx: Optional[Device] = None,
     tuned: bool = True,
 ) -> None:
     """Turn mixed precision on for the whole process.
@@ -196,7 +197,7 @@ class autocast(active.Regional):
 
     @checked_call
     def __init__(
-        self, dtype: Any = None, enabled: bool = True, policy: Optional[Policy] = None
+        self, dtype: Optional[Dtype] = None, enabled: bool = True, policy: Optional[Policy] = None
     ) -> None:
         if isinstance(dtype, bool) or (callable(dtype) and not isinstance(dtype, type)):
             raise ArgumentError(
@@ -235,7 +236,7 @@ class autocast(active.Regional):
         check_runs_at_once(function)
 
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             with self:
                 return function(*args, **kwargs)
 
@@ -265,7 +266,7 @@ def check_runs_at_once(function: Any) -> None:
         raise ArgumentError(RUNS_LATER.format(given=shown(function)))
 
 
-def policy_for(dtype: Any, policy: Optional[Policy]) -> Policy:
+def policy_for(dtype: Optional[Dtype], policy: Optional[Policy]) -> Policy:
     """Return the policy in force inside `autocast(dtype, policy=policy)`; raise without one."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 from dataclasses import replace
-from typing import Any, Callable, Hashable, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -30,7 +30,10 @@ from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
 from .announcements import record_layers, warn_of_unknown_layers
-from .eager import MANY, call_library
+from .eager import MANY, Out, call_library
+
+if TYPE_CHECKING:
+    from ..backends.choices import Chosen
 
 logger = logging.getLogger("mxamp")
 
@@ -53,7 +56,7 @@ _SCALE = -1
 def build_call_cached_op(original: Original) -> Original:
     """Return a `_call_cached_op` that runs the graph rewritten for the policy in force."""
 
-    def _call_cached_op(self: HybridBlock, *args: Any) -> Any:
+    def _call_cached_op(self: HybridBlock, *args: object) -> object:
         op = self._cached_op
         if type(op) is not PolicyCachedOp:
             if current_policy() is not None or _records_under_policy() is not None:
@@ -75,14 +78,14 @@ def _records_under_policy() -> Policy | None:
     return policy if isinstance(policy, Policy) else None
 
 
-def patched_get_graph(original: Original, self: HybridBlock, *args: Any) -> Any:
+def patched_get_graph(original: Original, self: HybridBlock, *args: object) -> object:
     """Trace a block outside the `autocast` regions around the call."""
     # Regions around the call are in force when the graph runs; only those inside belong to it.
     with tracing():
         return original(self, *args)
 
 
-def patched_setattr(original: Original, self: HybridBlock, name: str, value: Any) -> None:
+def patched_setattr(original: Original, self: HybridBlock, name: str, value: object) -> None:
     """Install a `PolicyCachedOp` if a traced block has regions."""
     original(self, name, value)
     # A block whose code enters regions needs a rewritten graph even if mixed precision is off
@@ -149,9 +152,9 @@ class Made:
         #: The ops, by call, graph, accumulated gradients and choices.
         self.ops: dict[Any, _Op] = {}
         #: By call and graph, the choices by shapes of data; those for any other shapes by None.
-        self.choices: dict[tuple[CallKey, int], dict[Any, Hashable]] = {}
+        self.choices: dict[tuple[CallKey, int], dict[Any, Chosen]] = {}
         #: The same choices, each once: they may be large, and most shapes have equal ones.
-        self.distinct: dict[Hashable, Hashable] = {}
+        self.distinct: dict[Chosen, Chosen] = {}
 
 
 class Variants:
@@ -238,7 +241,7 @@ class Variants:
 
     def _choose(
         self, made: Made, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
-    ) -> Hashable:
+    ) -> Chosen:
         """Return the choices by shape for a call, cached.
 
         Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
@@ -264,7 +267,7 @@ class Variants:
         usage = Usage(dtypes, stored=self._stored, training=call.training)
         return replace(usage, regions_only=call.regions_only)
 
-    def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Hashable) -> _Op:
+    def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Chosen) -> _Op:
         """Return a new op that runs `graph` rewritten; the block's own if nothing changes."""
         rewritten = rewritten_graph(graph, policy, usage, choices)
         if rewritten is not graph:
@@ -288,7 +291,7 @@ class Variants:
             op._register_op_hook(*self._hook)
         return op
 
-    def set_hook(self, callback: Any, monitor_all: bool = False) -> None:
+    def set_hook(self, callback: Callable[..., object] | None, monitor_all: bool = False) -> None:
         """Register a hook of Gluon with all ops, those made later too; None removes it."""
         self._hook = (callback, monitor_all) if callback else None
         made = [op for one in self.made.values() for op in one.ops.values()]
@@ -321,7 +324,7 @@ class PolicyCachedOp:
         # At exit, graphs have to be freed before the functions that their custom operators call.
         self._callbacks = getattr(mx.operator, "_registry", None)
 
-    def __call__(self, *args: NDArray, out: Any = None) -> Any:
+    def __call__(self, *args: NDArray, out: Out = None) -> object:
         """Run the graph on these arguments, as MXNet's cached op does."""
         op = self.select(args)
         inputs, run = op.inputs(args), op.run

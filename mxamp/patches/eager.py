@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from contextlib import ExitStack
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Union
 
 import mxnet as mx
 import numpy as np
@@ -21,7 +21,7 @@ from mxnet.ndarray import _internal as mx_internal
 from mxnet.ndarray import register as mx_register
 from mxnet.ndarray.ndarray import NDArray
 
-from ..backends import Action, EagerOperator, Site, Step, backend_of, shape_checks
+from ..backends import Action, EagerOperator, Invoke, Site, Step, backend_of, shape_checks
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
 from ..framework.arrays import (
@@ -44,8 +44,8 @@ from ..policy.policy import PerPolicy, Policy
 from ..policy.rules import Reason
 from ..scaling.loss_outputs import LOSS_OUTPUT_HANDLES, scalable_inputs
 
-#: MXNet's `_imperative_invoke`, a function of the fields of `Arguments`.
-Invoke = Callable[..., Any]
+#: The arrays that an operator writes; None to make them.
+Out = Union[None, NDArray, Sequence[NDArray]]
 
 
 class Arguments(NamedTuple):
@@ -86,7 +86,7 @@ def build_invoke(original: Invoke) -> Invoke:
     """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
     original = _invoke if original is mx_arrays.invoke else original
 
-    def _imperative_invoke(*arguments: Any) -> Any:
+    def _imperative_invoke(*arguments: Any) -> object:
         policy = current_policy()
         # Every microsecond counts: a small call takes ten.
         actions = _OFF if policy is None else _actions_of(policy)
@@ -98,7 +98,7 @@ def build_invoke(original: Invoke) -> Invoke:
     return _imperative_invoke
 
 
-def _encode(*texts: str) -> Any:
+def _encode(*texts: str) -> object:
     """Return texts as C strings."""
     encoded = (ctypes.c_char_p * len(texts))()
     encoded[:] = [text.encode() for text in texts]  # faster than to make it of them
@@ -110,8 +110,8 @@ _encoded = functools.lru_cache(MANY)(_encode)
 
 
 def _invoke(
-    handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Any, is_np: bool, many: bool
-) -> Any:
+    handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Out, is_np: bool, many: bool
+) -> object:
     """Call an operator as MXNet's function does, in four fifths of the time."""
     # A call with `out` is mostly an optimizer's, with other numbers each time.
     encode = _encoded if out is None else _encode
@@ -121,8 +121,8 @@ def _invoke(
 
 
 def call_library(
-    call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Any
-) -> Any:
+    call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Out
+) -> object:
     """Call a function of MXNet's library on arrays; return the outputs that it makes, or `out`."""
     size, count, memory, kinds = len(arrays), _c_int(), _Handles(), _Kinds()
     inputs = c_handle_array(arrays)
@@ -170,7 +170,7 @@ _OFF = _Actions(None)
 _actions_of: PerPolicy[_Actions] = PerPolicy(_Actions)
 
 
-def _plain(original: Invoke, arguments: Sequence[Any]) -> Any:
+def _plain(original: Invoke, arguments: Sequence[Any]) -> object:
     """Call MXNet's own function."""
     return original(*arguments)
 
@@ -199,7 +199,7 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
 def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
     """Let the gradients that an output operator starts carry the loss scale, while recording."""
 
-    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if autograd.is_recording():
             call = Arguments(*arguments)
             scaled = scalable_inputs(call.handle, call.arrays, call.attrs)
@@ -213,14 +213,14 @@ def copy_inputs(then: Action, eager: EagerOperator) -> Action:
     """Let an operator read copies of the inputs whose gradients are zeros by definition."""
     positions = eager.operator.zero_gradients
 
-    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         # Without them, autograd reads inputs of a cast after they are freed. A program that has
         # cast nothing needs no copies.
         if not (mx_arrays.cast_dtypes and autograd.is_recording()):
             return then(original, arguments)
         is_np_op = Arguments(*arguments).is_np_op
 
-        def copied(handle: int, arrays: Sequence[NDArray], *rest: Any) -> Any:
+        def copied(handle: int, arrays: Sequence[NDArray], *rest: object) -> object:
             return original(handle, mx_arrays.copy_inputs_at(arrays, positions, is_np_op), *rest)
 
         return then(copied, arguments)
@@ -234,7 +234,7 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
     """
 
-    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         call = Arguments(*arguments)
         [array], out = call.arrays, call.out
         if dtype_code(array) == _BFLOAT16 and (out is None or dtype_code(out) != _BFLOAT16):
@@ -247,7 +247,7 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
 def keep_float32(then: Action, eager: Any) -> Action:
     """Call MXNet's own operator where policy or shapes leave float32 inputs as they are."""
 
-    def action(original: Invoke, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
             return original(*arguments)
         return then(original, arguments)
@@ -291,7 +291,7 @@ class _EagerOperator:
         read = {*operator.decisive_attributes, *(c.attribute for c in rule.conditions)}
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
-    def cast(self, original: Invoke, arguments: Sequence[Any]) -> Any:
+    def cast(self, original: Invoke, arguments: Sequence[Any]) -> object:
         """Call the operator on inputs that are cast as the policy decides."""
         call = Arguments(*arguments)
         decision = self._decide(call)
@@ -361,14 +361,14 @@ class _EagerOperator:
 
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
-    ) -> Any:
+    ) -> object:
         """Call another operator, named `op`, under the policy."""
         handle = handle_of(op)
         action = _actions_of(self.policy)[handle] or _plain
         return action(original, (handle, inputs, [*attrs], [*attrs.values()], None, np, False))
 
     @staticmethod
-    def write(outputs: Any, out: Any) -> Any:
+    def write(outputs: object, out: object) -> object:
         """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
         if out is None:
             return outputs
@@ -391,7 +391,7 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
     return inputs
 
 
-def _rounded(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
+def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
     """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
     if decision.emulated is None:
         return outputs
@@ -405,7 +405,7 @@ def _rounded(decision: Decision, outputs: Any, is_np_op: bool) -> Any:
 # ---------------------------------------------------------------------- other patches
 
 
-def patched_setitem(original: Original, self: NDArray, key: Any, value: Any) -> Any:
+def patched_setitem(original: Original, self: NDArray, key: object, value: Any) -> object:
     """Write values into an array; into one of bfloat16 in plain MXNet, rounded.
 
     MXNet would write NumPy's numbers as raw bits, and `mx.np` would take no numbers at all.
@@ -434,7 +434,7 @@ def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) 
     return action(invoke, (_TENSORDOT, [a, b], (), (), None, True, False))
 
 
-def patched_asnumpy(original: Original, self: NDArray) -> Any:
+def patched_asnumpy(original: Original, self: NDArray) -> object:
     """Return float32 values for bfloat16 arrays."""
     if current_policy() is not None and dtype_code(self) == _BFLOAT16:
         with autograd.pause():
@@ -442,21 +442,21 @@ def patched_asnumpy(original: Original, self: NDArray) -> Any:
     return original(self)
 
 
-def patched_scope_enter(original: Original, scope: Any) -> Any:
+def patched_scope_enter(original: Original, scope: autograd._RecordingStateScope) -> object:
     """Begin a scope of autograd, that of `record()` with shared casts of leaves."""
     if scope._enter_is_record and mx_arrays.cast_dtypes:
         mx_arrays.leaf_casts.begin(scope)
     return original(scope)
 
 
-def build_scope_exit(original: Original) -> Any:
+def build_scope_exit(original: Original) -> property:
     """Return the end of autograd's scopes, as `patched_scope_enter` begins them.
 
     Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
     of them can't leave autograd recording.
     """
 
-    def exit_of(scope: Any) -> Any:
+    def exit_of(scope: object) -> object:
         stack = ExitStack()
         stack.push(functools.partial(original, scope))
         stack.callback(mx_arrays.leaf_casts.end, scope)

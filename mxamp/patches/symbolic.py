@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Hashable, Iterator, Mapping, Sequence, Union
 
 import mxnet as mx
 from mxnet.base import _LIB, check_call
@@ -28,7 +28,7 @@ from mxnet.symbol import Symbol
 from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.arrays import dtypes_of
-from ..framework.machine import device_kind
+from ..framework.machine import Dtype, device_kind
 from ..framework.operators import handle_of, with_trait
 from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph, runnable_symbol
@@ -40,6 +40,10 @@ from ..policy.rules import custom_classes
 from .announcements import UNSCALED_EXECUTORS, record_layers, warn_once
 
 logger = logging.getLogger("mxamp")
+
+#: Arrays and values of `grad_req` of a symbol's arguments, in their order or by name.
+Arrays = Union[Sequence[Any], Mapping[str, Any]]
+GradReq = Union[str, Sequence[str], Mapping[str, str]]
 
 #: Whether the code that binds scales the losses of its executors.
 _scaled: ContextVar[bool] = ContextVar("mxamp_scaled_executors", default=False)
@@ -59,19 +63,19 @@ def patched_bind(
     original: Original,
     self: Symbol,
     ctx: mx.Context,
-    args: Any,
-    args_grad: Any = None,
-    grad_req: Any = "write",
-    *rest: Any,
-    **options: Any,
-) -> Any:
+    args: Arrays,
+    args_grad: Arrays | None = None,
+    grad_req: GradReq = "write",
+    *rest: object,
+    **options: object,
+) -> object:
     """Bind the graph rewritten for the policy in force."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req, args_grad)
     policy = _policy_to_bind(self, ctx, grad_reqs)
     if policy is None:
         return original(self, ctx, args, args_grad, grad_req, *rest, **options)
-    arrays = dict(zip(names, args)) if isinstance(args, (list, tuple)) else dict(args)
+    arrays = dict(args if isinstance(args, Mapping) else zip(names, args))
     given = {name: array for name, array in arrays.items() if isinstance(array, NDArray)}
     dtypes = dict(zip(given, dtypes_of(list(given.values()))))
     binding = _Binding(self, policy, grad_reqs, dtypes)
@@ -84,11 +88,11 @@ def patched_simple_bind(
     original: Original,
     self: Symbol,
     ctx: mx.Context,
-    grad_req: Any = "write",
-    type_dict: Any = None,
-    *rest: Any,
+    grad_req: GradReq = "write",
+    type_dict: Mapping[str, Dtype] | None = None,
+    *rest: object,
     **options: Any,
-) -> Any:
+) -> object:
     """Bind the graph rewritten for the policy in force."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req)
@@ -111,7 +115,7 @@ def patched_simple_bind(
     return binding.bind(call, _device_groups(rest, options))
 
 
-def _device_groups(rest: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def _device_groups(rest: Sequence[Any], options: Mapping[str, Any]) -> object:
     """Return `group2ctx` among the last arguments of `bind` or `simple_bind`."""
     return rest[1] if len(rest) > 1 else options.get("group2ctx")
 
@@ -149,7 +153,7 @@ class _Binding:
             self._symbols[choices] = symbol
         return self._symbols[choices]
 
-    def bind(self, call: Callable[[], Executor], groups: Any) -> Executor:
+    def bind(self, call: Callable[[], Executor], groups: object) -> Executor:
         """Return the executor that `call` binds, as if it were one of the original symbol."""
         with self._backend.binding(groups):
             executor = call()
@@ -164,7 +168,7 @@ class _RewrittenExecutor(Executor):
     _binding: _Binding
 
     def reshape(
-        self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: Any
+        self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: object
     ) -> Executor:
         """Return an executor for other shapes, as MXNet's `reshape`, with its graph rewritten."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
@@ -224,7 +228,7 @@ def scaled_executors() -> Iterator[None]:
         _scaled.reset(before)
 
 
-def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> Policy | None:
+def _policy_to_bind(symbol: Symbol, ctx: object, grad_reqs: Mapping[str, str]) -> Policy | None:
     """Return the policy to rewrite a symbol for; None to bind it as it is.
 
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
@@ -240,7 +244,7 @@ def _policy_to_bind(symbol: Symbol, ctx: Any, grad_reqs: Mapping[str, str]) -> P
     return policy
 
 
-def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> dict[str, str]:
+def _grad_reqs(names: Sequence[str], grad_req: GradReq, args_grad: Any = ()) -> dict[str, str]:
     """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
     if isinstance(grad_req, str):
         asked = dict.fromkeys(names, grad_req)
@@ -255,8 +259,8 @@ def _grad_reqs(names: Sequence[str], grad_req: Any, args_grad: Any = ()) -> dict
 
 
 def patched_symbol_creator(
-    original: Original, handle: int, args: Any, kwargs: Any, keys: Any, vals: Any, *rest: Any
-) -> Any:
+    original: Original, handle: int, args: object, kwargs: Any, keys: Any, vals: Any, *rest: object
+) -> object:
     """Mark a new node with the `autocast` region around it."""
     mark = active.current_mark()
     if mark is not None and handle in _UNMARKED:

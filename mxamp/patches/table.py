@@ -31,7 +31,7 @@ from . import cached_op, eager, symbolic
 # ---------------------------------------------------------------------- small replacements
 
 
-def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> Any:
+def _patched_call(original: Original, self: autograd.Function, *inputs: object) -> object:
     """Call a function on float32 inputs; its backward runs under forward's policy."""
     policy, backward = current_policy(), self.backward
     if policy is not None:
@@ -39,7 +39,7 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
         inputs = tuple(map(_wide, inputs))
 
     @wraps(backward)
-    def backward_of_forward(*gradients: Any) -> Any:
+    def backward_of_forward(*gradients: object) -> object:
         user = object()
         with ending(casting.release, user):
             casting.acquire(user)
@@ -50,10 +50,11 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: Any) -> 
     return original(self, *inputs)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     """Return a half-precision array in float32, and anything else as it is."""
-    is_half = isinstance(value, NDArray) and dtype_of(value) in HALVES
-    return cast(value, "float32", isinstance(value, mx.np.ndarray)) if is_half else value
+    if not isinstance(value, NDArray) or dtype_of(value) not in HALVES:
+        return value
+    return cast(value, "float32", isinstance(value, mx.np.ndarray))
 
 
 def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
@@ -68,15 +69,15 @@ def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
         yield batch
 
 
-def _patched_thread_worker(original: Original, *args: Any, **kwargs: Any) -> Any:
+def _patched_thread_worker(original: Original, *args: object, **kwargs: object) -> object:
     """Run a data loader's worker without mixed precision."""
     with suspended():
         return original(*args, **kwargs)
 
 
 def _patched_store_call(
-    original: Original, self: KVStore, key: Any, value: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original, self: KVStore, key: object, value: object, *args: object, **kwargs: object
+) -> object:
     """Call a `KVStore` method; raise on arrays that parameter servers can't take."""
     if is_distributed(self):
         PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
@@ -145,14 +146,14 @@ class _CastingPatches(PatchSet):
         return [*(Patch(*row) for row in ALL), *refusals()]
 
     @locked
-    def acquire(self, user: Any) -> None:
+    def acquire(self, user: object) -> None:
         """Add a user of the patches, and install them for the first."""
         check_contrib_is_off()
         self._users.add(user)
         self.open()
 
     @locked
-    def release(self, user: Any) -> None:
+    def release(self, user: object) -> None:
         """Remove a user of the patches, if it is one, and undo them after the last."""
         self._users.discard(user)
         if not self._users:

@@ -44,7 +44,7 @@ class Cuda(ChoosingBackend):
         sees_none = default_device() == "cpu" and not of_model
         return ("gpu", NO_GPU) if sees_none else None
 
-    def binding(self, groups: Any) -> AbstractContextManager[Any]:
+    def binding(self, groups: object) -> AbstractContextManager[Any]:
         # MXNet's fusion fails for some graphs on several devices, or ends the process, without
         # casts too.
         return variable(libraries.FUSION, "0" if groups else None)

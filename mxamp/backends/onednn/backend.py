@@ -10,6 +10,7 @@ from mxnet.optimizer import SGD
 
 from ...errors import ArgumentError
 from ...framework.patching import wrapping
+from ...graph.edit import Params
 from ...graph.ir import Graph, Node
 from ...policy.decision import CASTABLE
 from ...policy.policy import Policy
@@ -102,7 +103,7 @@ class OneDNN(ChoosingBackend):
         # `rnn_layers` makes, fails with "_M_range_check".
         return super().reads_unset_flag(rnn) or recurrent.is_divided(rnn)
 
-    def fuse(self, graph: Graph, params: Any, policy: Policy) -> tuple[Graph, Any, Policy]:
+    def fuse(self, graph: Graph, params: Params, policy: Policy) -> tuple[Graph, Params, Policy]:
         return fuse.fused(graph, params, policy)
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:

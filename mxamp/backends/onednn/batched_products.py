@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Sequence
 
 from ...policy.values import is_true
-from ..passes import Call, Detail, Parts
+from ..passes import Call, Detail, Parts, Tensor
 
 #: The least multiplications in a product of two matrices: with fewer, the operators around the
 #: dense layers take longer than bfloat16 saves.
@@ -40,7 +40,7 @@ def dense_products(parts: Parts, detail: Detail) -> None:
         weight = parts.add("transpose", "weight", weight, axes="(0, 2, 1)")
     one_by_one = {"num_outputs": str(pairs), "axis": "0", "squeeze_axis": "True"}
 
-    def split(name: str, tensor: Any) -> Sequence[Any]:
+    def split(name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Add the matrices of a batch in bfloat16."""
         low = parts.add("amp_cast", f"{name}_low", tensor, dtype="bfloat16")
         return parts.add_all("SliceChannel", f"{name}s", pairs, low, **one_by_one)

@@ -8,9 +8,8 @@ back to a reference kernel, about 20 times slower, in float32 too.
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from ..passes import Call, Detail, Parts
+from ..passes import Call, Detail, Parts, Tensor
 from .layouts import BLOCK, COLORS, PLANAR_AXES
 
 # With larger kernels, the products of the fourth channel cost more than the layout saves.
@@ -83,7 +82,7 @@ def match_image_convolution(call: Call) -> Detail | None:
     return () if fits else None
 
 
-def image_convolution(parts: Parts, _detail: Detail) -> Any:
+def image_convolution(parts: Parts, _detail: Detail) -> list[Tensor]:
     """Before: 3 input channels. After: 4, with a channel of zeros in images and weight.
 
     Conditions: the number of filters is a multiple of 16, and convolutions compute in bfloat16.
@@ -96,7 +95,7 @@ def image_convolution(parts: Parts, _detail: Detail) -> Any:
     return [parts.add("Convolution", "", *padded, *bias, **parts.attrs)]
 
 
-def _add_zero_channel(parts: Parts, name: str, tensor: Any) -> Any:
+def _add_zero_channel(parts: Parts, name: str, tensor: Tensor) -> Tensor:
     """Append a channel of zeros to a tensor; return the result."""
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)

@@ -20,8 +20,8 @@ from ...framework.operators import handle_of
 from ...framework.patching import Original
 from ...graph.ir import Node
 from ...policy.active import current_policy
-from .. import Action, EagerOperator, Step
-from ..passes import Call, Parts
+from .. import Action, EagerOperator, Invoke, Step
+from ..passes import Call, Parts, Tensor
 from .convolutions import image_convolution
 from .layouts import COLORS
 from .substitutions import PASSES
@@ -42,7 +42,7 @@ def build_view(original: Original) -> Original:
     """Return a method for views; it marks the handles of bfloat16: arrays take no attributes."""
 
     @functools.wraps(original)
-    def method(self: NDArray, *args: Any, **keywords: Any) -> NDArray:
+    def method(self: NDArray, *args: object, **keywords: object) -> NDArray:
         view: NDArray = original(self, *args, **keywords)
         if dtype_code(view) == _BFLOAT16 and current_policy() is not None:
             if not view.ndim:  # oneDNN's bfloat16 kernels fail on 0-d arrays
@@ -56,7 +56,7 @@ def build_view(original: Original) -> Original:
 def copy_views(then: Action, _eager: EagerOperator) -> Action:
     """Read copies of views: oneDNN falls back for some arrays, on kernels that read no views."""
 
-    def action(original: Any, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
         if any(views):
             handle, arrays, keys, vals, out, is_np_op, many = arguments
@@ -76,7 +76,7 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
     if eager.rule.no_kernel is None or eager.rule.op_class == "fp32":
         return then
 
-    def action(original: Any, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, _, _, out, *rest = arguments
         fits = [*map(dtype_code, arrays)] == [_BFLOAT16, _BFLOAT16] and on_device(arrays, "cpu")
         first, second = arrays[0], arrays[-1]
@@ -90,12 +90,12 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
 class _Calls(Parts):
     """The parts of an equivalent, called at once instead of added to a graph."""
 
-    def __init__(self, eager: EagerOperator, original: Any, arguments: Sequence[Any]) -> None:
+    def __init__(self, eager: EagerOperator, original: Invoke, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments
         self.attrs = dict(zip(keys, map(str, vals)))
         self._eager, self._original = eager, original
 
-    def add(self, op: str, suffix: str, *inputs: Any, keep: str | None = None, **attrs: str) -> Any:
+    def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
         """Call an operator under the policy; return its output."""
         return self._eager.call(self._original, op, inputs, attrs, self._is_np_op)
 
@@ -103,7 +103,7 @@ class _Calls(Parts):
 def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
     """Convolve color images, cast to bfloat16, with a fourth channel of zeros, as graphs do."""
 
-    def action(original: Any, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, _, _, out, *_ = arguments
         if not arrays[1:] or shape_of(arrays[1])[1:2] != (COLORS,):
             return then(original, arguments)
@@ -128,11 +128,11 @@ def keep_layout(then: Action, eager: EagerOperator) -> Action:
     if not eager.rule.lowers:
         return then
 
-    def trained(original: Any, *arguments: Any) -> Any:
+    def trained(original: Invoke, *arguments: object) -> object:
         with autograd.train_mode():
             return original(*arguments)
 
-    def action(original: Any, arguments: Sequence[Any]) -> Any:
+    def action(original: Invoke, arguments: Sequence[Any]) -> object:
         casts = len(arguments[1]) > 1 and dtype_code(arguments[1][1]) == _FLOAT32
         if casts and not autograd.is_training():
             original = functools.partial(trained, original)

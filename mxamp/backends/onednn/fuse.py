@@ -11,7 +11,8 @@ from typing import Any, Iterator, Mapping, Sequence
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
-from ...framework.arrays import as_list, invoke
+from ...framework.arrays import invoke
+from ...framework.machine import Values
 from ...framework.operators import resolve, with_trait
 from ...graph.edit import Edit, Params, View, without_fused_operators
 from ...graph.ir import Graph, Node, Output
@@ -133,8 +134,7 @@ def _call(node: Node, inputs: list[NDArray]) -> NDArray:
     attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
     handle = resolve(node.op).handle
     made = invoke(handle, inputs, list(attrs), list(attrs.values()), None, False, True)
-    first: NDArray = as_list(made)[0]
-    return first
+    return made[0]  # of a list
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
@@ -195,7 +195,7 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
     return scale, beta - mean * scale
 
 
-def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Any, shift: Any) -> None:
+def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shift: Values) -> None:
     """Multiply the output channels of product i by `scale` and add `shift`, in its parameters.
 
     `names` are the names of its weight and, if it has one, its bias.
@@ -255,12 +255,12 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
         edit.change(i, attrs={**edit.node(i).attrs, "num_group": str(groups)})
 
 
-def _set_weight(edit: Edit, i: int, values: Any) -> None:
+def _set_weight(edit: Edit, i: int, values: Values) -> None:
     """Set the weight of node i to values of another shape."""
     fusible.set_parameter(edit, edit.node(i).inputs[1][0], fusible.float32_array(values))
 
 
-def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Any]]:
+def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:
     """Yield the index and the weight of each convolution that a substitution fits.
 
     The weights have no other consumers.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import AbstractSet, Any, Container, Mapping
+from typing import AbstractSet, Container, Mapping
 
 import mxnet as mx
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
 
 from ...errors import ArgumentError
-from ...framework.machine import dtype_name
+from ...framework.machine import Values, dtype_name
 from ...framework.wording import shortened
 from ...graph.edit import Edit, View, without_shape
 from ...graph.ir import Graph, Node, Usage
@@ -74,7 +74,7 @@ class FusionView(View):
         return not decide(node.op, node.attrs, inputs, inside).changes
 
 
-def float32_array(values: Any) -> NDArray:
+def float32_array(values: Values) -> NDArray:
     """Return NumPy values as a float32 array on the CPU."""
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
 

@@ -67,7 +67,7 @@ def _is_large(weight: NDArray) -> bool:
     return bool(handle.is_large)
 
 
-def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
+def _is_faster(optimizer: SGD, *arrays: NDArray | None) -> bool:
     """Return whether NumPy is faster on the arrays."""
     used = [array for array in arrays if array is not None]
     return (
@@ -80,7 +80,7 @@ def _is_faster(optimizer: SGD, *arrays: Any) -> bool:
     )
 
 
-def _blocks(*arrays: Any) -> Iterator[list[Any]]:
+def _blocks(*arrays: machine.Values) -> Iterator[list[machine.Values]]:
     """Yield the arrays block by block, followed by two scratch blocks of the same size."""
     buffers = [np.empty(min(_BLOCK, arrays[0].size), _float) for _ in range(2)]
     for start in range(0, arrays[0].size, _BLOCK):
@@ -88,7 +88,7 @@ def _blocks(*arrays: Any) -> Iterator[list[Any]]:
         yield [*parts, *(buffer[: parts[0].size] for buffer in buffers)]
 
 
-def _sgd(optimizer: SGD, index: Any, weight: NDArray, grad: NDArray, state: Any) -> None:
+def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDArray | None) -> None:
     """Update `weight` in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
 
     With momentum, m is kept in `state`.
@@ -119,7 +119,7 @@ def _sgd(optimizer: SGD, index: Any, weight: NDArray, grad: NDArray, state: Any)
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed_number(value: float) -> Any:
+def _parsed_number(value: float) -> np.float32:
     """Return a number as MXNet's operators parse it from text, where the last bit may differ.
 
     An operator computes 0 - value * -1, which is slow: cached.

@@ -12,11 +12,11 @@ from functools import reduce
 from typing import Any, Callable, Sequence
 
 from ...framework.operators import with_trait
-from ...graph.ir import Graph, Node, Output
+from ...graph.ir import Graph, Node, Output, Shape
 from ...policy.values import is_true
-from ..passes import Attributes, Call, Detail, Parts
+from ..passes import Attributes, Call, Detail, Parts, Tensor
 
-_Tensors = Sequence[Any]  #: outputs of nodes
+_Tensors = Sequence[Tensor]  #: outputs of nodes
 
 #: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
 #: GRU reset, update and new.
@@ -174,7 +174,7 @@ def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
     """
     steps, *sizes = detail
 
-    def add_layer(k: int, below: Any, own: _Tensors, begin: _Tensors) -> tuple[Any, _Tensors]:
+    def add_layer(k: int, below: Tensor, own: _Tensors, begin: _Tensors) -> tuple[Tensor, _Tensors]:
         order = range(steps)[:: -1 if k % _directions(parts.attrs) else 1]
         states, end = _LayerSteps(parts, f"l{k}", own).steps(below, order, begin)
         return _add_concat(parts, f"l{k}", states, axis=0), end
@@ -196,7 +196,7 @@ def layers(parts: Parts, detail: Detail) -> _Tensors | None:
     single = {**attrs, "num_layers": "1", "bidirectional": "False"}
     count = 1 + _state_count(attrs) if _has_ends(attrs) else 1
 
-    def add_layer(k: int, below: Any, own: _Tensors, begin: _Tensors) -> tuple[Any, _Tensors]:
+    def add_layer(k: int, below: Tensor, own: _Tensors, begin: _Tensors) -> tuple[Tensor, _Tensors]:
         vector = _add_vector(parts, f"l{k}_vector", own, shapes[2 * k : 2 * k + 2])
         backward = bool(k % _directions(attrs))
         read = parts.add("reverse", f"l{k}_reversed", below, axis="0") if backward else below
@@ -209,7 +209,7 @@ def layers(parts: Parts, detail: Detail) -> _Tensors | None:
 def _add_layers(
     parts: Parts,
     sizes: Sequence[int],
-    add_layer: Callable[[int, Any, _Tensors, _Tensors], tuple[Any, _Tensors]],
+    add_layer: Callable[[int, Tensor, _Tensors, _Tensors], tuple[Tensor, _Tensors]],
 ) -> _Tensors | None:
     """Add all layers and the operator's outputs: also the last states, if it has them.
 
@@ -255,7 +255,7 @@ def _has_ends(attrs: Attributes) -> bool:
     return is_true(attrs.get("state_outputs", "False"))
 
 
-def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[tuple[int, ...]]) -> Any:
+def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[Shape]) -> Tensor:
     """Add the vector of a layer's parameters `own`, joined row by row.
 
     MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
@@ -271,7 +271,7 @@ def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[tuple[
     return parts.add("Reshape", name, rows, shape="(-1,)")
 
 
-def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Any:
+def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor:
     """Add a Concat of tensors, unless there is only one."""
     if len(tensors) == 1:
         return tensors[0]
@@ -279,14 +279,14 @@ def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Any:
 
 
 def _add_parameters(
-    parts: Parts, tensors: _Tensors, shapes: Sequence[tuple[int, ...]], shaped: bool
+    parts: Parts, tensors: _Tensors, shapes: Sequence[Shape], shaped: bool
 ) -> _Tensors:
     """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
     """
-    added: list[Any] = []
+    added: list[Tensor] = []
     source, begin = tensors[0], 0
     if len(tensors) > 1:
         begin = len(tensors) // 2
@@ -307,7 +307,7 @@ def _add_parameters(
     return added
 
 
-def _add_element(parts: Parts, name: str, tensor: Any, shaped: bool) -> Any:
+def _add_element(parts: Parts, name: str, tensor: Tensor, shaped: bool) -> Tensor:
     """Add a vector of one element of a weight, which gets no gradient."""
     begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
     element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
@@ -328,7 +328,7 @@ class _LayerSteps:
         self._mode, self._size = parts.attrs["mode"], int(parts.attrs["state_size"])
         self._read, self._recur, self._read_bias, self._bias = weights
 
-    def steps(self, data: Any, order: Sequence[int], begin: _Tensors) -> tuple[list[Any], _Tensors]:
+    def steps(self, data: Tensor, order: Sequence[int], begin: _Tensors) -> tuple[Any, _Tensors]:
         """Add all steps; return the states by time, and the last state (and cell).
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.
@@ -343,7 +343,7 @@ class _LayerSteps:
         states = {}
         for t in order:
             before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
-            name, keep = f"{self._name}_step{t}", self._parts.float32 if apart else None
+            name, keep = f"{self._name}_step{t}", self._parts.float32 if apart else ""
             read = self._parts.add("slice_axis", name, gates, keep=keep, **_bounds(t, t + 1))
             if apart:
                 state = self._gru(read, before, state)
@@ -354,7 +354,7 @@ class _LayerSteps:
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
 
-    def _lstm(self, gates: Any, state: _Tensors) -> _Tensors:
+    def _lstm(self, gates: Tensor, state: _Tensors) -> _Tensors:
         """Add one LSTM step from the sum of both products; return the new state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
@@ -363,7 +363,7 @@ class _LayerSteps:
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
-    def _gru(self, from_input: Any, from_state: Any, state: _Tensors) -> _Tensors:
+    def _gru(self, from_input: Tensor, from_state: Tensor, state: _Tensors) -> _Tensors:
         """Add one GRU step from the products of input and state; return the new state."""
         gates = self._add("elemwise_add", "gates", from_input, from_state)
         gates = self._add_activation(gates, "sigmoid")
@@ -376,23 +376,23 @@ class _LayerSteps:
         part = self._add("elemwise_mul", "update", update, change)
         return [self._add("elemwise_add", "state", new, part)]
 
-    def _simple(self, total: Any) -> _Tensors:
+    def _simple(self, total: Tensor) -> _Tensors:
         """Add one relu or tanh step from the sum of both products; return the new state."""
         return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
-    def _add(self, op: str, name: str, *inputs: Any, **attrs: str) -> Any:
+    def _add(self, op: str, name: str, *inputs: Tensor, **attrs: str) -> Tensor:
         """Add a float32 operator with the layer's name before its own."""
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
-    def _add_activation(self, tensor: Any, act_type: str) -> Any:
+    def _add_activation(self, tensor: Tensor, act_type: str) -> Tensor:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
-    def _gate(self, tensor: Any, k: int) -> Any:
+    def _gate(self, tensor: Tensor, k: int) -> Tensor:
         """Add the slice of gate k of all gates."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
-    def _product(self, name: str, tensor: Any, *parameters: Any) -> Any:
+    def _product(self, name: str, tensor: Tensor, *parameters: Tensor) -> Tensor:
         """Add a dense layer whose units are all gates, and maybe a bias."""
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
         attrs["no_bias"] = str(len(parameters) == 1)

@@ -7,10 +7,10 @@ BLAS is about 20 times as fast.
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from typing import Mapping
 
 from ...policy.values import is_true, parse_integers
-from ..passes import Attributes, Call, Detail, Parts
+from ..passes import Attributes, Call, Detail, Parts, Tensor
 from .layouts import BLOCK, PLANAR_AXES
 
 # The least elements of the summed array: with fewer, starting the additional operators takes
@@ -81,7 +81,7 @@ def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
     _add_result(parts, means, attrs, detail)
 
 
-def _add_sums(parts: Parts, detail: Detail) -> Any:
+def _add_sums(parts: Parts, detail: Detail) -> Tensor:
     """Add operators that sum the first input by a product with ones; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
@@ -98,7 +98,7 @@ def _add_sums(parts: Parts, detail: Detail) -> Any:
     return add("batch_dot", "sums", add("ones_like", "ones", column), planes, transpose_a="True")
 
 
-def _add_result(parts: Parts, sums: Any, attrs: Attributes, detail: Detail) -> None:
+def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -> None:
     """Give the sums the shape of a sum's or a mean's output."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
@@ -215,12 +215,12 @@ def broadcast(parts: Parts, detail: Detail) -> None:
     parts.add(operator, "", *inputs)
 
 
-def _add_constant(parts: Parts, name: str, count: int, value: int) -> Any:
+def _add_constant(parts: Parts, name: str, count: int, value: int) -> Tensor:
     """Add a column of `count` equal values."""
     return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 
-def _add_product(parts: Parts, name: str, data: Any, weight: Any, width: int) -> Any:
+def _add_product(parts: Parts, name: str, data: Tensor, weight: Tensor, width: int) -> Tensor:
     """Add a dense layer of `width` units without a bias."""
     attrs = {"no_bias": "True", "flatten": "False", "num_hidden": str(width)}
     return parts.add("FullyConnected", name, data, weight, **attrs)

@@ -8,7 +8,7 @@ block that is called twice gives two nodes the same name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import AbstractSet, Any, Hashable, Iterator, NamedTuple, Sequence
+from typing import TYPE_CHECKING, AbstractSet, Any, Iterator, NamedTuple, Sequence
 
 from mxnet.symbol import Symbol
 
@@ -23,6 +23,9 @@ from ...policy.values import is_true
 from .. import ir
 from ..ir import CASTS, HALVES, ROLE, Graph, Node, Output, Usage
 from .builder import Builder, NewOutput
+
+if TYPE_CHECKING:
+    from ...backends.choices import Chosen
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Rewrite:
                 yield from body.decided()
 
 
-def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Hashable | None = None) -> Rewrite:
+def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None = None) -> Rewrite:
     """Return a copy of a graph with the casts that `policy` decides on for this usage.
 
     `choices` are those of the policy's backend for the graph; None to choose them here.
@@ -335,7 +338,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
 
 
 @ir.collector_paused()
-def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Hashable) -> Graph:
+def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen) -> Graph:
     """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
