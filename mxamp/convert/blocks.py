@@ -149,7 +149,7 @@ def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
 
 
 def _with_states_as_list(
-    layer: _RNNLayer, inputs: NDArray, states: Any = None, *lengths: Any
+    layer: _RNNLayer, inputs: NDArray, states: object = None, *lengths: object
 ) -> Tuple[Any, ...]:
     """Return a recurrent layer's arguments with a list of states: `begin_state()` if None."""
     if states is None:
@@ -242,7 +242,7 @@ class ConvertedBlock(SymbolBlock):
             x, *args = _regroup([_cast_input(x, next(dtypes, None)) for x in flat], form)
         return super().forward(x, *args)
 
-    def _call_cached_op(self, *args: Any) -> Any:
+    def _call_cached_op(self, *args: object) -> object:
         if autograd.is_recording():
             frozen = [name for name in self._frozen if self.params[name].grad_req == "null"]
             if frozen and autograd.is_training() and not self._has_warned:
@@ -256,7 +256,7 @@ class ConvertedBlock(SymbolBlock):
         return super()._call_cached_op(*args)
 
 
-def _cast_input(value: Any, dtype: Optional[str]) -> Any:
+def _cast_input(value: Any, dtype: Optional[str]) -> object:
     """Return an array or symbol cast to `dtype` if both dtypes are half precision or float32."""
     if value is None or dtype not in CASTABLE:
         return value

@@ -6,7 +6,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
 from ..errors import ArgumentError
 from ..framework.keywords import checked_call
-from ..framework.machine import default_device
+from ..framework.machine import Dtype, default_device
 from ..framework.wording import shown
 from ..graph.casts.widen import has_halves
 from ..graph.ir import Graph
@@ -39,7 +39,7 @@ def convert_files(
     prefix: Union[str, Path],
     out: Union[str, Path],
     epoch: int = 0,
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     excluded_sym_names: LayerArgument = None,
     cast_optional_params: bool = False,
     *,

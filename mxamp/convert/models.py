@@ -16,6 +16,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError
 from ..framework.keywords import checked_call
+from ..framework.machine import Dtype
 from ..framework.wording import shown
 from ..policy.overrides import Conditional, LayerArgument, Names
 from ..policy.policy import Policy
@@ -33,7 +34,7 @@ NOT_BOUND = "bind bucketing_mod and give it parameters, by init_params or set_pa
 @checked_call
 def convert_symbol(
     sym: Symbol,
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -104,7 +105,7 @@ def convert_model(
     sym: Symbol,
     arg_params: Mapping[str, NDArray],
     aux_params: Mapping[str, NDArray],
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -161,7 +162,7 @@ def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Par
 @checked_call
 def convert_hybrid_block(
     block: HybridBlock,
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,
@@ -235,7 +236,7 @@ def convert_hybrid_block(
 @checked_call
 def convert_bucketing_module(
     bucketing_mod: BucketingModule,
-    target_dtype: Any = DEFAULT_TARGET,
+    target_dtype: Dtype = DEFAULT_TARGET,
     target_dtype_ops: Names = None,
     fp32_ops: Names = None,
     conditional_fp32_ops: Optional[Iterable[Conditional]] = None,

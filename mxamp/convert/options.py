@@ -9,7 +9,7 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, prefix_errors, unknown
-from ..framework.machine import DTYPE_CODES, dtype_name
+from ..framework.machine import DTYPE_CODES, Dtype, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import LayerArgument, Names, layer_patterns, unknown_layers
@@ -40,7 +40,7 @@ class Options:
     not_offline: FrozenSet[str] = frozenset()
 
     @classmethod
-    def of(cls, target_dtype: Any, **arguments: Any) -> "Options":
+    def of(cls, target_dtype: Dtype, **arguments: Any) -> "Options":
         """Return the options of a `convert_*` call, given all its arguments by name.
 
         `keep_io_types` is True by default, but False for float32 models, whose policy lowers no
@@ -110,7 +110,7 @@ def resolved_dtypes(
     return {**inferred, **known}
 
 
-def checked_dtype(name: str, dtype: Any) -> str:
+def checked_dtype(name: str, dtype: object) -> str:
     """Return the name of a dtype; raise, naming the input `name`, unless MXNet has that dtype."""
     found = dtype_name(dtype)
     if dtype is None or found not in DTYPE_CODES:  # None is float64 to NumPy
@@ -119,7 +119,7 @@ def checked_dtype(name: str, dtype: Any) -> str:
     return found
 
 
-def check_mapping(argument: str, value: Any, what: str, kind: Any = object) -> None:
+def check_mapping(argument: str, value: object, what: str, kind: type = object) -> None:
     """Raise unless the argument of that name is None, or maps names to `what`, all of a `kind`."""
     if not isinstance(value, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to {what}, not {shown(value)}")

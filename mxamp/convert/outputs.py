@@ -17,7 +17,7 @@ from mxnet.symbol import Symbol
 from ..errors import ArgumentError, CheckError, StateError
 from ..framework.arrays import as_list, cast
 from ..framework.keywords import checked_call
-from ..framework.machine import dtype_name
+from ..framework.machine import Values, dtype_name
 from ..framework.operators import with_trait
 from ..framework.wording import counted, shown
 from ..graph.inspect import tensors_of
@@ -55,7 +55,7 @@ class Distance:
         self.relative = self.maximum = 0.0
         self.lost = 0
 
-    def add(self, name: str, reference: Any, measured: Any) -> None:
+    def add(self, name: str, reference: Values, measured: Values) -> None:
         """Include a pair of float32 NumPy arrays; raise, naming output `name`, if shapes differ."""
         if reference.shape != measured.shape:
             shapes = f"{reference.shape} and {measured.shape}"
@@ -154,7 +154,7 @@ def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> 
             raise CheckError(f"output {one.name!r} has {bad}; nothing was written. {hint}", errors)
 
 
-def output_error(name: str, reference: Any, measured: Any) -> OutputError:
+def output_error(name: str, reference: Values, measured: Values) -> OutputError:
     """Return the error of an output against the reference, both float32 NumPy arrays."""
     distance = Distance()
     distance.add(name, reference, measured)

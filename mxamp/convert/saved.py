@@ -153,7 +153,7 @@ def _read_symbol(path: Path) -> Symbol:
     raise ArgumentError(f"{str(path)!r} can't be read as a symbol: {why}")
 
 
-def _check_graph_json(graph: Any) -> None:
+def _check_graph_json(graph: Dict[str, Any]) -> None:
     """Raise unless a symbol's parsed JSON has nodes and heads, and no cycles."""
     if not (graph["nodes"] and graph["heads"]):
         raise ValueError("it has no nodes or no heads")
@@ -238,11 +238,11 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
             raise OSError(error_reason(error)) from error
 
 
-def _fingerprint(model: Model) -> Any:
+def _fingerprint(model: Model) -> object:
     """Return a symbol's JSON, and the shape, dtype and CRC-32 of each parameter by name."""
     symbol, *params = model
 
-    def described(array: NDArray) -> Any:
+    def described(array: NDArray) -> object:
         return array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes())
 
     arrays = [{name: described(array) for name, array in one.items()} for one in params]
