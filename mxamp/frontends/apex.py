@@ -13,7 +13,7 @@ With bfloat16, O2 and O3 leave parameters in float32: MXNet's optimizers know no
 import copy
 import functools
 import logging
-from typing import Any, Dict, List, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, Trainer, nn
 from mxnet.gluon.contrib.nn import SparseEmbedding
@@ -21,7 +21,7 @@ from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, StateError, unknown
 from ..framework.keywords import checked_call
-from ..framework.machine import DTYPE_CODES, dtype_name
+from ..framework.machine import DTYPE_CODES, Device, Dtype, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
@@ -47,8 +47,8 @@ def initialize(
     opt_level: str = "O1",
     loss_scale: Union[None, float, str] = None,
     *,
-    dtype: Any = "float16",
-    ctx: Any = None,
+    dtype: Dtype = "float16",
+    ctx: Optional[Device] = None,
 ) -> Any:
     """Prepare nets and trainers for an optimization level, and return them.
 
@@ -131,7 +131,7 @@ def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
     return LossScaler() if loss_scale == "dynamic" else StaticLossScaler(loss_scale)
 
 
-def _as_list(name: str, value: Any, cls: type) -> List[Any]:
+def _as_list(name: str, value: object, cls: type) -> List[Any]:
     """Return the argument `name`, a `cls`, a list of them or None, as a list; else raise."""
     listed = [] if value is None else [value] if isinstance(value, cls) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, cls) for x in listed):
@@ -201,7 +201,7 @@ def _keep_files_in_float32(net: Block) -> None:
         net.export = functools.partial(_write_float32, net, "export")
 
 
-def _write_float32(net: Block, method: str, *args: Any, **kwargs: Any) -> Any:
+def _write_float32(net: Block, method: str, *args: object, **kwargs: object) -> object:
     """Call a net's method that writes a file, with float16 parameters written as float32."""
     params = net.collect_params().values()
     halves = {param.name: param for param in params if dtype_name(param.dtype) == "float16"}

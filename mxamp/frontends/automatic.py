@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Optional, Sequence
+from typing import Optional, Sequence
 
 from ..errors import ArgumentError
 from ..framework.environment import AUTOMATIC, OFF_VALUES, automatic_value
@@ -138,7 +138,7 @@ def end_automatic_run(function: str = "", dtype: str = "") -> None:
         contrib_patches.open()
 
 
-def _patched_init(original: Original, *args: Any, **kwargs: Any) -> Any:
+def _patched_init(original: Original, *args: object, **kwargs: object) -> object:
     """End the automatic run, then call `init` or `initialize`, which keep the run's dtype.
 
     Their own default is float16, as in `mxnet.contrib.amp`; whoever starts the run has the last

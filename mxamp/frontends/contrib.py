@@ -5,9 +5,10 @@ The lists hold canonical operator names, and `init` and `convert_*` take them as
 
 import sys
 from types import ModuleType
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from ..framework.contrib_amp import CONTRIB_AMP_MODULES, check_contrib_is_off
+from ..framework.machine import Dtype
 from ..framework.operators import registry, with_trait
 from ..framework.patching import FrontEnd
 from ..policy.active import is_enabled
@@ -22,7 +23,7 @@ class _StandIn(ModuleType):
     scripts that hold the module already get mxamp's functions, those that contrib lacks included.
     """
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> object:
         # GluonNLP reads it, to mask attention with numbers that half precision can hold.
         if name == "_amp_initialized":
             return is_enabled()
@@ -74,7 +75,7 @@ def patch_contrib() -> None:
 # ------------------------------------------------- the operator lists, under MXNet's names for them
 
 
-def list_lp16_ops(target_dtype: Any) -> List[str]:
+def list_lp16_ops(target_dtype: Dtype) -> List[str]:
     """Return the operators that run in the target dtype.
 
     >>> "Convolution" in list_lp16_ops("bfloat16")
@@ -88,7 +89,7 @@ def list_lp16_ops(target_dtype: Any) -> List[str]:
     return _operators(target_dtype, "low")
 
 
-def list_fp32_ops(target_dtype: Any) -> List[str]:
+def list_fp32_ops(target_dtype: Dtype) -> List[str]:
     """Return the operators that run in float32.
 
     >>> "softmax" in list_fp32_ops("float16")
@@ -102,7 +103,7 @@ def list_fp32_ops(target_dtype: Any) -> List[str]:
     return _operators(target_dtype, "fp32")
 
 
-def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
+def list_lp16_fp32_ops(target_dtype: Dtype) -> List[str]:
     """Return the operators that run in the dtype of their inputs, and those that are never cast.
 
     >>> "Flatten" in list_lp16_fp32_ops("float16")
@@ -116,7 +117,7 @@ def list_lp16_fp32_ops(target_dtype: Any) -> List[str]:
     return _operators(target_dtype, "neutral", "untouched")
 
 
-def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[str]]]:
+def list_conditional_fp32_ops(target_dtype: Dtype) -> List[Tuple[str, str, List[str]]]:
     """Return (operator, attribute, values): in float32 if the attribute has one of the values.
 
     >>> ("Activation", "act_type", ["softrelu"]) in list_conditional_fp32_ops("float16")
@@ -135,7 +136,7 @@ def list_conditional_fp32_ops(target_dtype: Any) -> List[Tuple[str, str, List[st
     )
 
 
-def list_widest_type_cast(target_dtype: Any) -> List[str]:
+def list_widest_type_cast(target_dtype: Dtype) -> List[str]:
     """Return the operators whose inputs are cast to the widest dtype among them.
 
     >>> "Concat" in list_widest_type_cast("float16")
@@ -149,7 +150,7 @@ def list_widest_type_cast(target_dtype: Any) -> List[str]:
     return _operators(target_dtype, "widest")
 
 
-def list_loss_output_functions(target_dtype: Any) -> List[str]:
+def list_loss_output_functions(target_dtype: Dtype) -> List[str]:
     """Return the operators that ignore head gradients and start the backward pass themselves.
 
     >>> "SoftmaxOutput" in list_loss_output_functions("float16")
@@ -164,7 +165,7 @@ def list_loss_output_functions(target_dtype: Any) -> List[str]:
     return list(with_trait("loss_outputs"))
 
 
-def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool]]]:
+def list_lp16_use_fp32_params(target_dtype: Dtype) -> Optional[Dict[str, List[bool]]]:
     """Return which inputs of each operator stay in float32 (True); None for float16, as in MXNet.
 
     >>> list_lp16_use_fp32_params("bfloat16")["where"]
@@ -184,7 +185,7 @@ def list_lp16_use_fp32_params(target_dtype: Any) -> Optional[Dict[str, List[bool
     }
 
 
-def _operators(target_dtype: Any, *classes: str) -> List[str]:
+def _operators(target_dtype: Dtype, *classes: str) -> List[str]:
     """Return the operators of some classes, including those with a condition on a range of numbers.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.

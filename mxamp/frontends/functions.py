@@ -7,7 +7,8 @@ The policy's lists hold built-in operators only. Authors of Python functions of 
 import functools
 import itertools
 from contextlib import nullcontext
-from typing import Any, Callable, Iterable, List, Optional, TypeVar
+from types import ModuleType
+from typing import Any, Callable, Iterable, List, Optional, TypeVar, Union
 
 import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
@@ -114,7 +115,7 @@ def _with_casts(function: Function, inside: str) -> Function:
         check_runs_at_once(function)
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         leaves: List[Any] = []
         map_arrays((args, kwargs), leaves.append, leaves.append)
         # A call with symbols builds a graph, which runs later, maybe with mixed precision on.
@@ -141,7 +142,7 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
     return policy.target_dtype if inside is TARGET_INSIDE and policy.lowers else "float32"
 
 
-def _cast_argument(value: Any, dtype: Optional[str], region: str) -> Any:
+def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
     """Return a float array in `dtype`, a symbol that casts when it runs, or the value as it is."""
     if isinstance(value, Symbol):
         copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
@@ -152,7 +153,7 @@ def _cast_argument(value: Any, dtype: Optional[str], region: str) -> Any:
 
 
 @checked_call
-def register_half_function(module: Any, name: str) -> None:
+def register_half_function(module: Union[ModuleType, type], name: str) -> None:
     """Make `module.name` a `half_function`, until `shutdown`.
 
     ::
@@ -175,7 +176,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 @checked_call
-def register_float_function(module: Any, name: str) -> None:
+def register_float_function(module: Union[ModuleType, type], name: str) -> None:
     """Make `module.name` a `float_function`, until `shutdown`.
 
     ::
@@ -195,7 +196,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 @checked_call
-def register_promote_function(module: Any, name: str) -> None:
+def register_promote_function(module: Union[ModuleType, type], name: str) -> None:
     """Make `module.name` a `promote_function`, until `shutdown`.
 
     ::
@@ -214,7 +215,7 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, WIDEST_INSIDE)
 
 
-def _register(module: Any, name: str, inside: str) -> None:
+def _register(module: Union[ModuleType, type], name: str, inside: str) -> None:
     """Replace `module.name` by the function with casts until `shutdown`, once for each region."""
     if not hasattr(module, "__dict__"):
         raise ArgumentError(f"the first argument must be a module, not {shown(module)}")

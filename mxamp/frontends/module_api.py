@@ -72,11 +72,11 @@ def _state_of(module: Module) -> _ModuleScaling:
 def _patched_bind(
     original: Original,
     self: Module,
-    data_shapes: Any,
-    label_shapes: Any = None,
+    data_shapes: object,
+    label_shapes: object = None,
     for_training: bool = True,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
     _patch_override(type(self))
@@ -106,10 +106,10 @@ def _scale_arrays(module: Module) -> list[NDArray]:
 def _patched_init_optimizer(
     original: Original,
     self: Module,
-    kvstore: Any = "local",
-    optimizer: Any = "sgd",
-    *args: Any,
-    **kwargs: Any,
+    kvstore: object = "local",
+    optimizer: object = "sgd",
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
     shared = scale_of(optimizer) or backward_patches.default_scale
@@ -142,7 +142,7 @@ def _patch_override(kind: type) -> None:
         FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_init_optimizer))]).open()
 
 
-def _patched_forward(original: Original, self: Module, *args: Any, **kwargs: Any) -> None:
+def _patched_forward(original: Original, self: Module, *args: object, **kwargs: object) -> None:
     """Run a module forward with the current loss scale in its input for the scale."""
     scaler = _scaler_of(self)
     # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the forward pass.
@@ -164,7 +164,7 @@ def _scaler_of(module: Module) -> LossScaler | None:
     return shared.scaler if shared is not None and shared.scaler.scales else None
 
 
-def _patched_backward(original: Original, self: Module, out_grads: Any = None) -> None:
+def _patched_backward(original: Original, self: Module, out_grads: object = None) -> None:
     """Run a module backward with scaled gradients, unscale them, and record an overflow."""
     scaler, state = _scaler_of(self), _state_of(self)
     has_dropped, state.overflown = state.overflown, False
@@ -248,7 +248,7 @@ def _update_if_finite(
 # ------------------------------------------- several workers: same weights, settings and steps
 
 
-def check_kvstore(module: Module, kvstore: Any) -> None:
+def check_kvstore(module: Module, kvstore: object) -> None:
     """Raise if a module's kvstore compresses gradients, or can't send its parameters."""
     if not is_distributed(kvstore):
         return

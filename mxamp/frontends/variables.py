@@ -7,7 +7,7 @@ is forgotten when a pass frees its tape, or many others came after it.
 
 import gc
 import sys
-from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Tuple
+from typing import AbstractSet, Any, Dict, Iterable, List, NamedTuple, Sequence, Tuple, Union
 
 import mxnet as mx
 from mxnet import autograd
@@ -22,6 +22,8 @@ from ..scaling.tape import name_of
 _UNHELD = 64
 # References to an array that only `Variables` holds: by its entry, and the argument of getrefcount.
 _OURS = 2
+
+Arrays = Union[NDArray, Sequence[NDArray]]
 
 
 class Variable(NamedTuple):
@@ -71,7 +73,7 @@ class Variables(Dict[str, Variable]):
                 self.pop(name, None)
 
     def _patched_mark(
-        self, original: Original, variables: Any, gradients: Any, grad_reqs: Any = "write"
+        self, original: Original, variables: Arrays, gradients: object, grad_reqs: Any = "write"
     ) -> None:
         """Call `mark_variables`, and record each array as a variable."""
         listed = [variables] if isinstance(variables, NDArray) else list(variables)
