@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import click
 import numpy as np
@@ -20,7 +20,7 @@ Named = Sequence[Tuple[str, Any]]
 READ = "mxamp.read"
 
 
-def record_files(ctx: click.Context, _: Any, paths: Union[None, str, Iterable[str]]) -> Any:
+def record_files(ctx: click.Context, _: object, paths: Union[None, str, Iterable[str]]) -> object:
     """Record files that a command reads: no output may be one of them. A callback of options."""
     listed = [paths] if isinstance(paths, str) else list(paths or ())
     ctx.meta.setdefault(READ, []).extend(listed)
@@ -32,7 +32,7 @@ class NamedInput(click.ParamType):
 
     name = "NAME:SHAPE|NAME:FILE.npy"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Tuple[str, Any]:
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Any) -> Tuple[str, Any]:
         """Return the input's name, and a tuple of sizes or an array."""
         name, _, text = value.partition(":")
         if text.endswith(".npy"):
@@ -49,7 +49,7 @@ class NamedDtype(click.ParamType):
 
     name = "NAME:DTYPE"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Tuple[str, str]:
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Any) -> Tuple[str, str]:
         """Return the input's name and dtype."""
         name, _, dtype = value.partition(":")
         if not (name and dtype):

@@ -3,7 +3,7 @@
 import importlib
 import logging
 import os
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import click
 
@@ -43,7 +43,7 @@ def _name_options(record: logging.LogRecord) -> bool:
 class _Commands(click.Group):
     """A group that loads a command's module when it runs, and prints mxamp's errors as one line."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run a command; the exit status is 2 for bad arguments and files, 1 for other errors."""
         logger = logging.getLogger("mxamp")
         logger.addFilter(_name_options)

@@ -60,7 +60,7 @@ def model_options(command: Command) -> Command:
     @click.option("--epoch", type=click.IntRange(min=0), help=_EPOCH)
     @repeatable("--import", "modules", metavar="MODULE", text=_IMPORT)
     @wraps(command)
-    def run(prefix: str, epoch: Optional[int], modules: Sequence[str], **options: Any) -> Any:
+    def run(prefix: str, epoch: Optional[int], modules: Sequence[str], **options: object) -> object:
         sys.path.insert(0, os.getcwd())
         for module in modules:
             importlib.import_module(module)

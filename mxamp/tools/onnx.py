@@ -23,7 +23,7 @@ from ..graph.edit import Params, UniqueNames, without_fused_operators
 from ..graph.inspect import FLOATS, TensorType, tensors_of
 from ..graph.ir import Graph, Output
 from ..policy.active import suspended
-from .debugging.measured import arrays_in
+from .debugging.measured import Data, arrays_in
 from .onnx_operators import IR_VERSION, OPSET, OnnxCall, translate
 
 MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
@@ -37,7 +37,7 @@ _PRECISIONS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 @checked_call
 def export_onnx(
-    model: Union[Model, HybridBlock], path: Union[str, Path], inputs: Any, *, check: bool = True
+    model: Union[Model, HybridBlock], path: Union[str, Path], inputs: Data, *, check: bool = True
 ) -> Tuple[OutputError, ...]:
     """Write a model as ONNX, in float32, for ONNX Runtime, OpenVINO and others.
 
@@ -192,7 +192,7 @@ def _translated(
     return nodes, constants, names
 
 
-def _described(make: Any, name: str, tensors: Sequence[Any]) -> Any:
+def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
     """Return the description of an input or output: sizes that differ in `tensors` are variable."""
     shapes = [one.shape for one in tensors]
     sizes = None if None in shapes else [n[0] if len({*n}) == 1 else None for n in zip(*shapes)]
@@ -236,7 +236,7 @@ class OpenVINO:
         aliases = (one.names for one in self._compiled.inputs)
         self._used = [next(name for name in names if name in self._names) for names in aliases]
 
-    def __call__(self, *inputs: Any) -> List[Any]:
+    def __call__(self, *inputs: object) -> List[Any]:
         """Run the model once."""
         given = dict(zip(self._names, arrays_in(inputs)))
         found = self._compiled({name: given[name].asnumpy() for name in self._used})

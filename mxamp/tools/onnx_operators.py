@@ -31,21 +31,21 @@ class OnnxCall:
         self.nodes: List[Any] = []
         self.constants: List[Any] = []
 
-    def __call__(self, op: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Any:
+    def __call__(self, op: str, *inputs: object, outputs: int = 1, **attrs: object) -> Any:
         """Add a node that reads `inputs`, names or constants; return the names of its outputs."""
         names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
         made = [f"{self.name}:{len(self.nodes)}.{k}" for k in range(outputs)]
         self.nodes.append(self.onnx.helper.make_node(op, names, made, **attrs))
         return made[0] if outputs == 1 else made
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: object) -> str:
         """Add a constant in float32 or int64; return its name."""
         name, array = f"{self.name}:c{len(self.constants)}", np.asarray(value)
         array = array.astype("float32") if array.dtype.kind == "f" else array
         self.constants.append(self.onnx.numpy_helper.from_array(array, name))
         return name
 
-    def require(self, holds: Any, reason: str) -> None:
+    def require(self, holds: object, reason: str) -> None:
         """Raise unless a condition holds."""
         if not holds:
             raise ArgumentError(reason)
@@ -103,7 +103,7 @@ def _from_start(c: OnnxCall) -> None:  # MXNet's translations take no axis from 
 
 def _like(
     c: OnnxCall,
-) -> Any:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
+) -> object:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
     every = range(len(c.shape))
     axes = [[*(parse_integers(v) or every)] for k, v in c.attrs.items() if k.endswith("axes")]
     sizes = c("Gather", c("Shape", c.names[1]), axes[-1])
@@ -112,21 +112,21 @@ def _like(
     return c("Expand", c.names[0], c("ScatterElements", [1] * len(every), axes[0], sizes))
 
 
-def _l2_normalization(c: OnnxCall) -> Any:
+def _l2_normalization(c: OnnxCall) -> object:
     rank, x = len(c.shape), c.names[0]
     axes = {"instance": range(1, rank), "channel": [1], "spatial": range(2, rank)}
     total = c("ReduceSumSquare", x, axes=[*axes[c.attrs["mode"]]])
     return c("Div", x, c("Sqrt", c("Add", total, float(c.attrs["eps"]))))
 
 
-def _softmax(c: OnnxCall) -> Any:
+def _softmax(c: OnnxCall) -> object:
     by_channel = c.attrs.get("mode") == "channel" or is_true(c.attrs.get("multi_output", "0"))
     of_rows = "mode" in c.attrs or is_true(c.attrs["preserve_shape"])
     axis = 1 if by_channel else -1 if of_rows else None
     return None if axis is None else c("Softmax", c.names[0], axis=axis)
 
 
-def _reshape(c: OnnxCall) -> Any:
+def _reshape(c: OnnxCall) -> object:
     step, shape = -1 if is_true(c.attrs["reverse"]) else 1, c("Shape", c.names[0])
     sizes = [c("Slice", shape, [k], [k + 1]) for k in range(len(c.shape))][::step]
     codes, rest, join, split = parse_integers(c.attrs["shape"])[::step], -2, -3, -4
@@ -221,7 +221,7 @@ def _rnn(c: OnnxCall) -> List[str]:
     return [x, *(c("Concat", *one, axis=0) for one in zip(*finals))]
 
 
-def _cross_attention(c: OnnxCall) -> Any:
+def _cross_attention(c: OnnxCall) -> object:
     heads, is_first = int(c.attrs["heads"]), c.node.operator.endswith("_qk")
     x, pairs = c.names if is_first else c.names[::-1]
     # The keys or the values, from (length, batch, heads * 2 * size).

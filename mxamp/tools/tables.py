@@ -18,7 +18,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cell_text(cell: Any) -> str:
+def _cell_text(cell: object) -> str:
     """Return a cell's text: floats to 4 digits, integers with thousands commas, "" for None."""
     if cell is None:
         return ""

@@ -17,6 +17,7 @@ from ...convert.blocks import Examples, trace
 from ...convert.symbols import widened_for
 from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
+from ...framework.machine import Dtype
 from ...framework.operators import resolve
 from ...framework.wording import counted, one_of, shown
 from ...graph.casts.insert import rewrite
@@ -172,7 +173,7 @@ def _quoted(text: str) -> str:
 @checked_call
 def explain(
     model: Symbol | HybridBlock,
-    target_dtype: Any = None,
+    target_dtype: Dtype | None = None,
     *,
     policy: Policy | None = None,
     excluded_sym_names: LayerArgument = None,

@@ -7,14 +7,14 @@ import copy
 import random
 import warnings
 from functools import partial
-from typing import AbstractSet, Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence, Union
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.ndarray.ndarray import NDArray
 
-from ...convert.outputs import checked_model, error_reason, zeros_for_missing
+from ...convert.outputs import Model, checked_model, error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
 from ...framework.wording import counted, shown
@@ -31,6 +31,11 @@ NO_BATCH = "a batch must be an array or a tuple (for a loss or metric, label las
 NOT_FLOAT32 = "{name!r} is in {dtype}: give the float32 model, or convert this one to float32 first"
 
 
+#: A block or a saved model; and a batch, the arguments of one call, or an iterable of batches.
+Net = Union[Block, Model]
+Data = Union[NDArray, Mapping[str, Any], Iterable[Any]]
+
+
 class Batch(NamedTuple):
     """The inputs of one call of a net, and the label for its loss."""
 
@@ -38,7 +43,7 @@ class Batch(NamedTuple):
     label: Any = None
 
 
-def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
+def batches_of(data: Data, labeled: bool) -> Iterator[Batch]:
     """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
 
     If `labeled`, the last element of a batch is its label. Raises `ArgumentError` without batches.
@@ -49,7 +54,7 @@ def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
         raise ArgumentError(NO_BATCH.format(given=shown(data)))
     batch = None
     for batch in data:
-        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        parts: tuple[Any, ...] = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         arrays = arrays_in(parts)
         if not arrays or len(parts) <= labeled:
             raise ArgumentError(NO_BATCH.format(given=shown(batch)))
@@ -60,7 +65,7 @@ def batches_of(data: Any, labeled: bool) -> Iterator[Batch]:
         raise ArgumentError("data holds no batch")
 
 
-def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
+def block_of(model: Model, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
     """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
     symbol, args, auxs = checked_model(model)
     values = {**args, **auxs}
@@ -83,7 +88,7 @@ def block_of(model: Any, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterato
     return block, map(ordered, batches)
 
 
-def require_dtype(name: str, dtype: str, refused: AbstractSet[str]) -> None:
+def require_dtype(name: str, dtype: str, refused: frozenset[str]) -> None:
     """Raise `ArgumentError` for a layer or parameter whose dtype is one of `refused`."""
     if dtype in refused:
         raise ArgumentError(NOT_FLOAT32.format(name=name, dtype=dtype))
@@ -167,7 +172,7 @@ def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
         raise StateError(f"block {net.name!r} does not run: {error}") from error
 
 
-def arrays_in(value: Any) -> list[NDArray]:
+def arrays_in(value: object) -> list[NDArray]:
     """Return all arrays in nested lists, tuples and dicts as a flat list."""
     arrays: list[NDArray] = []
     map_arrays(value, arrays.append, lambda other: other)
@@ -181,7 +186,7 @@ def in_float32(array: NDArray) -> Any:
     return cast(dense, "float32").asnumpy()
 
 
-def loss_of(loss: Any, output: Any, label: Any) -> Any:
+def loss_of(loss: object, output: object, label: object) -> object:
     """Return the loss of an output; raise `ArgumentError` unless `loss` returns an array."""
     found = loss(output, label) if callable(loss) else loss
     if found is loss or not arrays_in(found):
@@ -189,7 +194,7 @@ def loss_of(loss: Any, output: Any, label: Any) -> Any:
     return found
 
 
-def gradients_of(loss: Any, net: Block, scale: float) -> list[Any]:
+def gradients_of(loss: object, net: Block, scale: float) -> list[Any]:
     """Return the gradients of a recorded loss by the net's parameters, as NumPy arrays.
 
     The loss is multiplied by `scale` for the backward pass, and the gradients are divided by it.

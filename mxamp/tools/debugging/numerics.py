@@ -115,7 +115,7 @@ class NumericsCheck(TensorObserver):
         if self._on == "raise":
             self._end_pass()
 
-    def _run_block(self, original: Original, block: Block, /, *args: Any, **options: Any) -> Any:
+    def _run_block(self, original: Original, block: Block, /, *args: object, **options: Any) -> Any:
         """Call a block; the outermost call in inference begins a pass through the program."""
         if not self._blocks() and not autograd.is_recording():
             self._end_pass()
@@ -128,7 +128,7 @@ class NumericsCheck(TensorObserver):
 
     # ------------------------------------------------------------------ backward
 
-    def _note_read(self, key: Any, read: _Reader | None) -> None:
+    def _note_read(self, key: object, read: _Reader | None) -> None:
         """Note the last read of an array, or that a graph has run."""
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
@@ -155,7 +155,7 @@ class NumericsCheck(TensorObserver):
                 del self._reads[key]
         return next((one for one in faults if one is not None), None)
 
-    def _run_backward(self, original: Original, *args: Any, **options: Any) -> Any:
+    def _run_backward(self, original: Original, *args: object, **options: object) -> object:
         """Run a backward pass, of autograd or an executor, then report its first fault."""
         results = original(*args, **options)
         fault = self._first_fault()
@@ -167,7 +167,7 @@ class NumericsCheck(TensorObserver):
         self._end_pass()
         return results
 
-    def _update(self, original: Original, owner: Any, *args: Any, **options: Any) -> Any:
+    def _update(self, original: Original, owner: object, *args: object, **options: object) -> Any:
         """Update the parameters, then count the step."""
         # With loss scaling, a step that overflows is skipped, and lowers the scale.
         state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
@@ -208,7 +208,7 @@ class NumericsCheck(TensorObserver):
         if found is not None and self._on == "raise":
             raise NumericsError(found)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__()
         self._reads.clear()
         if error[0] is None:

@@ -24,7 +24,7 @@ from mxnet.ndarray.numpy import _api_internal
 from mxnet.symbol import Symbol
 
 from ...framework.arrays import as_list, dtypes_of
-from ...framework.machine import BFLOAT16
+from ...framework.machine import BFLOAT16, Values
 from ...framework.operators import by_handle, handle_of, resolve
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
 from ...graph.inspect import FLOATS
@@ -39,7 +39,7 @@ Arrays = Sequence[NDArray]
 
 _TENSORDOT = handle_of("_npi_tensordot")
 # Below all patches: mxamp's asnumpy() casts bfloat16 to float32.
-_asnumpy = original(NDArray, "asnumpy")
+_asnumpy: Callable[[NDArray], Values] = original(NDArray, "asnumpy")
 #: An output as the monitor names it: node, whether in the backward pass, and the output's number.
 #: Operators name hidden outputs in other ways, whose values may be anything.
 _OUTPUT = re.compile(r"(.+?)(_backward)?_(?:output)?(\d*)")
@@ -49,7 +49,7 @@ _SHAPES = frozenset({"ones_like", "shape_array", "size_array", "zeros_like"})
 _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: None)
 
 
-def patch_over(owner: Any, name: str, function: Callable[..., Any]) -> Patch:
+def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
     """Return a patch over all others whose `function` gets the original as first argument."""
     return Patch(owner, name, wrapping(function), on_top=True)
 
@@ -86,33 +86,33 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         self.open()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
         """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
         raise NotImplementedError
 
-    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
         """Observe a block's graph that is about to run; return what runs it."""
         return run
 
-    def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: Any) -> Any:
+    def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: object) -> object:
         """Call `mx.np.tensordot`, which MXNet invokes on its own path, through `on_call`."""
         return self.on_call(
             lambda _, given, *rest: original(*given, axes), _TENSORDOT, [a, b], (), (), None
         )
 
-    def _call_block(self, original: Original, block: HybridBlock, *args: Any) -> Any:
+    def _call_block(self, original: Original, block: HybridBlock, *args: object) -> object:
         """Call a hybridized block with a `PolicyCachedOp`, also where mixed precision is off."""
         if current_policy() is None:
             install_policy_op(block, args)
         return original(block, *args)
 
-    def _forward(self, original: Original, executor: Executor, *args: Any, **inputs: Any) -> Any:
+    def _forward(self, original: Original, executor: Executor, *args: object, **inputs: Any) -> Any:
         """Run a bound symbol's graph, observed."""
         if executor not in self._symbols:
             # The graph as it runs: with casts, and with operators that oneDNN has fused.
@@ -145,7 +145,7 @@ class Observed:
         self.is_checkable = self.dtype in FLOATS and array.size > 0 and array.stype == "default"
 
     @cached_property
-    def values(self) -> Any:
+    def values(self) -> Values:
         """The values as a NumPy array; bfloat16 as float32, of the same values."""
         values = _asnumpy(self.array)
         if values.dtype != BFLOAT16:
@@ -215,7 +215,7 @@ class TensorObserver(Observer):
         blocks: list[Block] = vars(self._active).setdefault("blocks", [])
         return blocks
 
-    def _run_block(self, original: Original, block: Block, /, *args: Any, **options: Any) -> Any:
+    def _run_block(self, original: Original, block: Block, /, *args: object, **options: Any) -> Any:
         """Call a block; until it returns, it is the block that operators are attributed to."""
         self._blocks().append(block)
         try:
@@ -234,7 +234,7 @@ class TensorObserver(Observer):
         names = [params.get(id(array), name) for array, name in named]
         return Place(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
-    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
         """Observe the outputs of an eager call."""
         read = list(map(Observed, inputs))
         if rest[2] is not None:
@@ -249,7 +249,7 @@ class TensorObserver(Observer):
         self.on_end()
         return outputs
 
-    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
         """Run a block's graph with a monitor on it."""
         return self._graph_of(symbol)
 
@@ -291,14 +291,14 @@ class MonitoredGraph:
         self._unread = {i for i, r in self._readers.items() if {nodes[k].op for k in r} <= _SHAPES}
         self._unread.difference_update(i for i, _ in self._graph.heads)
 
-    def _register_op_hook(self, *hook: Any) -> None:
+    def _register_op_hook(self, *hook: object) -> None:
         """Take no hook of the user: a cached op has one."""
 
     def release(self) -> None:
         """Replace the monitor, which a later backward pass would call."""
         check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
-    def __call__(self, *inputs: NDArray, **options: Any) -> Any:
+    def __call__(self, *inputs: NDArray, **options: object) -> object:
         """Run the graph, observed."""
         with self.observed(inputs):
             return self._op(*inputs, **options)
@@ -314,7 +314,7 @@ class MonitoredGraph:
         self._seen = {}
         self._observer.on_end()
 
-    def on_output(self, name: Any, *operator_and_handle: Any) -> None:
+    def on_output(self, name: Any, *operator_and_handle: object) -> None:
         """Take an output: its name, in cached ops its operator's name, and the array's handle."""
         array = NDArray(NDArrayHandle(operator_and_handle[-1]), writable=False)
         found = _OUTPUT.fullmatch(name.decode() if isinstance(name, bytes) else name)

@@ -138,7 +138,7 @@ class OperatorStats(Observer):
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
         ]
 
-    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: Any) -> Any:
+    def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
         """Count an eager call by the dtypes of its first tensors."""
         # Before the call, which may write to its input.
         source = arrays.dtype_of(inputs[0]) if inputs else ""
@@ -154,12 +154,12 @@ class OperatorStats(Observer):
                 self._census.operators[by_handle()[handle].name, dtype] += 1
         return outputs
 
-    def on_block(self, symbol: Symbol, inputs: Arrays, run: Any) -> Any:
+    def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
         """Count a run of a hybridized block's graph."""
         self.on_graph(symbol, inputs)
         return run
 
-    def on_graph(self, symbol: Symbol, inputs: Arrays, *_: Any) -> ContextManager[None]:
+    def on_graph(self, symbol: Symbol, inputs: Arrays, *_: object) -> ContextManager[None]:
         """Count a run of a graph on these inputs."""
         dtypes, shapes = arrays.dtypes_of(inputs), tuple([array.shape for array in inputs])
         key = id(symbol), dtypes, shapes

@@ -12,7 +12,7 @@ from mxnet.gluon import Block
 from ...convert.outputs import Distance
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
-from ...framework.machine import dtype_name
+from ...framework.machine import Dtype, dtype_name
 from ...framework.wording import counted, shown
 from ...graph.ir import CASTS, HALVES, emulated_dtype
 from ...patches.autocast import autocast, policy_for
@@ -131,10 +131,10 @@ class Comparison:
 @checked_call
 def compare(
     net: Block,
-    data: Any,
+    data: measured.Data,
     *,
     train_mode: bool = False,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     policy: Policy | None = None,
 ) -> Comparison:
     """Run a net in float32 and in mixed precision on the same data; return each layer's error.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from ...framework.keywords import checked_call
-from ...framework.machine import device_kind
+from ...framework.machine import Dtype, device_kind
 from ...policy.policy import Policy
 from ...policy.targets import default_dtype
+from ..debugging.measured import Data, Net
 from . import forms
 from .forms import HOW, Loss, Timing, opened, seconds_of, table, time_in_turns
 
@@ -74,7 +74,12 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 
 @checked_call
 def benchmark(
-    net: Any, batch: Any, loss: Loss = None, *, target_dtype: Any = None, budget: Any = "20s"
+    net: Net,
+    batch: Data,
+    loss: Loss = None,
+    *,
+    target_dtype: Dtype | None = None,
+    budget: float | str = "20s",
 ) -> Benchmark:
     """Time a training step and inference of a block, in float32 and in 16 bits.
 

@@ -31,7 +31,7 @@ from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
-from ..debugging.measured import Batch, arrays_in, loss_of
+from ..debugging.measured import Batch, Data, Net, arrays_in, loss_of
 from ..onnx import OpenVINO
 from ..tables import text_table
 
@@ -271,7 +271,7 @@ class Model:
 
 @contextmanager
 def opened(
-    net: Any, data: Any, labeled: bool, most: int, loss: Loss = None, metric: Any = None
+    net: Net, data: Data, labeled: bool, most: int, loss: Loss = None, metric: object = None
 ) -> Iterator[Model]:
     """Context with mixed precision off and a model with its first batches of `data`."""
     with autocast(enabled=False), measured.alike_numbers() as restart:
@@ -299,7 +299,7 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> None:
             form.seconds.append(form.mean_seconds(repeats))
 
 
-def seconds_of(budget: Any) -> float:
+def seconds_of(budget: float | str) -> float:
     """Return a `budget` argument, a number or a text such as "5m", as seconds.
 
     >>> seconds_of("90s"), seconds_of(" 1.5m"), seconds_of(30), seconds_of(1e-6)

@@ -29,6 +29,7 @@ from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, default_dtype
 from ...scaling.scaler import positive_number
 from ..debugging.explain import explain
+from ..debugging.measured import Data, Net
 from ..debugging.tensor_errors import compare
 from . import forms
 from .forms import HOW, Form, Model, Timing, opened, seconds_of, table, time_in_turns
@@ -142,15 +143,15 @@ def tuned_form(path: str | Path) -> str:
 
 @checked_call
 def tune(
-    net: Any,
-    data: Any,
+    net: Net,
+    data: Data,
     loss: Callable[[Any, Any], Any] | None = None,
     *,
-    target_dtype: Any = None,
+    target_dtype: machine.Dtype | None = None,
     rtol: float | None = None,
-    metric: Any = None,
+    metric: mx.metric.EvalMetric | str | Callable[..., Any] | None = None,
     min_metric: float | None = None,
-    budget: Any = "60s",
+    budget: float | str = "60s",
     policy: Policy | None = None,
     timed: bool = True,
 ) -> Tuning:
@@ -237,7 +238,7 @@ def tune(
     labeled = loss is not None or metric is not None
     with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
         if not model.is_traced:
-            raise ArgumentError(NO_GRAPH.format(name=net.name))
+            raise ArgumentError(NO_GRAPH.format(name=model.block.name))
         search = _Search(model, base, timed, rtol, min_metric)
         search.run(began + _FOR_SEARCH * seconds, began + seconds)
         return search.tuning()
