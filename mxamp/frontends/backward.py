@@ -83,7 +83,7 @@ class _BackwardPatches(FrontEnd):
         self.variables.clear()
 
     def _patched_init(
-        self, original: Original, trainer: Trainer, *args: Any, **kwargs: Any
+        self, original: Original, trainer: Trainer, *args: object, **kwargs: object
     ) -> None:
         """Initialize a trainer, with a loss scale if there is one for it."""
         original(trainer, *args, **kwargs)

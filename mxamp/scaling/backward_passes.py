@@ -46,14 +46,14 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):
     """Decorator that runs a function inside `autograd.record()`; Ctrl-C can't skip its end."""
 
-    def _recreate_cm(self) -> Any:
+    def _recreate_cm(self) -> _Recorded:
         return _Recorded(True, autograd.is_training())
 
 
 _map_recorded = _Recorded(True, None)(map_arrays)
 
 
-def scale_losses(loss: Any, scale: float) -> Any:
+def scale_losses(loss: object, scale: float) -> Any:
     """Return losses times a scale, in the same containers; a scale of 1 leaves them as they are.
 
     Raises `StateError` if a loss is scaled already.
@@ -82,7 +82,7 @@ def scale_losses(loss: Any, scale: float) -> Any:
     return mapped
 
 
-def _raise_no_loss(value: Any) -> Any:
+def _raise_no_loss(value: object) -> object:
     raise ArgumentError(NO_LOSS.format(shown(value)))
 
 

@@ -17,7 +17,7 @@ loaded state are cast to its dtypes.
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 import mxnet as mx
 from mxnet import autograd
@@ -29,6 +29,9 @@ from ..errors import ArgumentError
 from ..framework.arrays import cast, dtype_of, map_arrays, plain_array
 from ..framework.files import write_file
 from ..policy.active import suspended
+
+if TYPE_CHECKING:
+    from .trainer import State
 
 #: The index of the master weight in its pair with a state, by the class that makes the pair (the
 #: one that defines `create_state_multi_precision`). Other optimizers of MXNet inherit the method.
@@ -46,7 +49,7 @@ OTHER_SHAPE = (
 )
 
 
-def save_states(state: Any, fname: str) -> None:
+def save_states(state: State, fname: str) -> None:
     """Write a trainer's states with its `State` to a file: the whole file or none.
 
     For trainers of `initialize`, the states are those of float32 parameters at every level, and the
@@ -71,7 +74,7 @@ def save_states(state: Any, fname: str) -> None:
     write_file(fname, content)
 
 
-def load_states(state: Any, fname: str) -> None:
+def load_states(state: State, fname: str) -> None:
     """Read a trainer's states, and its `State`; an error changes nothing.
 
     The states are converted to the precision of the trainer's parameters. For trainers of
@@ -107,7 +110,7 @@ def load_states(state: Any, fname: str) -> None:
         raise ArgumentError(NO_STATES.format(path=fname, error=error)) from error
 
 
-def resume(state: Any) -> None:
+def resume(state: State) -> None:
     """Restore a trainer's `State` from the dictionary in its optimizer, and remove that, if any."""
     saved = vars(state.trainer._optimizer).pop(_ATTRIBUTE, None)
     if isinstance(saved, dict):
@@ -244,11 +247,11 @@ def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any,
     return state[1 - place], state[place]
 
 
-def _pair(state: Any, master: NDArray, place: int | None) -> tuple[Any, Any]:
+def _pair(state: object, master: NDArray, place: int | None) -> tuple[Any, Any]:
     return (master, state) if place == 0 else (state, master)
 
 
-def _form(state: Any) -> Any:
+def _form(state: object) -> object:
     """Return the nesting of a state, with words in place of its values.
 
     A list, a dict or another object counts as one value: a user-defined optimizer may extend it.
@@ -272,7 +275,7 @@ def _check(optimizer: Optimizer, param: Parameter, state: Any, new: Any) -> None
         raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
 
 
-def _filled(new: Any, state: Any) -> Any:
+def _filled(new: object, state: object) -> object:
     """Return a state with its arrays cast to the dtypes of a new one.
 
     If an optimizer has extended the state, it is returned as it is.

@@ -195,7 +195,7 @@ def _is_finite(array: NDArray) -> bool:
     return math.isfinite(np.dot(values, values)) or bool(np.isfinite(values).all())
 
 
-def _to_numpy(arrays: Sequence[NDArray]) -> Any:
+def _to_numpy(arrays: Sequence[NDArray]) -> np.ndarray[Any, Any]:
     """Return the elements of all arrays in one NumPy array, with one wait."""
     if len(arrays) < 2:  # noqa: PLR2004
         return arrays[0].asnumpy() if arrays else np.empty(0)

@@ -5,7 +5,6 @@ the tables to MXNet's registry.
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 from mxnet import optimizer as mx_optimizer
@@ -50,7 +49,7 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
     raise ArgumentError(FLOAT16_UPDATE.format(type(optimizer).__name__, why))
 
 
-def divide_updates(optimizer: Any, scale: float) -> None:
+def divide_updates(optimizer: mx_optimizer.Optimizer, scale: float) -> None:
     """Make an optimizer with master weights divide gradients in float32; a scale of 1 ends that.
 
     Divided in float16, gradients would lose the small values that the scale preserves.
@@ -64,7 +63,7 @@ def divide_updates(optimizer: Any, scale: float) -> None:
 
 
 def _divided_update(
-    original: Original, scale: float, index: Any, weight: Any, gradient: Any, state: Any
+    original: Original, scale: float, index: object, weight: object, gradient: object, state: object
 ) -> None:
     """Call `update_multi_precision` with gradients in float32, divided by the scale."""
 

@@ -81,7 +81,7 @@ class GradScaler:
         """
         return self._scaler.loss_scale
 
-    def scale(self, loss: Any) -> Any:
+    def scale(self, loss: object) -> Any:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
 
         Works inside `autograd.record()` and outside.
@@ -115,7 +115,7 @@ class GradScaler:
         if self._enabled:
             self._attached_state(trainer).unscale()
 
-    def step(self, trainer: Trainer, batch_size: Any, ignore_stale_grad: bool = False) -> None:
+    def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
 
         The first step after `trainer.load_states` resumes from the scaler's state in the file.

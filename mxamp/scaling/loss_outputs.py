@@ -84,7 +84,7 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
     return result.as_np_ndarray() if isinstance(data, mx.np.ndarray) else result
 
 
-def scale_array(ctx: Any) -> NDArray:
+def scale_array(ctx: mx.Context) -> NDArray:
     """Return an array of one element that holds the loss scale of an output operator on `ctx`."""
     with autograd.pause(), suspended():
         array = mx.nd.ones((1,), ctx=ctx)
@@ -133,10 +133,10 @@ def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
 def _scaled_backward(
     backward: Original,
     thread: int,
-    req: Any,
+    req: Sequence[str],
     out_grad: list[NDArray],
     in_grad: list[NDArray],
-    **others: Any,
+    **others: object,
 ) -> None:
     """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients.
 
@@ -201,7 +201,7 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
         return len(self._gradients)
 
     @property  # type: ignore[override]
-    def data(self) -> Any:
+    def data(self) -> Sequence[NDArray]:
         """The gradients, times the factor."""
         if not self.was_read:
             self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]

@@ -10,7 +10,7 @@ import sys
 import threading
 from functools import cached_property
 from types import FrameType
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence, TypeVar
 
 import mxnet as mx
 from mxnet import autograd
@@ -21,6 +21,8 @@ from ..errors import StateError
 from ..framework.arrays import as_list
 from ..framework.interrupts import is_running
 from .tape import names_behind
+
+Result = TypeVar("Result")
 
 SEVERAL_PASSES = (
     "an operator in Python was recorded in another thread than runs its backward pass, beside a "
@@ -76,7 +78,7 @@ def run(this_pass: BackwardPass, compute: Callable[[], Any], to_end: bool = Fals
     if waits:
         this_pass.names  # noqa: B018  # now, before the pass frees the tape
 
-    def compute_all() -> Any:
+    def compute_all() -> Result:
         result = compute()
         if waits:
             mx.nd.waitall()

@@ -273,14 +273,14 @@ class SharedScale:
     steps = property(lambda self: self.scaler.steps)  #: updates done, of all trainers and modules
     skips = property(lambda self: self.scaler.skips)
 
-    def __deepcopy__(self, memo: Any) -> "SharedScale":
+    def __deepcopy__(self, memo: object) -> "SharedScale":
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return dict, ()
 
 
-def scale_of(optimizer: Any) -> SharedScale | None:
+def scale_of(optimizer: object) -> SharedScale | None:
     """Return the `SharedScale` of a decorated optimizer, or of its name; None for any other."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

@@ -137,7 +137,7 @@ def handles_of(arrays: Sequence[NDArray | None]) -> Any:
     return c_array(NDArrayHandle, handles)
 
 
-def _symbol_of(array: NDArray) -> Any:
+def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
     """Return the tape behind an array; None if it is neither marked nor recorded."""
     try:
         return autograd.get_symbol(array)
@@ -186,7 +186,7 @@ def marks_behind(head: NDArray) -> dict[str, float]:
     return found
 
 
-def _mark_of(symbol: Any) -> dict[str, float] | None:
+def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
     """Return the mark and scale of a scaled loss; {} for other calls, None for a variable."""
     children = symbol.get_children()
     if children is None:

@@ -286,7 +286,7 @@ class State:
             self.pending = self.pending or Pending(carried)
         return carried
 
-    def has_overflow(self, _params: Any = None) -> bool:
+    def has_overflow(self, _params: object = None) -> bool:
         """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
         return not self.step().stepped
 
@@ -414,7 +414,7 @@ class State:
         self.steps, self.skips, self.report = steps, skips, None
 
 
-def state_of(trainer: Any) -> State | None:
+def state_of(trainer: object) -> State | None:
     """Return a trainer's state; None if it has no loss scaling."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
