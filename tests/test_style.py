@@ -32,6 +32,15 @@ def test_tools_find_nothing(command):
     assert done.returncode == 0, done.stdout
 
 
+def test_few_signatures_say_any():
+    pytest.importorskip("ruff")
+    command = ["ruff", "check", "--select", "ANN401", "--output-format", "concise", "mxamp"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert 0 < done.stdout.count("ANN401") < 120, done.stdout
+
+
 def imports(path):
     """The modules of mxamp that one imports, as tuples of names, at the top or inside functions."""
     package, tree = path.parent.parts, ast.parse((PACKAGE / path).read_text())
