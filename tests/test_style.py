@@ -34,10 +34,8 @@ def test_tools_find_nothing(command):
 
 def test_few_signatures_say_any():
     pytest.importorskip("ruff")
-    command = ["ruff", "check", "--select", "ANN401", "--output-format", "concise", "mxamp"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    options = "--select", "ANN401", "--output-format", "concise"
+    done = python("-m", "ruff", "check", *options, "mxamp")
     assert 0 < done.stdout.count("ANN401") < 120, done.stdout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from contextlib import ContextDecorator
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from mxnet import autograd, gluon
 from mxnet.base import _LIB, check_call
@@ -187,12 +187,16 @@ class _ScalingPatches(FrontEnd):
             loss_outputs.forget(vars(this_pass).get("names", ()))
         return 0
 
-    def _patched_init(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
+    def _patched_init(
+        self, original: Original, trainer: Trainer, *args: object, **named: object
+    ) -> None:
         """Initialize a trainer, and add it to the known trainers."""
         original(trainer, *args, **named)
         ledger.add(trainer)
 
-    def _patched_step(self, original: Original, trainer: Trainer, *args: Any, **named: Any) -> None:
+    def _patched_step(
+        self, original: Original, trainer: Trainer, *args: object, **named: object
+    ) -> None:
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         ledger.add(trainer)  # a copied trainer has run no constructor
         state = getattr(trainer, "_amp_loss_scaler", None)
@@ -215,7 +219,9 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
     return scales.pop() if scales else 1.0
 
 
-def _run_nested(compute: Any, this_pass: BackwardPass, outer: BackwardPass, automatic: Any) -> None:
+def _run_nested(
+    compute: Callable[[], None], this_pass: BackwardPass, outer: BackwardPass, automatic: Any
+) -> None:
     """Run a pass that an operator in Python runs in its own backward.
 
     It has the scale of the gradients that the operator was given, and `outer` is the pass that the
@@ -233,7 +239,7 @@ def _run_nested(compute: Any, this_pass: BackwardPass, outer: BackwardPass, auto
     outer.inner |= this_pass.names
 
 
-def _patched_clip(original: Original, arrays: Any, *args: Any, **named: Any) -> Any:
+def _patched_clip(original: Original, arrays: Any, *args: object, **named: object) -> object:
     """Call `clip_global_norm`; warn if a gradient carries a loss scale."""
     scale = ledger.scale_of(arrays)
     if scale != 1:

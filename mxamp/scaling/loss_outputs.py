@@ -120,7 +120,7 @@ def scale_operators(prop: CustomOpProp) -> None:
     prop.create_operator = partial(_create_operator, prop)
 
 
-def _create_operator(prop: CustomOpProp, *args: Any, **kwargs: Any) -> Any:
+def _create_operator(prop: CustomOpProp, *args: object, **kwargs: object) -> CustomOp:
     """Return `prop`'s operator, with `_scaled_backward` if no identity scales its gradients."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
@@ -162,12 +162,14 @@ def _scaled_backward(
                 gradient[:] += result
 
 
-def patched_function_call(original: Original, function: autograd.Function, *inputs: Any) -> Any:
+def patched_function_call(
+    original: Original, function: autograd.Function, *inputs: NDArray
+) -> object:
     """Call an `autograd.Function` whose backward computes on gradients without the scale."""
     backward, thread = function.backward, threading.get_ident()
 
     @wraps(backward)
-    def unscaled_backward(*gradients: Any) -> Any:
+    def unscaled_backward(*gradients: NDArray | None) -> list[NDArray | None]:
         this_pass = backward_pass_of(thread)
         unscaled = [_times_in_float32(each, 1 / this_pass.scale) for each in gradients]
         results = as_list(call_inside(this_pass, 1.0, backward, *unscaled))
@@ -177,7 +179,7 @@ def patched_function_call(original: Original, function: autograd.Function, *inpu
     return original(function, *inputs)
 
 
-def _times_in_float32(gradient: Any, factor: float) -> Any:
+def _times_in_float32(gradient: NDArray | None, factor: float) -> NDArray | None:
     """Return a gradient times a factor, in float32: half precision would lose small ones."""
     if gradient is None or factor == 1:
         return gradient
@@ -194,14 +196,14 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
     compare the arrays' types.
     """
 
-    def __init__(self, gradients: Sequence[NDArray], factor: float = 1.0) -> None:
+    def __init__(self, gradients: Sequence[NDArray | None], factor: float = 1.0) -> None:
         self._gradients, self._factor, self.was_read = gradients, factor, False
 
     def __len__(self) -> int:
         return len(self._gradients)
 
     @property  # type: ignore[override]
-    def data(self) -> Sequence[NDArray]:
+    def data(self) -> Sequence[NDArray | None]:
         """The gradients, times the factor."""
         if not self.was_read:
             self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]

@@ -34,7 +34,7 @@ class BackwardPass:
     """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
 
     def __init__(
-        self, heads: Sequence[NDArray], head_grads: Any = None, scale: float = 1.0
+        self, heads: Sequence[NDArray], head_grads: object = None, scale: float = 1.0
     ) -> None:
         self.heads, self.scale = heads, scale
         #: The gradients of the heads; None stands for ones.
@@ -66,7 +66,7 @@ class Running(NamedTuple):
 _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
-def run(this_pass: BackwardPass, compute: Callable[[], Any], to_end: bool = False) -> Any:
+def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = False) -> Result:
     """Run a backward pass in the calling thread: return `compute()`.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
@@ -88,8 +88,8 @@ def run(this_pass: BackwardPass, compute: Callable[[], Any], to_end: bool = Fals
 
 
 def call_inside(
-    this_pass: BackwardPass, given: float | None, function: Callable[..., Any], *args: Any
-) -> Any:
+    this_pass: BackwardPass, given: float | None, function: Callable[..., Result], *args: object
+) -> Result:
     """Call a function that belongs to a backward pass, in the calling thread.
 
     `given` is the scale of the gradients that an operator in Python receives; None for the pass.

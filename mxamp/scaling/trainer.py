@@ -422,7 +422,7 @@ def state_of(trainer: object) -> State | None:
     return state if isinstance(state, State) else None
 
 
-def patched_update(original: Original, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+def patched_update(original: Original, trainer: Trainer, *args: object, **kwargs: object) -> None:
     """Call `Trainer._update`; warn once if a trainer in float16 has no loss scaling."""
     policy = None if hasattr(trainer, "_amp_loss_scaler") else current_policy()
     if policy is not None and policy.target_dtype == "float16" and policy.lowers:
