@@ -10,7 +10,7 @@ import click
 from ..framework.environment import AUTOMATIC
 from .output import POLICY_HOLDS, examples
 
-_DTYPE = "Default: float16 on GPUs, bfloat16 on CPUs. auto: float32 on CPUs slow in bfloat16."
+_DTYPE = "Default: auto, the dtype that is fast on this machine."
 NO_HOOK = (
     "Python has not loaded mxamp's start-up hook, mxamp_startup.pth: install mxamp with pip in "
     "this Python, and start Python without -S"
@@ -29,7 +29,7 @@ _EXAMPLES = examples(
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module, as with python -m.")
-@click.option("--dtype", type=click.Choice(["float16", "bfloat16", "auto"]), help=_DTYPE)
+@click.option("--dtype", type=click.Choice(["float16", "bfloat16", "float32", "auto"]), help=_DTYPE)
 @click.option("--policy", type=click.Path(exists=True), help="A policy file (TOML).")
 @click.option("--stats", is_flag=True, help="Count operators by dtype, and print them at the end.")
 def run(

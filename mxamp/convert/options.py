@@ -14,7 +14,7 @@ from ..framework.wording import shown
 from ..graph.ir import Graph, argument_dtypes
 from ..policy.overrides import LayerArgument, Names, layer_patterns, unknown_layers
 from ..policy.policy import Policy, requested_policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS, check_bool, check_target
+from ..policy.targets import check_bool
 
 logger = logging.getLogger("mxamp")
 
@@ -52,14 +52,12 @@ class Options:
         if given.get("keep_io_types") is None:
             given["keep_io_types"] = not is_float32
         if not is_float32:
-            if target_dtype is not DEFAULT_TARGET:
-                check_target(target_dtype, (*TARGETS, "float32"))
             given["policy"] = requested_policy(target_dtype, *lists, policy=policy)
         elif policy is not None or any(one is not None for one in lists):
             raise ArgumentError(NOTHING_TO_LOWER)
         else:
             # Nothing is lowered, so any dtype would do; substitutions and `fuse` are for CPUs.
-            given["policy"] = Policy.default("bfloat16", "cpu").in_float32()
+            given["policy"] = Policy.default("float32", "cpu")
         check_mapping("input_dtypes", given.get("input_dtypes"), "dtypes")
         for name in ("cast_optional_params", "fuse", "keep_io_types"):
             check_bool(name, given.get(name, False))

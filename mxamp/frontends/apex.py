@@ -26,8 +26,8 @@ from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
-from ..policy.active import chose_float32, current_policy
-from ..policy.policy import PLAIN_FLOAT32, Policy, chosen_policy
+from ..policy.active import current_policy, nearest_policy
+from ..policy.policy import Choice, Policy, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
@@ -95,20 +95,16 @@ def initialize(
     if opt_level not in _LEVELS:
         raise unknown("opt_level", opt_level, _LEVELS, "Levels begin with the letter O, not zero")
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
-    policy = chosen_policy(dtype, ctx=ctx)
-    if chose_float32():
-        policy = PLAIN_FLOAT32
+    policy = _policy(dtype, ctx)
     in_float16 = policy.target_dtype == "float16"
     scaler = _scaler(loss_scale, opt_level if in_float16 else "O0")
     _check_fresh(nets, optimizers)
     for trainer in optimizers:
         check_skippable(trainer, scaler)
-    if not isinstance(policy, Policy):
+    if opt_level != "O0":
+        _turn_on(policy, opt_level, optimizers)
+    if not policy.lowers:
         opt_level, scaler = "O0", NoScaler()
-        if switch_on(policy):
-            announce_float32()
-    elif opt_level != "O0":
-        init(policy=_o3_policy(policy, optimizers) if in_float16 and opt_level == "O3" else policy)
     if opt_level in ("O2", "O3") and not in_float16:
         logger.info(STAY_FLOAT32, opt_level)
     elif opt_level in ("O2", "O3"):
@@ -120,6 +116,23 @@ def initialize(
             trainer._optimizer.multi_precision = True
         attach_state(trainer, copy.deepcopy(scaler), scaled_by="initialize")
     return models if trainers is None else (models, trainers)
+
+
+def _policy(dtype: Any, ctx: Any) -> Choice:
+    """Return the policy of `initialize`: float32 where it is in force around the call."""
+    policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
+    return policy if around is None or around.lowers else around
+
+
+def _turn_on(policy: Choice, opt_level: str, optimizers: Sequence[Trainer]) -> None:
+    """Turn mixed precision on with the policy of a level, or the float32 that "auto" has chosen."""
+    if not isinstance(policy, Policy) or not policy.lowers:
+        if switch_on(policy):
+            announce_float32(policy)
+    elif policy.target_dtype == "float16" and opt_level == "O3":
+        init(policy=_o3_policy(policy, optimizers))
+    else:
+        init(policy=policy)
 
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
@@ -141,7 +154,8 @@ def _as_list(name: str, value: object, cls: type) -> List[Any]:
 
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
     """Raise `StateError` if mixed precision is on, or nets or trainers were prepared before."""
-    if current_policy() is not None:
+    around = current_policy()
+    if around is not None and around.lowers:
         raise StateError(
             "initialize turns mixed precision on, and init() or another API has done so already: "
             "use one of the two, or call mxamp.shutdown() before"

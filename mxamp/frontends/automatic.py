@@ -19,10 +19,9 @@ from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
 from ..patches.announcements import announce, announce_float32
 from ..patches.autocast import switch_off, switch_on
-from ..policy import targets
 from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
-from ..policy.targets import AUTO, TARGETS, TARGETS_OR_AUTO
+from ..policy.targets import AUTO, DTYPES, DTYPES_OR_AUTO
 from ..scaling.scaler import LossScaler, SharedScale
 from .backward import backward_patches, shared_states
 from .contrib import contrib_patches
@@ -33,7 +32,7 @@ logger = logging.getLogger("mxamp")
 _ON = ("1", "true", "on", "yes")
 
 UNKNOWN_VALUE = (
-    f"{AUTOMATIC} must be {', '.join((*_ON, *TARGETS))} or {AUTO}, or to leave mixed precision off "
+    f"{AUTOMATIC} must be {', '.join((*_ON, *DTYPES))} or {AUTO}, or to leave mixed precision off "
     f"{', '.join(OFF_VALUES[1:])}, not {{!r}}: mixed precision stays off"
 )
 SUMMARY = "automatic mixed precision: %s on %s, %s in 16 bits"
@@ -77,10 +76,10 @@ _run = _AutomaticRun()
 def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
     """Turn on mixed precision and loss scaling for a program that uses neither.
 
-    `dtype` is by default float16 with a GPU, else bfloat16. If it is "auto" and that means float32,
-    nothing changes before the program calls `init` or `initialize`, which then mean float32 too.
+    `dtype` is by default "auto". If that means float32, `init` and `initialize` in the program mean
+    float32 too.
     """
-    chosen = policy or chosen_policy(dtype or targets.default_dtype())
+    chosen = policy or chosen_policy(dtype or AUTO)
     switch_on(chosen)
     process.lowered.clear()
     scaling = [backward_patches, module_patches] if chosen.target_dtype == "float16" else []
@@ -88,10 +87,10 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
         front_end.open()
     if scaling:
         backward_patches.default_scale = SharedScale(LossScaler(), AUTOMATIC)
-    if isinstance(chosen, Policy):
+    if isinstance(chosen, Policy) and (chosen.lowers or policy):
         announce(chosen)
     else:
-        announce_float32(f"set {AUTOMATIC}=bfloat16")
+        announce_float32(chosen, f"set {AUTOMATIC}=bfloat16")
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
@@ -102,7 +101,7 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     value = automatic_value()
     if not value:
         return
-    if value not in (*_ON, *TARGETS_OR_AUTO):
+    if value not in (*_ON, *DTYPES_OR_AUTO):
         raise ArgumentError(UNKNOWN_VALUE.format(os.environ[AUTOMATIC]))
     program = sys.argv[0] if getattr(sys, "argv", None) else ""
     script = Path(program).read_bytes() if os.path.isfile(program) else b""
@@ -118,7 +117,7 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
     show_log()
     path = os.environ.get("MXAMP_POLICY")
     policy = Policy.load(path) if path else None
-    start(value if value in TARGETS_OR_AUTO else None, policy)
+    start(value if value in DTYPES_OR_AUTO else None, policy)
 
 
 # ------------------------------------------------------------ programs that use mxamp themselves

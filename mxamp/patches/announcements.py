@@ -7,11 +7,13 @@ from ..backends import DEVICES, backend_of
 from ..framework.machine import default_device
 from ..graph.ir import Graph
 from ..policy.overrides import unknown_layers
-from ..policy.policy import PerPolicy, Policy
+from ..policy.policy import Choice, PerPolicy, Policy
 
 logger = logging.getLogger("mxamp")
 
-STAYS_OFF = "'auto' is float32 here, and mixed precision stays off: %s. To turn it on anyway, %s"
+AUTO_FLOAT32 = "'auto' is float32 here: %s. %s. For bfloat16 anyway, %s"
+PLAIN = "Mixed precision stays off"
+EQUIVALENTS = "Graphs get faster equivalents of operators; tuned=False leaves them MXNet's"
 UNSCALED_EXECUTORS = (
     "executors that compute gradients stay in float32: nothing scales their losses, which float16 "
     "needs. Bind with grad_req='null' for inference. To train in float16, decorate the optimizer "
@@ -31,11 +33,11 @@ def announce(policy: Policy) -> None:
     warn_of_speed(policy)
 
 
-def announce_float32(advice: str = "give 'bfloat16' in place of 'auto'") -> None:
-    """Warn once that "auto" is float32 here and why, with advice on how to choose another dtype."""
+def announce_float32(choice: Choice, advice: str = "pass 'bfloat16' in place of 'auto'") -> None:
+    """Warn once that "auto" is float32 here, why, and what that changes."""
     backends = [backend_of(device) for device in (default_device(), *DEVICES)]
     why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
-    warn_once("auto", STAYS_OFF, why, advice)
+    warn_once("auto", AUTO_FLOAT32, why, EQUIVALENTS if choice else PLAIN, advice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:

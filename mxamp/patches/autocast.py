@@ -20,7 +20,7 @@ from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
 from ..policy.policy import PLAIN_FLOAT32, Choice, Policy, chosen_policy
-from ..policy.targets import DEFAULT_TARGET, TARGETS_OR_AUTO, check_bool, check_target
+from ..policy.targets import DEFAULT_TARGET, DTYPES_OR_AUTO, check_bool, check_target, is_auto
 from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
 from .table import GRAPHS, casting
 
@@ -61,12 +61,12 @@ def init(
     Parameters
     ----------
     target_dtype : str or dtype, default "float16"
-        "float16", "bfloat16" (on CPUs only, as in MXNet 1.9.1) or "auto". If you pass `policy`,
-        the default is the dtype of the policy.
-        "auto" is the dtype that is fast on the device: float16 on GPUs, and bfloat16 on CPUs with
-        bfloat16 arithmetic. On other CPUs "auto" is float32: mixed precision stays off, and a log
-        line says why. The script needs no change for float32: loss scales are 1, and trainers
-        update as in plain MXNet.
+        "float16", "bfloat16" (on CPUs only, as in MXNet 1.9.1), "float32" or "auto". If you pass
+        `policy`, the default is the dtype of the policy.
+        "float32" casts nothing down: graphs get those faster equivalents of operators that gain in
+        float32 on this CPU. Loss scales are 1, and trainers skip no step.
+        "auto" is the dtype that is fast on the device: float16 on GPUs, bfloat16 on CPUs with
+        bfloat16 arithmetic, and float32 elsewhere, where a log line says why.
     target_precision_ops, fp32_ops, widest_ops : list of str, optional
         Operators to run in the target dtype, in float32, and in the widest dtype of their
         inputs. An operator may have any of its names in MXNet. As in `mxnet.contrib.amp`, each
@@ -75,13 +75,14 @@ def init(
         (operator, attribute, values): float32 where the attribute has one of the values.
     policy : Policy, optional
         A whole policy in place of the operator lists. With "auto", the policy has to be for the
-        dtype that is fast on this machine; if float32 is the fast dtype, the policy is ignored.
+        dtype that is fast on this machine; if that is float32, the policy is ignored.
     ctx : Context or str, optional
         The kind of device to run in mixed precision. The default is the GPU if there is one, else
         the CPU. mxamp does not cast the inputs of operators on other devices.
     tuned : bool, default True
-        In bfloat16 graphs, replace operators by faster equivalents, and choose precisions by
-        shape. False turns both off, as `policy.untuned()` does.
+        In graphs in bfloat16 or float32, replace operators by faster equivalents, and choose
+        precisions by shape. False turns both off, as `policy.untuned()` does; float32 is then plain
+        MXNet, bit for bit.
 
     Raises
     ------
@@ -99,12 +100,12 @@ def init(
     lists = target_precision_ops, fp32_ops, widest_ops, conditional_fp32_ops
     wanted = chosen_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     if isinstance(wanted, Policy) and not tuned:
-        wanted = wanted.untuned()
+        wanted = wanted.untuned() if wanted.lowers else PLAIN_FLOAT32
     end_worker_on_errors()
     is_new = switch_on(wanted)
-    if not isinstance(wanted, Policy):
-        announce_float32()
-    elif is_new:
+    if is_auto(target_dtype) and not wanted.lowers:
+        announce_float32(wanted)
+    elif is_new and isinstance(wanted, Policy):
         announce(wanted)
 
 
@@ -181,9 +182,9 @@ class autocast(active.Regional):
     Parameters
     ----------
     dtype : str or dtype, optional
-        "float16", "bfloat16", or "auto", the dtype that is fast on this machine (see `init`). If
-        float32 is the fast dtype, mixed precision is off in the region. The default is the dtype in
-        force around the region, or "float16" if mixed precision is off there.
+        "float16", "bfloat16", "float32", or "auto", the dtype that is fast on this machine (see
+        `init`). The default is the dtype in force around the region, or "float16" if mixed
+        precision is off there.
     enabled : bool, default True
         False turns mixed precision off in the region.
     policy : Policy, optional
@@ -204,7 +205,7 @@ class autocast(active.Regional):
                 f"autocast's first argument must be a dtype, not {shown(dtype)}; write "
                 "@amp.autocast() to decorate a function, enabled=False to turn it off"
             )
-        self._dtype = check_target(dtype, TARGETS_OR_AUTO) if dtype is not None else None
+        self._dtype = check_target(dtype, DTYPES_OR_AUTO) if dtype is not None else None
         self._policy: Optional[Choice] = None
         if policy is not None:
             self._policy = chosen_policy(self._dtype or DEFAULT_TARGET, policy=policy)
@@ -219,9 +220,9 @@ class autocast(active.Regional):
         region = active.autocast_region(policy, mark)
         region.close = ending(_leave, region).close
         try:
-            if region.policy is PLAIN_FLOAT32:
-                announce_float32()
-            else:
+            if region.policy and is_auto(self._dtype) and not region.policy.lowers:
+                announce_float32(region.policy)
+            if region.policy is not PLAIN_FLOAT32:
                 casting.acquire(region)
             if region.policy:
                 warn_of_speed(region.policy)
@@ -247,7 +248,7 @@ def _leave(region: active.Region) -> None:
     """End a region, and keep patches for the graphs that were made in it."""
     active.end(region)
     marked = region.mark is not None and region.mark.has_nodes
-    if region.policy and marked and not active.is_enabled():
+    if region.policy and marked and active.current_policy() is None:
         casting.acquire(GRAPHS)
     casting.release(region)
 

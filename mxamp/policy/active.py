@@ -3,8 +3,8 @@
 Regions are one stack for each execution context (`contextvars`): each thread and each asyncio task
 has its own. The patches call `current_policy` at every operator call.
 
-Where "auto" has chosen float32, `PLAIN_FLOAT32` takes the place of a policy: mixed precision is
-off, and `autocast()` and loss scaling, which follow the dtype around them, stay off too.
+Where "auto" has chosen plain float32, `PLAIN_FLOAT32` takes the place of a policy: mixed precision
+is off, and `autocast()` and loss scaling, which follow the dtype around them, stay off too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Callable, Iterator
 
 from ..framework.interrupts import is_running
-from .policy import PLAIN_FLOAT32, Choice, Policy
+from .policy import Choice, Policy
 
 #: The mark of graph nodes in a region that turns mixed precision off, and in `autocast()`.
 OFF, ON = "off", "on"
@@ -99,7 +99,7 @@ def current_policy() -> Policy | None:
 
 
 def is_enabled() -> bool:
-    """Return whether mixed precision is on for the calling code.
+    """Return whether mixed precision is on for the calling code; False in float32.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
@@ -108,7 +108,8 @@ def is_enabled() -> bool:
     >>> amp.is_enabled()
     False
     """
-    return current_policy() is not None
+    policy = current_policy()
+    return policy is not None and policy.lowers
 
 
 def _regions() -> Iterator[Region]:
@@ -129,8 +130,9 @@ def nearest_policy() -> Choice | None:
 
 
 def chose_float32() -> bool:
-    """Return whether "auto" has chosen float32 for the calling code."""
-    return nearest_policy() is PLAIN_FLOAT32
+    """Return whether float32 is chosen for the calling code: nothing is lowered or scaled."""
+    policy = nearest_policy()
+    return policy is not None and not policy.lowers
 
 
 def current_mark() -> RegionMark | None:

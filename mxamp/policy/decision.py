@@ -58,7 +58,7 @@ class Decision:
 
 
 MIXED = "its inputs are {dtypes}: the widest dtype is kept"
-OTHER_HALF = "a float16 policy doesn't know MXNet's bfloat16 kernels, and some crash the process"
+OTHER_HALF = "a {target} policy doesn't know MXNet's bfloat16 kernels, and some crash the process"
 
 
 def decide(
@@ -184,7 +184,7 @@ def _compute_dtype(
         [dtype] = floats
         follows = f"follows its {dtype} inputs"
     if dtype == "bfloat16" != target:
-        return "float32", OTHER_HALF
+        return "float32", OTHER_HALF.format(target=target)
     if given:
         return dtype, f"{reason}: {follows}"
     return dtype, follows if dtype == "float32" else f"{follows}: {reason}"

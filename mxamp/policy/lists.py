@@ -22,7 +22,7 @@ from ..framework.operators import Operator, registry, resolve
 from ..framework.wording import one_of, shown
 from . import rules
 from .rules import UNLISTED, Condition, CustomClasses, Reason, Rule, ShapeRule, not_lowered
-from .targets import TARGETS
+from .targets import DTYPES
 
 logger = logging.getLogger("mxamp")
 
@@ -38,7 +38,7 @@ LISTED = (
 #: The kinds of values in lists/schema.toml: a type, or the allowed values.
 _KINDS: Mapping[str, Any] = {
     "string": str, "boolean": bool, "non-negative integer": int, "table": dict,
-    "string or list of strings": object, "class": rules.CLASSES, "dtype": TARGETS,
+    "string or list of strings": object, "class": rules.CLASSES, "dtype": DTYPES,
     "wide dtype": ("float32", "float64"), "device": DEVICES, "feature": FEATURES, "format": (1, 2),
 }  # fmt: skip
 #: Notes for mxamp's own tests, which its lists once held, and copies of the lists still do.
@@ -152,6 +152,15 @@ def list_from_json(
         tuple(dict.fromkeys(data.get("fp32_layers", ()))),
         MappingProxyType({name: gain for name, gain in named.items() if name in known}),
     )
+
+
+def without_casts_down(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
+    """Return the list for float32 of one that lowers nothing, with other substitutions.
+
+    Rules about kernels that the half precision lacks have no meaning in float32.
+    """
+    rules = {n: replace(one, no_kernel=None, by_shape=()) for n, one in listed.rules.items()}
+    return OperatorList(MappingProxyType(rules), listed.fp32_layers, MappingProxyType({**gains}))
 
 
 class _RuleBuilder:

@@ -23,10 +23,17 @@ from ..framework.machine import Device, Dtype, default_device
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
-from .lists import OperatorList, check_data, list_from_json, own_data, read_toml
+from .lists import (
+    OperatorList,
+    check_data,
+    list_from_json,
+    own_data,
+    read_toml,
+    without_casts_down,
+)
 from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
-from .targets import DEFAULT_TARGET, TARGETS_OR_AUTO, is_auto
+from .targets import DEFAULT_TARGET, DTYPES_OR_AUTO, is_auto
 
 logger = logging.getLogger("mxamp")
 
@@ -63,7 +70,7 @@ class Policy:
     Parameters
     ----------
     target_dtype : str
-        "float16" or "bfloat16".
+        "float16", "bfloat16" or "float32".
     device : str
         The kind of device, "cpu" or "gpu".
     changes : tuple of Change
@@ -84,6 +91,10 @@ class Policy:
         """The rules, layers and substitutions after all changes."""
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
+        if last is None and self.target_dtype == "float32":
+            backend = backend_of(self.device)
+            low = policy_of(backend.dtypes[0], self.device, (), self._surroundings)
+            return without_casts_down(low.in_float32()._list, backend.float32_substitutions())
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
@@ -160,7 +171,7 @@ class Policy:
         Parameters
         ----------
         target_dtype : str or dtype, default "float16"
-            "float16" or "bfloat16".
+            "float16", "bfloat16", or "float32": faster equivalents of operators, and no casts down.
         device : str or Context, optional
             The kind of device, such as "cpu" or "gpu". The default is the GPU if there is one, else
             the CPU.
@@ -383,7 +394,7 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
 class _PlainFloat32:
     """The type of `PLAIN_FLOAT32`: the choice of "auto" where no half precision is fast."""
 
-    target_dtype = "float32"
+    target_dtype, lowers = "float32", False
 
     def __bool__(self) -> Literal[False]:
         # No policy is in force under it.
@@ -397,6 +408,12 @@ PLAIN_FLOAT32 = _PlainFloat32()
 
 #: A policy, or float32 chosen by "auto".
 Choice = Union[Policy, _PlainFloat32]
+
+
+def float32_choice(device: str) -> Choice:
+    """Return the choice of "auto" where no half precision is fast."""
+    policy = Policy.default("float32", device)
+    return policy if policy.substitutions else PLAIN_FLOAT32
 
 
 def requested_policy(
@@ -428,10 +445,10 @@ def chosen_policy(
     """Return the policy that the arguments of `init` describe, or `PLAIN_FLOAT32`.
 
     Like `requested_policy`, but `target_dtype` may be "auto". Arguments are checked even where
-    "auto" means float32 and ignores them.
+    "auto" means float32, under which they have no meaning.
     """
     if policy is None or target_dtype is not DEFAULT_TARGET:
-        target_dtype = targets.check_target(target_dtype, TARGETS_OR_AUTO)
+        target_dtype = targets.check_target(target_dtype, DTYPES_OR_AUTO)
     if not is_auto(target_dtype):
         return requested_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     device = targets.device_type(ctx) or default_device()
@@ -439,7 +456,7 @@ def chosen_policy(
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
     if dtype == "float32":
-        return PLAIN_FLOAT32
+        return float32_choice(device)
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
         targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)
     return wanted

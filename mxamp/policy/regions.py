@@ -18,7 +18,7 @@ from ..framework.machine import default_device
 from .active import OFF, ON, RegionMark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import PLAIN_FLOAT32, Choice, PerPolicy, Policy, policy_from_data
+from .policy import PLAIN_FLOAT32, Choice, PerPolicy, Policy, float32_choice, policy_from_data
 from .rules import Surroundings, surroundings
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
@@ -52,7 +52,7 @@ def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
     if dtype == PLAIN_FLOAT32.target_dtype:
-        return PLAIN_FLOAT32
+        return float32_choice(default_device())
     return Policy.default(dtype or DEFAULT_TARGET)
 
 
@@ -104,7 +104,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     dtype = backend.fast_dtype() if mark == AUTO else mark
     if dtype == policy.target_dtype:
         return policy
-    if dtype not in backend.dtypes:
+    if dtype not in (*backend.dtypes, "float32"):
         return None
     return Policy.default(dtype, policy.device)
 

@@ -14,11 +14,12 @@ from ..framework.wording import one_of, shown
 OTHER_POLICY = "the policy is for {own}, but {given} is given beside it: leave {given} out"
 
 TARGETS = ("float16", "bfloat16")
+#: The dtypes of policies: under float32, graphs get faster equivalents, and nothing is cast down.
+DTYPES = (*TARGETS, "float32")
 #: Stands for the target dtype that is fast on this machine.
 AUTO = "auto"
-TARGETS_OR_AUTO = (*TARGETS, AUTO)
+DTYPES_OR_AUTO = (*DTYPES, AUTO)
 
-IN_FLOAT32 = "; for float32 call no init, use a NoScaler(), and write autocast(enabled=False)"
 ONE_DEVICE = "{} must name one kind of device ({}, or a Context of it), not {}"
 NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give {has}, or another device"
 NOT_POLICY = "; give a policy by its keyword, policy="
@@ -54,7 +55,7 @@ def is_auto(dtype: object) -> bool:
     return isinstance(dtype, str) and dtype == AUTO
 
 
-def check_target(dtype: object, allowed: Sequence[str] = TARGETS) -> str:
+def check_target(dtype: object, allowed: Sequence[str] = DTYPES) -> str:
     """Return the name of a target dtype; raise `ArgumentError` unless it is `allowed`.
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
@@ -62,14 +63,12 @@ def check_target(dtype: object, allowed: Sequence[str] = TARGETS) -> str:
     if is_auto(dtype):
         if AUTO in allowed:
             return AUTO
-        raise ArgumentError(ONE_DTYPE.format(targets=one_of(TARGETS), fast=fast_dtype()))
+        raise ArgumentError(ONE_DTYPE.format(targets=one_of(DTYPES), fast=fast_dtype()))
     # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
-    if name not in TARGETS:
+    if name is None or name not in allowed:
         said = f"the target dtype must be {one_of(allowed)}, not {shown(dtype)}"
-        hint = IN_FLOAT32 if name == "float32" else ""
-        hint = NOT_POLICY if hasattr(dtype, "target_dtype") else hint
-        raise ArgumentError(said + hint)
+        raise ArgumentError(said + (NOT_POLICY if hasattr(dtype, "target_dtype") else ""))
     return name
 
 
@@ -84,8 +83,8 @@ def check_device(dtype: str, device: str | None) -> str:
     """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
     if device is None:
         kinds = (default_device(), *DEVICES)
-        return next(kind for kind in kinds if dtype in backend_of(kind).dtypes)
-    has = backend_of(device).dtypes
+        return next(kind for kind in kinds if dtype in (*backend_of(kind).dtypes, "float32"))
+    has = (*backend_of(device).dtypes, "float32")
     if dtype not in has:
         raise ArgumentError(NO_DTYPE.format(dtype=dtype, device=device.upper(), has=one_of(has)))
     return device

@@ -62,7 +62,7 @@ WRONG = [
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must name one kind of device .'cpu' or 'gpu'"),
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
     (lambda: amp.init(policy="p.toml"), "policy must be an mxamp.Policy, .*not 'p.toml'"),
-    (lambda: amp.init("float32"), r"call no init, use a NoScaler\(\)"),
+    (lambda: amp.init("float64"), "must be 'float16', 'bfloat16', 'float32' or 'auto', not 'float64'"),
     (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),

@@ -43,7 +43,7 @@ def error_of(tmp_path, text):
     "old, new, expected",
     [
         (ALL, "", "the key 'format' is missing; it must be 1 or 2"),
-        ('"float16"', '"float8"', "dtype must be 'float16' or 'bfloat16', not 'float8'"),
+        ('"float16"', '"float8"', "dtype must be 'float16', 'bfloat16' or 'float32', not 'float8'"),
         ('reason = "fast"\n', "", "[[group]] table 1: the key 'reason' is missing"),
         ('class = "low"', 'klass = "low"', "[[group]] table 1: unknown key 'klass'; the closest is 'class'"),
         ('"few_rows"', '"few_row"', "unknown rule 'few_row'; the closest is 'few_rows'"),

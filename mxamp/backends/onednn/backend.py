@@ -54,6 +54,9 @@ class OneDNN(ChoosingBackend):
     def why_float32(self) -> str:
         return cpu.why_float32()
 
+    def float32_substitutions(self) -> Mapping[str, str]:
+        return cpu.float32_substitutions()
+
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
         return cpu.speed_warning(policy, of_model)
 

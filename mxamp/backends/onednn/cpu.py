@@ -6,9 +6,10 @@ import ctypes
 import os
 import platform
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Mapping
 
 from ...framework import machine
+from ...framework.data import own_tables
 
 if TYPE_CHECKING:
     from ...policy.policy import Policy
@@ -66,6 +67,14 @@ def computes_bfloat16() -> bool:
 def fast_dtype() -> str:
     """Return bfloat16 on a CPU with bfloat16 arithmetic, else float32."""
     return "bfloat16" if computes_bfloat16() else "float32"
+
+
+def float32_substitutions() -> Mapping[str, str]:
+    """Return the equivalents that gain in float32: lists/float32.toml, measured by instructions."""
+    tables: Mapping[str, str] = own_tables("float32")[
+        "avx512" if "avx512" in onednn_features() else "avx2"
+    ]
+    return tables
 
 
 def why_float32() -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
+from typing import Sequence
+
+from mxnet.gluon import Block
 
 from ...framework.keywords import checked_call
 from ...framework.machine import Dtype, device_kind
@@ -42,23 +46,40 @@ class Benchmark:
 
     def summary(self) -> str:
         """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
-        ways = forms.EAGER, forms.AUTOCAST  # in training, if that was timed, then in inference
-        lowered = [t for t in self.timings if t.way in ways and t.precision == self.dtype]
-        serving = [one for one in self.timings if one.way in HOW]
-        speeds = map(_speed, lowered, (" this model", " it"), (" as float32", ""))
-        said = [f"{self.dtype} {', and '.join(speeds)}.", *self.notes]
-        fastest = max([lowered[-1], *serving], key=lambda one: one.quartiles[0])
-        if all(one.quartiles[1] < 1 for one in (*lowered, *serving)):
+        others = [t for t in self.timings if t.way != forms.PLAIN and not _is_eager_float32(t)]
+        best = _fastest([t for t in others if t.way not in HOW])
+        said = []
+        for precision, tasks in itertools.groupby(best, lambda one: one.precision):
+            equivalents = " with faster equivalents" if precision == "float32" else ""
+            speeds = map(_speed, tasks, (" this model", " it"), (" as float32", ""))
+            said.append(f"{precision}{equivalents} {', and '.join(speeds)}.")
+        said += self.notes
+        serving = [t for t in others if t.way in HOW]
+        served = max(serving, key=lambda t: t.quartiles[0], default=None)
+        if all(one.quartiles[1] < 1 for one in others):
             said.append(NOT_PAID)
-        elif fastest.way in HOW and fastest.quartiles[0] > max(1, lowered[-1].speedup):
-            how = HOW[fastest.way].format(precision=fastest.precision)
-            said.append(f"For serving, {how}: it then {_speed(fastest, '', '')}.")
+        elif served and served.quartiles[0] > max(1, *(t.speedup for t in best)):
+            how = HOW[served.way].format(precision=served.precision)
+            said.append(f"For serving, {how}: it then {_speed(served, '', '')}.")
         return " ".join(said)
 
     def __str__(self) -> str:
         return f"{table(self.timings)}\n\n{self.summary()}"
 
     __repr__ = __str__  # for notebooks
+
+
+def _fastest(timings: Sequence[Timing]) -> Sequence[Timing]:
+    """Return the fastest form in training, if that was timed, and in inference."""
+    best: dict[str, Timing] = {}
+    for one in timings:
+        best[one.task] = max(best.get(one.task, one), one, key=lambda t: t.speedup)
+    return [*best.values()]
+
+
+def _is_eager_float32(timing: Timing) -> bool:
+    """Return whether a form is the baseline of a block that can't be traced."""
+    return timing.way == forms.EAGER and timing.precision == "float32"
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
@@ -72,6 +93,27 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     return f"{does} {low:.2f} to {high:.2f} times as fast{reference}, too noisy to tell"
 
 
+def _has_gradients(block: Block) -> bool:
+    """Return whether training changes any parameter of a block."""
+    params = block.collect_params().values()
+    return any(param.grad_req != "null" and param._data for param in params)
+
+
+def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
+    """Return the forms of a model to time beside plain float32, and those for serving alone."""
+    if not model.is_traced:
+        return model.forms([(forms.EAGER, policy)]), []
+    wide = Policy.default("float32", policy.device)
+    policies = [wide] if wide.substitutions else []
+    policies += [policy] if policy is not wide and model.lowers(policy) else []
+    fused = {one: forms.FUSED for one in policies}
+    if policy.target_dtype == "float16":
+        fused[policy] = forms.CONVERTED
+    served = [(way, one) for one, way in fused.items()]
+    served += [(forms.OPENVINO, policy)] if policy.device == "cpu" else []
+    return model.forms((forms.AUTOCAST, one) for one in policies), model.forms(served)
+
+
 @checked_call
 def benchmark(
     net: Net,
@@ -81,17 +123,18 @@ def benchmark(
     target_dtype: Dtype | None = None,
     budget: float | str = "20s",
 ) -> Benchmark:
-    """Time a training step and inference of a block, in float32 and in 16 bits.
+    """Time a training step and inference of a block: plain, and in each form of mxamp.
 
     ::
 
         print(amp.benchmark(net, (data, label), loss_function, budget="20s"))
 
     The block runs hybridized, or eager if it can't be traced. For inference, the converted block
-    runs too, also on OpenVINO if OpenVINO is installed. Each round times float32 and then each
-    other form, and compares the form with float32. A training step is a forward pass, a backward
-    pass and an update by SGD, in 16 bits with the overflow check. The report ends with a sentence
-    that says whether 16 bits are faster for this model on this machine, or "too noisy to tell".
+    runs too, also on OpenVINO if OpenVINO is installed. On CPUs, forms in float32 with faster
+    equivalents of operators are timed beside those in 16 bits. Each round times plain float32 and
+    then each other form, and compares the form with float32. A training step is a forward pass, a
+    backward pass and an update by SGD, in 16 bits with the overflow check. The report ends with a
+    sentence that says which form is faster on this machine, or "too noisy to tell".
 
     Parameters
     ----------
@@ -107,8 +150,8 @@ def benchmark(
     target_dtype : str or dtype, optional
         "float16" or "bfloat16". The default is float16 if the batch is on a GPU, else bfloat16.
     budget : float or str, default "20s"
-        The time to spend: seconds, or a text such as "90s" or "5m". `benchmark` times at least 3
-        rounds, and at most 15.
+        The time to spend: seconds, or a text such as "90s" or "5m". A form that takes over five
+        times as long as the fastest is given up after one run. `benchmark` times 2 to 15 rounds.
 
     Returns
     -------
@@ -126,17 +169,14 @@ def benchmark(
     with opened(net, batch, loss is not None, most=1) as model:
         device = device_kind(model.context)
         policy = Policy.default(target_dtype or default_dtype(device), device)
-        lowered = model.form(forms.AUTOCAST if model.is_traced else forms.EAGER, policy)
-        model.measure(lowered)
-        groups = [[model.plain, lowered]]
-        if model.is_traced:
-            ways = [forms.FUSED if policy.target_dtype == "bfloat16" else forms.CONVERTED]
-            ways += [forms.OPENVINO] * (device == "cpu")
-            groups[0] += model.forms((way, policy) for way in ways)
-        if any(p.grad_req != "null" and p._data for p in model.block.collect_params().values()):
+        lowered, served = _forms(model, policy)
+        groups = [[model.plain, *lowered, *served]]
+        if _has_gradients(model.block):
             step = loss or (lambda output, _: output)
-            groups.insert(0, [model.form(one.way, one.policy, step) for one in groups[0][:2]])
+            trained = [model.form(one.way, one.policy, step) for one in [model.plain, *lowered]]
+            groups.insert(0, trained)
         for count, group in enumerate(groups, 1):
-            time_in_turns(group, began + seconds * count / len(groups))
+            group[:], given_up = time_in_turns(group, began + seconds * count / len(groups))
+            model.notes += given_up
     timings = tuple(form.timing(group[0]) for group in groups for form in group)
     return Benchmark(policy.target_dtype, timings, (*model.notes, *model.channels_note(timings)))

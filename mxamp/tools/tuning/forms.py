@@ -31,6 +31,7 @@ from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
+from ..debugging.explain import explain
 from ..debugging.measured import Batch, Data, Net, arrays_in, loss_of
 from ..onnx import OpenVINO
 from ..tables import text_table
@@ -56,8 +57,12 @@ HOW = {
 
 _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
 #: The least seconds of a turn, in which fast forms run several times; the rounds that are timed
-#: whatever the budget, and at most.
-_SHORTEST, _LEAST, _MOST = 0.01, 3, 15
+#: while the budget lasts half as long again, whatever the budget, and at most.
+_SHORTEST, _LEAST, _LATE, _MOST = 0.01, 3, 2, 15
+#: How many times as long as the fastest a form's first run may take, if it takes over a second.
+_HOPELESS, _PATIENCE = 5, 1.0
+NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
+GIVEN_UP = "Form {form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 #: The channels of a block of oneDNN's layouts, and the speedup below which odd ones are named.
 _BLOCK, _HELD_BACK = 16, 1.5
 
@@ -73,7 +78,7 @@ class Timing:
     task : str
         "training" (forward pass, backward pass and an update by SGD) or "inference".
     way : str
-        "plain" (hybridized, mixed precision off), "autocast" (hybridized, under the policy),
+        "plain" (hybridized, without mxamp), "autocast" (hybridized, under a policy),
         "eager" (both, of a block that can't be traced), "converted", "fused" or "openvino"
         (exported by `export_onnx`, on OpenVINO).
     precision : str
@@ -134,6 +139,9 @@ class Form:
             if self.inside is not None:
                 with autocast(policy=policy):
                     init_trainer(self._trainer)
+
+    def __str__(self) -> str:
+        return f"{self.way} in {self.precision}"
 
     def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
         """Return the output for a batch; in training also the losses."""
@@ -226,6 +234,17 @@ class Model:
                 self.notes.append(f"Form {way} does not run: {error_reason(error)}.")
         return forms
 
+    def lowers(self, policy: Policy) -> bool:
+        """Return whether a policy lowers any operator of the model; if not, `notes` says so."""
+        arrays = arrays_in(self.batches[0].inputs)
+        shapes = {v.name: a.shape for v, a in zip(self.block._cached_graph[0], arrays)}
+        given: Any = {"policy": policy, "input_shapes": shapes}
+        plans = [explain(self.block, mode=mode, **given) for mode in (TRAINING, INFERENCE)]
+        found = any(policy.target_dtype in plan.counts() for plan in plans)
+        if not found:
+            self.notes.append(NOTHING_LOWERED.format(dtype=policy.target_dtype))
+        return found
+
     def measure(self, form: Form) -> None:
         """Write the errors of a form over all batches, and its metric, into it."""
         self._judge(form, [self._run(batch, form) for batch in self.batches])
@@ -284,19 +303,37 @@ def convert_options(way: str) -> dict[str, bool]:
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
 
-def time_in_turns(forms: Sequence[Form], ends: float) -> None:
-    """Time forms in turns, the first one being float32.
+def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[str]]:
+    """Time forms in turns, the first one being float32; return those timed, and notes on others.
 
-    There are at least 3 rounds, and at most 15; none begins after the monotonic time `ends`.
+    A form is given up if its first run takes over five times as long as that of the fastest. There
+    are 3 to 15 rounds, as many as end before the monotonic time `ends`, or 2 if 3 would take half
+    as long again as there is time for.
     """
+    given = ends - time.monotonic()
+    timed: list[Form] = []
+    notes: list[str] = []
+    best = math.inf
     for form in forms:
-        form.mean_seconds(2)  # the first run makes the graph, the second one the memory
-    repeats = max(1, math.ceil(_SHORTEST / forms[0].mean_seconds()))
+        seconds = form.mean_seconds()
+        if seconds > max(_HOPELESS * best, _PATIENCE):
+            given_up = GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best)
+            notes.append(given_up)
+            continue
+        best = min(best, seconds)
+        timed.append(form)
+    began = time.monotonic()
+    for form in timed:
+        form.mean_seconds()  # the first run has made the graph, this one makes the memory
+    repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))
     for count in range(_MOST):
-        if count >= _LEAST and time.monotonic() >= ends:
+        now = time.monotonic()
+        end_of_next = now + (now - began) / (count + 1)
+        if count >= _LATE and end_of_next > ends + (0.5 * given if count < _LEAST else 0):
             break
-        for form in forms:
+        for form in timed:
             form.seconds.append(form.mean_seconds(repeats))
+    return timed, notes
 
 
 def seconds_of(budget: float | str) -> float:

@@ -336,11 +336,14 @@ class _Search:
                 smallest_set(works, self._ordered_layers())
             if self.timed:
                 self.forms = list(dict.fromkeys([model.plain, self.best]))
+                wide = Policy.default("float32", base.device)
+                self.forms += model.forms([(forms.AUTOCAST, wide)] if wide.substitutions else [])
                 if model.loss is None and base.device == "cpu":
-                    policies = dict.fromkeys([base.in_float32(), self.best.policy])
+                    policies = dict.fromkeys([wide, self.best.policy])
                     fused = [(forms.FUSED, one) for one in policies if one]
-                    self.forms += model.forms([*fused, (forms.OPENVINO, base.in_float32())])
-                time_in_turns(self.forms, ends)
+                    self.forms += model.forms([*fused, (forms.OPENVINO, wide)])
+                self.forms, given_up = time_in_turns(self.forms, ends)
+                model.notes += given_up
         except KeyboardInterrupt:
             model.notes.append(STOPPED)
 

@@ -13,10 +13,26 @@ def test_forms_take_turns():
     made = [Form("plain", name, Batch(())) for name in ("plain", "low")]
     for form in made:
         form.run = lambda name=form.block: order.append(name) or time.sleep(0.02)
-    time_in_turns(made, 0)
-    assert [len(form.seconds) for form in made] == [3, 3]
+    assert time_in_turns(made, time.monotonic() + 0.3) == (made, [])
+    assert len(made[0].seconds) == len(made[1].seconds) >= 3
     assert order[-4:] == ["plain", "low"] * 2
     assert 15 < made[1].timing(made[0]).milliseconds < 200
+
+
+class Slow(Form):
+    def mean_seconds(self, repeats=1):
+        self.runs = getattr(self, "runs", 0) + 1
+        return self.block
+
+
+def test_a_hopeless_form_is_given_up_after_one_run():
+    made = [Slow("autocast", seconds, Batch(())) for seconds in (0.5, 0.1, 3.0, 0.9)]
+    timed, [note] = time_in_turns(made, 0)
+    assert timed == [made[0], made[1], made[3]] and made[2].runs == 1
+    assert [len(form.seconds) for form in made] == [2, 2, 0, 2]
+    assert (
+        note == "Form autocast in float32 was given up after a run of 3.0 s, 30 times the fastest."
+    )
 
 
 def test_a_form_that_does_not_run_is_left_out(monkeypatch):

@@ -1,0 +1,135 @@
+"""float32 as a form: faster equivalents where they gain, no casts, and float32's own rounding."""
+
+import pickle
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import mxamp as amp
+from mxamp.backends import substitutions
+from mxamp.framework.data import own_tables
+from mxamp.policy.active import nearest_policy
+from mxamp.policy.policy import PLAIN_FLOAT32
+
+TABLES = ("avx2", "avx512")
+KEPT = sorted(set(own_tables("float32")["avx2"]) | set(own_tables("float32")["avx512"]))
+POLICY = amp.Policy.default("bfloat16", "cpu").in_float32().override(substitutions=KEPT)
+
+
+class Net(nn.HybridBlock):
+    """Every operator that has a faster equivalent in float32."""
+
+    def __init__(self):
+        super().__init__(prefix="net_")
+        with self.name_scope():
+            self.grouped = nn.Conv2D(32, 3, groups=8, padding=1, in_channels=32)
+            self.norm = nn.BatchNorm(in_channels=32)
+            self.rows = nn.LayerNorm(in_channels=128)
+            self.rnn = gluon.rnn.LSTM(256, 2, input_size=128)
+            self.dense = nn.Dense(8, in_units=256, flatten=False)
+
+    def hybrid_forward(self, F, x):
+        x = F.clip(F.relu(self.norm(self.grouped(x))) * 2, 0, 6)
+        x = F.broadcast_mul(x, F.sigmoid(F.mean(x, axis=(2, 3), keepdims=True)))
+        pooled = F.Pooling(x, global_pool=True, pool_type="avg").reshape((-1, 32))
+        first, second = F.split(F.tanh(pooled), num_outputs=2, axis=-1)
+        rows = F.tile(F.concat(first, second, F.sum(x, axis=(2, 3)), dim=-1), reps=(16, 2))
+        return self.dense(self.rnn(self.rows(rows).reshape((16, -1, 128))))
+
+
+def net_of(dtype="float32"):
+    mx.random.seed(1)
+    net = Net()
+    net.initialize(mx.init.Xavier())
+    net.cast(dtype)
+    net.hybridize()
+    return net
+
+
+def results(dtype, policy=None):
+    """Return the output in inference, that in training, and all gradients as one array."""
+    net = net_of(dtype)
+    x = nd.array(np.random.RandomState(0).randn(4, 32, 112, 112), dtype=dtype)
+    with amp.autocast(enabled=policy is not None, policy=policy):
+        inference = net(x).asnumpy()
+        with autograd.record():
+            training = net(x)
+        training.backward()
+    params = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    gradients = np.concatenate([p.grad().asnumpy().ravel() for p in params])
+    return inference, training.asnumpy(), gradients
+
+
+def distance(found, exact):
+    return np.linalg.norm(found.astype("float64") - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+def test_errors_against_float64_are_those_of_float32():
+    exact, plain, fast = results("float64"), results("float32"), results("float32", POLICY)
+    assert not np.array_equal(plain[2], fast[2])
+    for one, other, found in zip(exact, plain, fast):
+        assert distance(found, one) <= 1.5 * max(distance(other, one), 1e-7)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_name_substitutions_with_a_measured_gain(table):
+    gains = own_tables("float32")[table]
+    assert gains.keys() <= substitutions()
+    assert all(float(text.split()[-1]) >= 1.05 for text in gains.values())
+
+
+def test_the_policy_lowers_nothing_and_is_a_value(tmp_path):
+    policy = amp.Policy.default("float32", "cpu")
+    assert policy.target_dtype == "float32" and not policy.lowers and policy.substitutions
+    assert policy.operators("low") == [] and not any(r.no_kernel for r in policy.rules.values())
+    assert pickle.loads(pickle.dumps(policy)) is policy  # noqa: S301
+    policy.override(fp32_layers=["a"]).save(tmp_path / "policy.toml")
+    assert amp.Policy.load(tmp_path / "policy.toml") == policy.override(fp32_layers=["a"])
+
+
+@pytest.mark.parametrize("target", ["float32", np.float32])
+def test_init_and_convert_name_the_same_thing(target):
+    amp.init(target)
+    assert amp.current_policy() is amp.Policy.default("float32")
+    net = net_of()
+    x = nd.ones((4, 32, 8, 8))
+    net(x)
+    converted = amp.convert_hybrid_block(net, target)
+    assert {node.precision for node in amp.explain(converted)} <= {"float32", "as is"}
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    amp.init_trainer(trainer)
+    assert trainer.amp_loss_scale == 1
+    assert amp.GradScaler().scale(nd.ones(1)).asscalar() == 1
+
+
+def test_untuned_it_is_plain_mxnet_bit_for_bit():
+    plain = results("float32")
+    amp.init("float32", tuned=False)
+    assert nearest_policy() is PLAIN_FLOAT32 and not amp.is_enabled()
+    assert all(map(np.array_equal, plain, results("float32")))
+
+
+def test_regions_of_a_model_may_be_float32():
+    class Part(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            with amp.autocast("float32"):
+                return F.relu(F.dot(x, x))
+
+    part = Part()
+    part.hybridize()
+    with amp.autocast("bfloat16"):
+        part(nd.ones((4, 4)))
+        plan = amp.explain(part)
+    assert {node.precision for node in plan.filter(operator="dot")} == {"float32"}
+    assert all("autocast('float32')" in node.reason for node in plan.filter(operator="dot"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_inputs_of_products_are_widened(dtype):
+    amp.init("float32")
+    x = nd.ones((2, 2)).astype(amp.bfloat16 if dtype == "bfloat16" else dtype)
+    assert nd.dot(x, x).dtype == np.float32
