@@ -30,11 +30,10 @@ class Kind(NamedTuple):
 
 CONTENDERS = {
     "float32": Kind("float32"),
-    "substituted": Kind("float32, substituted", cpu_only=True, bfloat16_only=True),
     "stock": Kind("mxnet.contrib.amp"),
     "mxamp": Kind("mxamp"),
     "converted": Kind("mxamp, converted", inference_only=True),
-    "fused": Kind("mxamp, fused", inference_only=True, cpu_only=True, bfloat16_only=True),
+    "fused": Kind("mxamp, fused", inference_only=True, cpu_only=True),
     "tuned": Kind("mxamp, tuned", cpu_only=True, bfloat16_only=True),
     "torch32": Kind("PyTorch float32", "torch", cpu_only=True),
     "torch": Kind("PyTorch autocast", "torch", cpu_only=True),
@@ -197,6 +196,7 @@ def runnable_contenders(mode: str, setup: Setup) -> Dict[str, str]:
             or (kind.inference_only and mode != "inference")
             or (kind.cpu_only and setup.device != "cpu")
             or (kind.bfloat16_only and setup.dtype != "bfloat16")
+            or (name == "fused" and setup.dtype == "float16")
             or (name == "tuned" and not setup.tuned)
         ):
             found[name] = setup.pythons.get(kind.library, sys.executable)

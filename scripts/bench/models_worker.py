@@ -198,17 +198,14 @@ def sgd_trainer(net: Any) -> Any:
 
 def enable_amp(contender: str, dtype: str) -> Any:
     """Return a contender's AMP module; turn it on if the contender runs under it from the start."""
-    if contender in ("mxamp", "substituted", "converted", "fused", "tuned"):
+    if contender in ("mxamp", "converted", "fused", "tuned"):
         import mxamp as amp
 
         # isort: split
         import mxnet as mx
 
-        policy = amp.Policy.default(dtype, mx.current_context().device_type)
-        if contender == "substituted":
-            policy = policy.in_float32()
-        if contender in ("mxamp", "substituted"):
-            amp.init(policy=policy)
+        if contender == "mxamp":
+            amp.init(dtype, ctx=mx.current_context())
         return amp
     import mxamp.framework.compat
 
