@@ -41,7 +41,9 @@ def __getattr__(name: str) -> _Any:
         found = globals()[name] = _load(name)
     except AttributeError:
         from .errors import closest
+        from .framework.data import own_tables
 
-        hint = closest(name, __all__)
+        advice = own_tables("spellings")["mxamp"].get(name)
+        hint = f": {advice}" if advice else closest(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}") from None
     return found

@@ -1,18 +1,20 @@
-"""The closest name for a keyword that a function does not have."""
+"""What to write for an argument that a function does not have."""
 
 import functools
 import inspect
 from typing import Any, Callable, TypeVar
 
-from ..errors import unknown
+from ..errors import ArgumentError, UnknownNameError, unknown
+from .data import own_tables
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checked_call(function: Function) -> Function:
-    """Make an unknown keyword of a function an `UnknownNameError` with the closest parameter.
+    """Make an unknown keyword of a function an `UnknownNameError` with what to write.
 
-    Every other call that does not fit raises Python's own `TypeError`.
+    That is the advice of lists/spellings.toml for users of other libraries, else the closest
+    parameter. Every other call that does not fit raises Python's own `TypeError`.
 
     >>> @checked_call
     ... def init(target_dtype=None, policy=None): ...
@@ -25,10 +27,15 @@ def checked_call(function: Function) -> Function:
     def wrapper(*args: object, **keywords: object) -> object:
         try:
             return function(*args, **keywords)
-        except TypeError:
+        except (TypeError, ArgumentError) as error:
             parameters = sorted(inspect.signature(function).parameters.keys() - {"self", "cls"})
             name = function.__qualname__.rpartition("<locals>.")[2].replace(".__init__", "")
-            for keyword in keywords:
+            advice = own_tables("spellings").get(name, {})
+            for given in (*(one for one in args if isinstance(one, str)), *keywords):
+                if given in advice:
+                    said = f"unknown argument of {name} {given!r}: {advice[given]}"
+                    raise UnknownNameError(said) from None
+            for keyword in keywords if isinstance(error, TypeError) else ():
                 if keyword not in parameters:
                     raise unknown(f"argument of {name}", keyword, parameters) from None
             raise

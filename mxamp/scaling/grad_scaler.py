@@ -14,8 +14,9 @@ from typing import Any, Mapping
 
 from mxnet.gluon import Trainer
 
-from ..errors import StateError, unknown
+from ..errors import ArgumentError, StateError, unknown
 from ..framework.contrib_amp import check_contrib_is_off
+from ..framework.keywords import checked_call
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .backward_passes import scale_losses, scaling_patches
@@ -24,6 +25,10 @@ from .trainer import Stage, State, active_state, attach_state
 
 logger = logging.getLogger("mxamp")
 
+NO_BATCH_SIZE = (
+    "MXNet divides gradients by the batch size: write scaler.step(trainer, batch_size), with 1 if "
+    "the loss is a mean"
+)
 _SETTINGS = inspect.signature(LossScaler).parameters
 
 
@@ -53,6 +58,7 @@ class GradScaler:
     `unscale_` after `step`, or an `update` before any `step` or `unscale_`.
     """
 
+    @checked_call
     def __init__(self, *settings: float, enabled: bool = True, **named: float) -> None:
         for name in named.keys() - _SETTINGS.keys():
             raise unknown("argument of GradScaler", name, [*_SETTINGS, "enabled"])
@@ -80,6 +86,38 @@ class GradScaler:
         1024.0
         """
         return self._scaler.loss_scale
+
+    def get_growth_factor(self) -> float:
+        """Return the factor by which the scale grows."""
+        return self._setting("growth_factor")
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor by which the scale grows."""
+        self._change(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the factor by which an overflow lowers the scale."""
+        return self._setting("backoff_factor")
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor by which an overflow lowers the scale."""
+        self._change(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the number of finite steps in a row after which the scale grows."""
+        return int(self._setting("growth_interval"))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of finite steps in a row after which the scale grows."""
+        self._change(growth_interval=new_interval)
+
+    def _setting(self, name: str) -> float:
+        """Return one setting of the scaler."""
+        return float(self._scaler.state_dict()[name])
+
+    def _change(self, **setting: float) -> None:
+        """Change a setting; raise for a wrong value, as the constructor does."""
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **setting})
 
     def scale(self, loss: object) -> Any:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
@@ -115,7 +153,9 @@ class GradScaler:
         if self._enabled:
             self._attached_state(trainer).unscale()
 
-    def step(self, trainer: Trainer, batch_size: int, ignore_stale_grad: bool = False) -> None:
+    def step(
+        self, trainer: Trainer, batch_size: int | None = None, ignore_stale_grad: bool = False
+    ) -> None:
         """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
 
         The first step after `trainer.load_states` resumes from the scaler's state in the file.
@@ -129,9 +169,13 @@ class GradScaler:
 
         Raises
         ------
+        ArgumentError
+            There is no batch size, which PyTorch's `step` does not have.
         StateError
             This trainer has stepped since the last `update`, or another API scales its losses.
         """
+        if batch_size is None:
+            raise ArgumentError(NO_BATCH_SIZE)
         if self._enabled:
             self._attached_state(trainer).check("step")
         trainer.step(batch_size, ignore_stale_grad)

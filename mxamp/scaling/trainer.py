@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from operator import attrgetter
-from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, ContextManager, Mapping, NamedTuple, NoReturn, Sequence
 
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
@@ -629,6 +629,16 @@ def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
     return obstacle is None
 
 
+class ScaledLoss(nullcontext):  # type: ignore[type-arg]  # Python 3.8 has no nullcontext[Any]
+    """The context of `scale_loss`, which gives the scaled loss."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"scale_loss returns a context, without {name!r}: write `with amp.scale_loss(loss, "
+            "trainer) as scaled: scaled.backward()`"
+        )
+
+
 @checked_call
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> ContextManager[Any]:
     """Return a context with the loss times the trainer's loss scale; mark gradients as scaled.
@@ -672,4 +682,4 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     scaled = scale_losses(loss, scale)
     for state in states:
         state.mark_scaled(scale)
-    return nullcontext(scaled)
+    return ScaledLoss(scaled)

@@ -49,7 +49,7 @@ WRONG = [
     (lambda: amp.GradScaler(enable=False), "unknown argument of GradScaler 'enable'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
-    (lambda: amp.autocast(device_type="cuda"), "the closest is 'dtype'"),
+    (lambda: amp.autocast(dtypes="float16"), "the closest is 'dtype'"),
     # values of the wrong kind
     (lambda: amp.autocast(print), "must be a dtype, not the function print"),
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "with NDArrays, not 'fc_weight': an ndarray"),
@@ -230,3 +230,53 @@ def test_layers_that_no_bound_symbol_has_are_told(caplog):
     SYMBOL.simple_bind(mx.cpu(), data=(2, 3), grad_req="null").forward()
     amp.shutdown()
     assert "unknown layer 'fcc'; the closest is 'fc'" in caplog.text
+
+
+# ---------------------------------------------------------------------- what other libraries write
+
+SPELLINGS = own_tables("spellings")
+CALLS = {"autocast": amp.autocast, "GradScaler": amp.GradScaler, "initialize": amp.initialize}
+DEVICE_NAMES = ("cpu", "cuda", "gpu")
+
+
+@pytest.mark.parametrize("name", [
+    f"{function}.{argument}" for function in CALLS for argument in SPELLINGS[function]
+])  # fmt: skip
+def test_an_argument_of_another_library_says_what_to_write(name):
+    function, argument = name.split(".")
+    call = CALLS[function]
+    with pytest.raises(amp.UnknownNameError) as caught:
+        if argument in DEVICE_NAMES:
+            call(argument)
+        elif function == "initialize":
+            call(net(), **{argument: 1})
+        else:
+            call(**{argument: 1})
+    assert str(caught.value).endswith(SPELLINGS[function][argument])
+
+
+@pytest.mark.parametrize("name", SPELLINGS["mxamp"])
+def test_a_name_of_another_library_says_what_to_write(name):
+    with pytest.raises(AttributeError) as caught:
+        getattr(amp, name)
+    assert str(caught.value).endswith(SPELLINGS["mxamp"][name])
+
+
+def test_torchs_getters_and_setters():
+    scaler = amp.GradScaler()
+    for name, value in (("growth_factor", 4.0), ("backoff_factor", 0.25), ("growth_interval", 7)):
+        getattr(scaler, f"set_{name}")(value)
+        assert getattr(scaler, f"get_{name}")() == value
+    with pytest.raises(amp.ArgumentError, match="growth_factor must be more than 1"):
+        scaler.set_growth_factor(1)
+    assert scaler.get_growth_factor() == 4
+    with pytest.raises(amp.ArgumentError, match=r"scaler.step\(trainer, batch_size\)"):
+        scaler.step(trainer())
+
+
+def test_a_scaled_loss_without_with_says_what_to_write():
+    amp.init("float16", ctx=mx.cpu())
+    scaling = trainer()
+    amp.init_trainer(scaling)
+    with pytest.raises(AttributeError, match=r"write `with amp.scale_loss\(loss, trainer\)"):
+        amp.scale_loss(X, scaling).backward()

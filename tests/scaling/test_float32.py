@@ -1,4 +1,4 @@
-"""After init("auto"), where that is float32: every call works, and computes as plain MXNet does.
+"""After init("auto"), where that is float32: every call works, and trainers update as plain ones.
 
 In bfloat16 trainers update as in float32.
 """
@@ -49,7 +49,7 @@ def test_scale_loss_and_step(devices, optimizer, scaler):
         assert_same_weights(net, control)  # NaN included: plain MXNet skips no step
         assert trainer.amp_loss_scale == trainer._amp_loss_scaler.loss_scale == 1
         assert (trainer.amp_steps, trainer.amp_skips, trainer.amp_last_step[0]) == (number, 0, True)
-    assert amp.is_enabled() or assert_unpatched() is None
+    assert amp.current_policy() or assert_unpatched() is None
     assert trainer._amp_loss_scaler.loaded_masters == []
 
 
