@@ -122,7 +122,7 @@ class Backend:
     #: The target dtypes that the device computes in, or that are emulated; the default first.
     dtypes: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
     #: Whether Python can read the memory of the device's arrays in place.
-    in_host_memory: ClassVar[bool] = False
+    in_host_memory: ClassVar[bool] = True
     #: Whether `amp_cast` takes arrays without elements, which only NumPy semantics allow.
     casts_empty_arrays: ClassVar[bool] = True
     #: The names of all faster equivalents, in operator lists, and those that a policy has only if
@@ -250,7 +250,7 @@ class ShapeCheck(NamedTuple):
     """A rule that operator lists name: it keeps an operator in float32 at some `Site`s."""
 
     holds: Holds
-    exact: bool  #: it changes results, not only speed
+    changes_results: bool  #: it is not only about speed
     is_missing_kernel: bool  #: it is for a missing kernel, whatever the operator's class
     in_calls: bool  #: eager calls follow it too
     reads_weight: bool  #: dtype or shape, beyond what an operator's attributes say of it
@@ -262,7 +262,7 @@ _shape_checks: dict[str, ShapeCheck] = {}
 def rule(
     name: str,
     *,
-    exact: bool = False,
+    changes_results: bool = False,
     is_missing_kernel: bool = False,
     in_calls: bool = False,
     reads_weight: bool = False,
@@ -273,7 +273,9 @@ def rule(
     """
 
     def register(holds: Holds) -> Holds:
-        _shape_checks[name] = ShapeCheck(holds, exact, is_missing_kernel, in_calls, reads_weight)
+        _shape_checks[name] = ShapeCheck(
+            holds, changes_results, is_missing_kernel, in_calls, reads_weight
+        )
         return holds
 
     return register

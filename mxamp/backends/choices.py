@@ -143,7 +143,7 @@ def _input_shapes(
     }
 
 
-def reason_to_keep(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
+def last_reason(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
     """Return the reason of the last rule that keeps an operator in float32; None without one."""
     checks = shape_checks()
     kept = (one.reason for one in reversed(rules) if checks[one.name].holds(site, one.limit))
@@ -162,7 +162,7 @@ class ChoosingBackend(Backend):
         for i, node in enumerate(graph.nodes):
             rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
             site = sites.at(i)
-            reason = reason_to_keep(site, rules)
+            reason = last_reason(site, rules)
             if reason is not None:
                 kept[i] = reason
             call = Call(node, policies[i], usage.training, site.shapes)
@@ -219,7 +219,7 @@ class ChoosingBackend(Backend):
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
         """Return why an eager call stays in float32 by the shapes of its inputs."""
         checks = shape_checks()
-        return reason_to_keep(site, [one for one in rule.by_shape if checks[one.name].in_calls])
+        return last_reason(site, [one for one in rule.by_shape if checks[one.name].in_calls])
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
         """Return the flags of a block's cached op, without static_shape if an RNN is wrong with it.

@@ -27,7 +27,7 @@ from ..graph.ir import Graph
 from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
 from ..policy.active import current_policy, nearest_policy
-from ..policy.policy import Choice, Policy, chosen_policy
+from ..policy.policy import Policy, PolicyChoice, chosen_policy
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
@@ -118,13 +118,13 @@ def initialize(
     return models if trainers is None else (models, trainers)
 
 
-def _policy(dtype: Any, ctx: Any) -> Choice:
+def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
     """Return the policy of `initialize`: float32 where it is in force around the call."""
     policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
     return policy if around is None or around.lowers else around
 
 
-def _turn_on(policy: Choice, opt_level: str, optimizers: Sequence[Trainer]) -> None:
+def _turn_on(policy: PolicyChoice, opt_level: str, optimizers: Sequence[Trainer]) -> None:
     """Turn mixed precision on with the policy of a level, or the float32 that "auto" has chosen."""
     if not isinstance(policy, Policy) or not policy.lowers:
         if switch_on(policy):

@@ -113,7 +113,7 @@ def _patched_init_optimizer(
 ) -> None:
     """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
     shared = scale_of(optimizer) or backward_patches.default_scale
-    checks = shared is not None and shared.scaler.scales
+    checks = shared is not None and shared.scaler.is_scaling
     if checks:
         if is_horovod_optimizer(optimizer):
             raise StateError(HOROVOD)
@@ -161,7 +161,7 @@ def _set_scale(module: Module, scale: float) -> None:
 def _scaler_of(module: Module) -> LossScaler | None:
     """Return the scaler of a module's optimizer; None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
-    return shared.scaler if shared is not None and shared.scaler.scales else None
+    return shared.scaler if shared is not None and shared.scaler.is_scaling else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: object = None) -> None:

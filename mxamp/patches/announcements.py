@@ -7,7 +7,7 @@ from ..backends import DEVICES, backend_of
 from ..framework.machine import default_device
 from ..graph.ir import Graph
 from ..policy.overrides import unknown_layers
-from ..policy.policy import Choice, PerPolicy, Policy
+from ..policy.policy import PerPolicy, Policy, PolicyChoice
 
 logger = logging.getLogger("mxamp")
 
@@ -33,7 +33,9 @@ def announce(policy: Policy) -> None:
     warn_of_speed(policy)
 
 
-def announce_float32(choice: Choice, advice: str = "pass 'bfloat16' in place of 'auto'") -> None:
+def announce_float32(
+    choice: PolicyChoice, advice: str = "pass 'bfloat16' in place of 'auto'"
+) -> None:
     """Warn once that "auto" is float32 here, why, and what that changes."""
     backends = [backend_of(device) for device in (default_device(), *DEVICES)]
     why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")

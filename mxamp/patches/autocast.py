@@ -19,7 +19,7 @@ from ..framework.patching import FrontEnd, locked
 from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
-from ..policy.policy import PLAIN_FLOAT32, Choice, Policy, chosen_policy
+from ..policy.policy import PLAIN_FLOAT32, Policy, PolicyChoice, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, DTYPES_OR_AUTO, check_bool, check_target, is_auto
 from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
 from .table import GRAPHS, casting
@@ -110,7 +110,7 @@ def init(
 
 
 @locked
-def switch_on(wanted: Choice) -> bool:
+def switch_on(wanted: PolicyChoice) -> bool:
     """Turn mixed precision on without a log line; return False if it is on with this policy.
 
     `PLAIN_FLOAT32` is recorded, but patches nothing.
@@ -206,7 +206,7 @@ class autocast(active.Regional):
                 "@amp.autocast() to decorate a function, enabled=False to turn it off"
             )
         self._dtype = check_target(dtype, DTYPES_OR_AUTO) if dtype is not None else None
-        self._policy: Optional[Choice] = None
+        self._policy: Optional[PolicyChoice] = None
         if policy is not None:
             self._policy = chosen_policy(self._dtype or DEFAULT_TARGET, policy=policy)
         self._enabled = check_bool("enabled", enabled)

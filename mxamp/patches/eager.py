@@ -343,7 +343,7 @@ class _EagerOperator:
         # On float32 alone, `keep_float32` has asked: no shape keeps the call there.
         kept = None if {*codes} == {_FLOAT32} else self.reason_to_keep(call)
         # Rules that don't change results spare the cast of a float32 weight.
-        if kept is not None and not kept.exact and codes[1] != _FLOAT32:
+        if kept is not None and not kept.changes_results and codes[1] != _FLOAT32:
             kept = None
         decision = self._decided(codes, attributes, kept)
         changes = decision is not None and mx_arrays.on_device(arrays, self.policy.device)

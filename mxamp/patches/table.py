@@ -1,4 +1,4 @@
-"""Every patch that mixed precision installs, in one table.
+"""The patches that cast, in one table; those of loss scaling are in `scaling.backward_passes`.
 
 `init` and each `autocast` region install the whole table or nothing; the last user removes it.
 Comments say why MXNet's own attributes are not enough.

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Callable, Iterator
 
 from ..framework.interrupts import is_running
-from .policy import Choice, Policy
+from .policy import Policy, PolicyChoice
 
 #: The mark of graph nodes in a region that turns mixed precision off, and in `autocast()`.
 OFF, ON = "off", "on"
@@ -45,7 +45,7 @@ class Region:
 
     def __init__(
         self,
-        policy: Choice | None,
+        policy: PolicyChoice | None,
         mark: RegionMark | None,
         outer: Region | None,
         frame: FrameType | None = None,
@@ -71,7 +71,7 @@ def _current() -> Region | None:
 class _Process:
     """The state of the whole process, which `init` and `shutdown` write."""
 
-    policy: Choice | None = None
+    policy: PolicyChoice | None = None
 
     def __init__(self) -> None:
         #: Operators that computed in a half precision, for the summary of an automatic run.
@@ -120,7 +120,7 @@ def _regions() -> Iterator[Region]:
         region = region.outer
 
 
-def nearest_policy() -> Choice | None:
+def nearest_policy() -> PolicyChoice | None:
     """Return the policy of the innermost region that has one, else the policy of `init`.
 
     `PLAIN_FLOAT32` if "auto" has chosen float32 there.
@@ -149,7 +149,7 @@ class in_force:
 
     __slots__ = ("_policy",)
 
-    def __init__(self, policy: Choice | None) -> None:
+    def __init__(self, policy: PolicyChoice | None) -> None:
         self._policy = policy
 
     def __enter__(self) -> None:
@@ -186,7 +186,7 @@ class tracing(in_force):
         _innermost.set(Region(self._policy, None, _current(), sys._getframe(1)))
 
 
-def autocast_region(policy: Choice | None, mark: RegionMark) -> Region:
+def autocast_region(policy: PolicyChoice | None, mark: RegionMark) -> Region:
     """Return the region of an `autocast`; `autocast()` takes the mark of the one it continues."""
     if mark.text == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))

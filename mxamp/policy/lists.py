@@ -232,7 +232,7 @@ class _RuleBuilder:
         if kind not in checks:
             raise unknown("rule", kind, checks)
         text = backend_of(self._device).said(table["reason"])
-        reason = Reason(kind, text, checks[kind].exact, checks[kind].is_missing_kernel)
+        reason = Reason(kind, text, checks[kind].changes_results, checks[kind].is_missing_kernel)
         rule = ShapeRule(reason, table.get("limit", 0))
         for name in names:
             before = self.by_name.get(name, UNLISTED).by_shape

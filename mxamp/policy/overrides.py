@@ -143,8 +143,8 @@ class Change:
     def _changed_rule(self, rule: Rule) -> Rule:
         """Return the rule of an operator that this change does not name."""
         if self.untuned:
-            exact = tuple(one for one in rule.by_shape if one.reason.exact)
-            return replace(rule, by_shape=exact)
+            needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
+            return replace(rule, by_shape=needed)
         if self.in_float32:
             if rule.op_class == "low":
                 rule = _moved(rule, "fp32", "the policy computes in float32", by_shape=())

@@ -407,10 +407,10 @@ class _PlainFloat32:
 PLAIN_FLOAT32 = _PlainFloat32()
 
 #: A policy, or float32 chosen by "auto".
-Choice = Union[Policy, _PlainFloat32]
+PolicyChoice = Union[Policy, _PlainFloat32]
 
 
-def float32_choice(device: str) -> Choice:
+def float32_choice(device: str) -> PolicyChoice:
     """Return the choice of "auto" where no half precision is fast."""
     policy = Policy.default("float32", device)
     return policy if policy.substitutions else PLAIN_FLOAT32
@@ -441,7 +441,7 @@ def requested_policy(
 
 def chosen_policy(
     target_dtype: Dtype, *lists: object, policy: Policy | None = None, ctx: Device | None = None
-) -> Choice:
+) -> PolicyChoice:
     """Return the policy that the arguments of `init` describe, or `PLAIN_FLOAT32`.
 
     Like `requested_policy`, but `target_dtype` may be "auto". Arguments are checked even where

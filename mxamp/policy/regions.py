@@ -18,7 +18,7 @@ from ..framework.machine import default_device
 from .active import OFF, ON, RegionMark, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
-from .policy import PLAIN_FLOAT32, Choice, PerPolicy, Policy, float32_choice, policy_from_data
+from .policy import PLAIN_FLOAT32, PerPolicy, Policy, PolicyChoice, float32_choice, policy_from_data
 from .rules import Surroundings, surroundings
 from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
 
@@ -34,7 +34,7 @@ _POLICY = "policy "
 _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
-def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> RegionMark:
+def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> RegionMark:
     """Return the mark of an `autocast` region with these arguments."""
     if not enabled:
         return RegionMark(OFF, is_off=True)
@@ -46,7 +46,7 @@ def mark_of(dtype: str | None, enabled: bool, given: Choice | None) -> RegionMar
 # ---------------------------------------------------------------------- policies of nodes
 
 
-def policy_inside(dtype: str | None, outer: Choice | None) -> Choice:
+def policy_inside(dtype: str | None, outer: PolicyChoice | None) -> PolicyChoice:
     """Return the policy of an `autocast(dtype)` region in code under the policy `outer`."""
     dtype = fast_dtype() if is_auto(dtype) else dtype
     if outer is not None and dtype in (None, outer.target_dtype):

@@ -78,7 +78,7 @@ class Reason(NamedTuple):
 
     kind: str  #: the name of a rule by shape, or "substitution"
     text: str  #: for reports; never compared
-    exact: bool = False  #: it affects results, not only speed
+    changes_results: bool = False  #: it is not only about speed
     is_missing_kernel: bool = False  #: the operator is emulated here, whatever its class
 
 

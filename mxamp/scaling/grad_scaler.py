@@ -64,9 +64,9 @@ class GradScaler:
             raise unknown("argument of GradScaler", name, [*_SETTINGS, "enabled"])
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
-        self._scaler.scales = enabled and not chose_float32()
-        self._scaler.results = {}
-        if self._scaler.scales:
+        self._scaler.is_scaling = enabled and not chose_float32()
+        self._scaler.finite_by_trainer = {}
+        if self._scaler.is_scaling:
             check_contrib_is_off()
             # Not at the first loss: functions in Python are recorded before it.
             scaling_patches.open()
@@ -188,13 +188,13 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        results = self._scaler.results or {}
+        results = self._scaler.finite_by_trainer or {}
         if new_scale is None and not results:
             raise StateError("update() comes after step(), and no trainer has stepped")
         before = self.get_scale()
         if new_scale is not None:
             self._scaler.set_scale(new_scale)
-        elif self._scaler.scales:
+        elif self._scaler.is_scaling:
             self._scaler.update(all(results.values()))
         if self.get_scale() != before:
             logger.info("loss scale %g -> %g", before, self.get_scale())

@@ -73,10 +73,10 @@ class LossScaler:
     _counts: tuple[str, ...] = ("clean_steps", "overflows_left")
     #: Whether losses are scaled, gradients checked and steps with non-finite gradients skipped.
     #: Otherwise the scale is 1, and updates are plain MXNet's.
-    scales = True
+    is_scaling = True
     #: For a `GradScaler`: by the state of each trainer that has stepped or unscaled since the last
     #: `update`, whether its gradients were finite. None for other scalers.
-    results: dict[Any, bool] | None = None
+    finite_by_trainer: dict[Any, bool] | None = None
 
     @checked_call
     def __init__(
@@ -122,7 +122,7 @@ class LossScaler:
         >>> LossScaler(init_scale=1024).loss_scale
         1024.0
         """
-        return self._loss_scale if self.scales else 1.0
+        return self._loss_scale if self.is_scaling else 1.0
 
     @property
     def is_lowest(self) -> bool:
@@ -142,7 +142,7 @@ class LossScaler:
         scale : float
             The scale of the next loss.
         """
-        if self.scales:
+        if self.is_scaling:
             self._loss_scale = positive_number("scale", scale)
             self._min_scale = min(self._min_scale, self._loss_scale)
             self._max_scale = max(self._max_scale, self._loss_scale)
@@ -217,11 +217,11 @@ class LossScaler:
         saved = _KINDS.get(kind, LossScaler)()
         saved.load_state_dict(state)
         saved.steps, saved.skips = self.steps, self.skips
-        if self.scales and saved.scales:
+        if self.is_scaling and saved.is_scaling:
             vars(self).update(vars(saved))
 
     def __repr__(self) -> str:
-        return f"{self.kind}({f'{self.loss_scale:g}' if self.scales else ''})"
+        return f"{self.kind}({f'{self.loss_scale:g}' if self.is_scaling else ''})"
 
 
 class StaticLossScaler(LossScaler):
@@ -250,7 +250,7 @@ class NoScaler(StaticLossScaler):
     1.0
     """
 
-    scales = False
+    is_scaling = False
 
     def __init__(self) -> None:
         super().__init__()

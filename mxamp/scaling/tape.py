@@ -30,7 +30,7 @@ from ..policy.active import suspended
 TOO_LARGE = "a loss scale of {:g} is not between 2**-126 and 2**127, the range of float32"
 
 
-class Mark(NamedTuple):
+class ScaleMark(NamedTuple):
     """The mark of a scaled loss."""
 
     scale: float
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
 #: `grad_req="null"` of one array.
 _NO_GRADIENT = (ctypes.c_uint * 1)(0)
 #: Marks by their names. A tape can outlive the loss, so a mark stays until a pass frees its tape.
-_marks: dict[str, Mark] = {}
+_marks: dict[str, ScaleMark] = {}
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +74,7 @@ def scaled(loss: NDArray, scale: float) -> NDArray:
     with suspended():
         product = loss * mark if is_numpy else mx.nd.broadcast_mul(loss, mark)
     product.handle._amp_loss = loss
-    _marks[name_of(mark)] = Mark(scale, factor, weakref.ref(product.handle))
+    _marks[name_of(mark)] = ScaleMark(scale, factor, weakref.ref(product.handle))
     return product
 
 

@@ -173,7 +173,7 @@ class State:
         """Whether the gradients carry a scale now."""
         if self.pending is not None:
             return self.pending.stage
-        if self in (self.scaler.results or ()):
+        if self in (self.scaler.finite_by_trainer or ()):
             return Stage.STEPPED
         # The gradients of a loss that was scaled before the last step, or for another trainer.
         return Stage.SCALED if ledger.carry_scale(self.trainer) else Stage.NONE
@@ -254,9 +254,9 @@ class State:
         scale = self._equalize()
         ledger.remove_scales(self.trainer)
         self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
-        if self.scaler.results is not None and self.overflown is not None:
+        if self.scaler.finite_by_trainer is not None and self.overflown is not None:
             # Already now: the program may leave out the step.
-            self.scaler.results[self] = not self.overflown
+            self.scaler.finite_by_trainer[self] = not self.overflown
 
     def reduce(self) -> None:
         """Sum the gradients over devices and workers."""
@@ -320,7 +320,11 @@ class State:
     def _warn_of_no_scale(self) -> None:
         """Warn of gradients that carry no scale, unless those of the last step had none either."""
         # A trainer of a GradScaler may take a step of its own, with a plain loss.
-        warned = (Stage.SCALED,) if self.scaler.results is not None else (Stage.NONE, Stage.SCALED)
+        warned = (
+            (Stage.SCALED,)
+            if self.scaler.finite_by_trainer is not None
+            else (Stage.NONE, Stage.SCALED)
+        )
         is_first = self.report is None or self.report.loss_scale != 1
         may_warn = is_first and self.scaler.loss_scale != 1 and not self.is_shared
         if may_warn and self.stage in warned and fresh(self.trainer):
@@ -328,7 +332,7 @@ class State:
 
     def _find_overflow(self, scale: float) -> list[Entry]:
         """Return the gradients that are not finite, or were not when they were unscaled."""
-        if self.stage is Stage.NONE or (scale == 1 and not self.scaler.scales):
+        if self.stage is Stage.NONE or (scale == 1 and not self.scaler.is_scaling):
             return []
         hidden = {id(entry.data) for entry in ledger.overflown(self._used)}
         # To leave out stale gradients costs more than to check them.
@@ -370,14 +374,14 @@ class State:
                 entry.data._fresh_grad = False
             if not self.is_shared:  # a shared scale may be the lower one of an idle trainer
                 scaler.back_off_from(scale)
-        if scaler.results is None:
+        if scaler.finite_by_trainer is None:
             scaler.update(finite)
         else:
-            scaler.results[self] = finite and scaler.results.get(self, True)
+            scaler.finite_by_trainer[self] = finite and scaler.finite_by_trainer.get(self, True)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         ledger.end_step(self.trainer)
         statistics = ledger.trainers.get(self.trainer)
-        if scaler.scales and statistics is not None:
+        if scaler.is_scaling and statistics is not None:
             statistics.after_step(finite, partial(running_statistics, self.trainer))
         self.pending = None
         report = StepReport(finite, scale, scaler.loss_scale, names)
@@ -399,7 +403,7 @@ class State:
             logger.info("step skipped, gradients of %s are not finite; %s", names, change)
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
-        in_a_row = self.scaler.skips_in_a_row + (self.scaler.results is not None)
+        in_a_row = self.scaler.skips_in_a_row + (self.scaler.finite_by_trainer is not None)
         if not report.stepped and in_a_row in _STUCK:
             logger.warning(TOO_MANY_SKIPS, in_a_row, report.next_loss_scale, names)
 
@@ -472,7 +476,7 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     if loss_scaler is not None and not isinstance(loss_scaler, LossScaler):
         raise ArgumentError(NO_SCALER.format(shown(loss_scaler)))
     scaler = None if chose_float32() else loss_scaler
-    if attach_state(optimizer_or_trainer, scaler).scaler.scales:
+    if attach_state(optimizer_or_trainer, scaler).scaler.is_scaling:
         scaling_patches.open()
 
 
@@ -616,15 +620,15 @@ def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
     """
     kvstore, begun = trainer._kvstore_params["kvstore"], trainer._kv_initialized
     obstacle = None
-    if scaler.scales and is_horovod_optimizer(trainer._optimizer):
+    if scaler.is_scaling and is_horovod_optimizer(trainer._optimizer):
         obstacle = "by Horovod's optimizer", "make it with hvd.DistributedTrainer alone"
     elif trainer._update_on_kvstore or (trainer._contains_sparse_weight and not begun):
         obstacle = "on the kvstore", "make it of dense parameters, with update_on_kvstore=False"
     elif not begun and "async" in str(getattr(kvstore, "type", kvstore)):
         obstacle = "on asynchronous servers", "use a synchronous kvstore, such as 'dist_sync'"
-    if obstacle and scaler.scales:
+    if obstacle and scaler.is_scaling:
         raise StateError(UNSKIPPABLE.format(*obstacle))
-    if scaler.scales:
+    if scaler.is_scaling:
         check_kvstore(trainer)
     return obstacle is None
 
@@ -678,7 +682,9 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
         state.check_scaled_by("scale_loss", "init_trainer", "initialize")
         state.drop()
     # A NoScaler sets no limit: it only says that its trainer needs no loss scale.
-    scale = min([state.scaler.loss_scale for state in states if state.scaler.scales], default=1.0)
+    scale = min(
+        [state.scaler.loss_scale for state in states if state.scaler.is_scaling], default=1.0
+    )
     scaled = scale_losses(loss, scale)
     for state in states:
         state.mark_scaled(scale)

@@ -63,7 +63,7 @@ def test_every_level_is_float32_where_auto_is(first, level, on_machine):
     assert not trainer._optimizer.multi_precision
     assert not amp.is_enabled()
     if first or level != "O0":
-        with pytest.raises(amp.StateError, match="Policy float32 on cpu"):
+        with pytest.raises(amp.StateError, match="float32"):
             amp.init("bfloat16")
 
 

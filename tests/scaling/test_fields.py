@@ -9,7 +9,7 @@ import mxamp
 SCALES = {
     "Ledger": {"_notes", "_scale", "trainers"},
     "State": {"pending"},
-    "LossScaler": {"results"},
+    "LossScaler": {"finite_by_trainer"},
     "tape": {"_marks"},
     "loss_outputs": {"_recorded"},
     "running": {"_running"},
@@ -38,7 +38,7 @@ OTHER = {
     "_OutGradients": {"_factor", "_gradients", "was_read"},
     "Batch": {"arrays", "positions"}, "Layout": {"ctx", "dtype", "is_empty", "is_scalar"},
     "finite": {"_layouts"}, "distributed": {"_on_servers"},
-    "Mark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
+    "ScaleMark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
     "Carried": {"overflown", "scale", "summed"}, "Running": {"backward_pass", "frame", "given"},
     "Variable": {"adds", "array"},
     "Pending": {"scale", "stage"},

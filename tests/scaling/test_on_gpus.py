@@ -12,7 +12,7 @@ from helpers import kind
 from mxamp.graph.ir import Graph
 from mxamp.scaling import finite
 
-pytestmark = pytest.mark.usefixtures("as_on_gpus")
+pytestmark = [pytest.mark.usefixtures("as_on_gpus"), pytest.mark.backend]
 BAD = [np.inf, -np.inf, np.nan]
 
 

@@ -29,6 +29,7 @@ class Cuda(ChoosingBackend):
 
     name = "CUDA"
     dtypes = ("float16",)
+    in_host_memory = False
     casts_empty_arrays = False  # amp_cast launches an empty grid, which is an error
     on_demand = MappingProxyType({products.GEMM2: products.ABOUT_GEMM2})
     passes = products.PASSES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...policy.values import same_value
 from .. import Site, rule
-from ..choices import Passes, reason_to_keep
+from ..choices import Passes, last_reason
 from ..passes import Call, Detail, Parts, Pass
 
 #: A substitution on demand: nobody has measured it yet.
@@ -12,7 +12,7 @@ GEMM2 = "gemm2"
 ABOUT_GEMM2 = "float32 batch_dot by linalg.gemm2, with TF32 from compute capability 8.0 on"
 
 
-@rule("long_sums", exact=True, in_calls=True, reads_weight=True)
+@rule("long_sums", changes_results=True, in_calls=True, reads_weight=True)
 def has_long_sums(site: Site, limit: int) -> bool:
     """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
 
@@ -30,7 +30,7 @@ def has_long_sums(site: Site, limit: int) -> bool:
 def match_long_products(call: Call) -> Detail | None:
     """Return () for a batch_dot that stays in float32 for its long sums; else None."""
     rules = call.policy.rule(call.operator).by_shape
-    kept = reason_to_keep(Site(call.operator, call.attrs, call.shapes, call.training), rules)
+    kept = last_reason(Site(call.operator, call.attrs, call.shapes, call.training), rules)
     return () if kept is not None else None
 
 

@@ -39,7 +39,6 @@ class OneDNN(ChoosingBackend):
 
     name = "oneDNN"
     dtypes = ("bfloat16", "float16")
-    in_host_memory = True
     passes = PASSES
     substitutions = frozenset(
         [*PASSES.by_name, *(str(one.name) for one in fuse.PASSES if one.name), optimizers.SGD_STEP]

@@ -1,7 +1,7 @@
 """oneDNN's rules by shape: operators kept in float32, and which equivalents graphs get.
 
 Some bfloat16 kernels are fast or slow depending on shapes and on the memory layout of their input.
-The rules here keep a slow operator in float32, and the few exact ones an operator that oneDNN gets
+The rules here keep a slow operator in float32, and the few that change results one that oneDNN gets
 wrong. The operator lists say which rules apply to which operators, and the measurements behind
 them. Rules about speed don't apply where a shape that they need is unknown.
 """
@@ -16,7 +16,7 @@ from ...graph.ir import Node, Output, infer_dtypes
 from ...policy.rules import Reason
 from ...policy.values import flattens_data, parse_integers
 from .. import Site, rule
-from ..choices import Match, Setting, Sites, reason_to_keep
+from ..choices import Match, Setting, Sites, last_reason
 from ..passes import Call
 from . import layouts
 from .layouts import BLOCK, COLORS
@@ -117,7 +117,7 @@ class _Sites(Sites):
             reason = small_layers.get(i)
             if reason is None:
                 others = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
-                reason = reason_to_keep(site, others)
+                reason = last_reason(site, others)
             if reason is not None:
                 kept[i] = reason
             elif not self._policies[i].keeps_layer(node.name):
@@ -229,7 +229,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
     return (site.feeds_norm or fast) and not layouts.has_blocked_kernel(site, both)
 
 
-@rule("padded_kernel", exact=True, in_calls=True)
+@rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
     """Return whether places of a convolution's kernel may read only padding, in training.
 
@@ -265,7 +265,7 @@ def has_plain_layout(site: Site, _limit: int = 0) -> bool:
     return not site.blocked
 
 
-@rule("cast_weight", exact=True, in_calls=True, reads_weight=True)
+@rule("cast_weight", changes_results=True, in_calls=True, reads_weight=True)
 def casts_weight(site: Site, _limit: int = 0) -> bool:
     """Return whether gradients may be computed for a weight that would be cast.
 
@@ -274,7 +274,7 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
     return site.casts_weight
 
 
-@rule("volume_views", exact=True, is_missing_kernel=True)
+@rule("volume_views", changes_results=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
     """Return whether a view may be of a 3-D convolution's output, which oneDNN can't read."""
     return site.reads_volume

@@ -76,7 +76,7 @@ class _Value(NamedTuple):
     plain: str
 
 
-class _OperatorCasts(NamedTuple):
+class _CastPlan(NamedTuple):
     """How one operator is added: its policy, its class, and the casts around it."""
 
     policy: Policy
@@ -183,7 +183,7 @@ class _Rewriter:
             made = without if read == given else ir.infer_outputs(node, read)
             self.inferred[plan.key] = without, made
         plain, dtypes = self.inferred[plan.key]
-        for_speed = (node.kept_float32 is not None and not node.kept_float32.exact) or (
+        for_speed = (node.kept_float32 is not None and not node.kept_float32.changes_results) or (
             plan.op_class in ("neutral", "widest") and any(entry.for_speed for entry in reads)
         )
         outputs = [
@@ -193,7 +193,7 @@ class _Rewriter:
         rounded = self._round_outputs(node, plan, reads, outputs)
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
-    def _plan(self, node: Node, inputs: Sequence[_Value]) -> _OperatorCasts:
+    def _plan(self, node: Node, inputs: Sequence[_Value]) -> _CastPlan:
         """Return how to add an operator, by its policy and the dtypes of its inputs."""
         policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
@@ -203,7 +203,7 @@ class _Rewriter:
         key = _call_key(policy, node, inputs, dtypes)
         if key not in self.decided:
             self.decided[key] = self._decide(policy, node, dtypes)
-        return _OperatorCasts(policy, op_class, to_lower, self.decided[key], key)
+        return _CastPlan(policy, op_class, to_lower, self.decided[key], key)
 
     def _decide(self, policy: Policy, node: Node, dtypes: Sequence[str]) -> Decision:
         """Return a call's decision; its reason names the region and the replaced operator."""
@@ -217,7 +217,7 @@ class _Rewriter:
         return replace(decision, reason=reason)
 
     def _cast_inputs(
-        self, node: Node, plan: _OperatorCasts, inputs: Sequence[_Value]
+        self, node: Node, plan: _CastPlan, inputs: Sequence[_Value]
     ) -> list[NewOutput]:
         """Return the entries that an operator reads, adding their casts."""
         if plan.op_class == "untouched":
@@ -245,7 +245,7 @@ class _Rewriter:
         return self.builder.cast(entry, dtype)
 
     def _round_outputs(
-        self, node: Node, plan: _OperatorCasts, reads: Sequence[NewOutput], made: list[NewOutput]
+        self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
         """Return an operator's outputs `made` in the dtypes that its plan names, adding casts."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.emulated
