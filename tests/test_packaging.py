@@ -91,7 +91,7 @@ def test_the_description_has_no_links_to_files(built):
     assert not re.search(r"\]\((?!https?:)", text)
     assert "docs/speed.svg" not in text
     assert "GPUs (docs/gpus.md)" in text
-    assert "CONTRIBUTING.md: set-up" in text
+    assert "contributing (CONTRIBUTING.md)" in text
     for name in re.findall(r"\(((?:docs|examples)[^)#]*)", text):
         assert any(file.startswith(name) for file in built.in_sdist), name
 
