@@ -87,10 +87,10 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
         front_end.open()
     if scaling:
         backward_patches.default_scale = SharedScale(LossScaler(), AUTOMATIC)
-    if isinstance(chosen, Policy) and (chosen.lowers or policy):
+    if policy is None and dtype in (None, AUTO) and not chosen.lowers:
+        announce_float32(chosen, f"{AUTOMATIC}=bfloat16 chooses bfloat16")
+    elif isinstance(chosen, Policy):
         announce(chosen)
-    else:
-        announce_float32(chosen, f"set {AUTOMATIC}=bfloat16")
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:

@@ -11,9 +11,10 @@ from ..policy.policy import PerPolicy, Policy, PolicyChoice
 
 logger = logging.getLogger("mxamp")
 
-AUTO_FLOAT32 = "'auto' is float32 here: %s. %s. For bfloat16 anyway, %s"
+AUTO_FLOAT32 = "'auto' is float32 here: %s. %s. %s"
 PLAIN = "Mixed precision stays off"
-EQUIVALENTS = "Graphs get faster equivalents of operators; tuned=False leaves them MXNet's"
+ADVICE = "Pass tuned=False for MXNet's own operators, 'bfloat16' for bfloat16"
+EQUIVALENTS = "Graphs get faster equivalents of operators"
 UNSCALED_EXECUTORS = (
     "executors that compute gradients stay in float32: nothing scales their losses, which float16 "
     "needs. Bind with grad_req='null' for inference. To train in float16, decorate the optimizer "
@@ -33,9 +34,7 @@ def announce(policy: Policy) -> None:
     warn_of_speed(policy)
 
 
-def announce_float32(
-    choice: PolicyChoice, advice: str = "pass 'bfloat16' in place of 'auto'"
-) -> None:
+def announce_float32(choice: PolicyChoice, advice: str = ADVICE) -> None:
     """Warn once that "auto" is float32 here, why, and what that changes."""
     backends = [backend_of(device) for device in (default_device(), *DEVICES)]
     why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")

@@ -75,6 +75,33 @@ def test_errors_against_float64_are_those_of_float32():
         assert distance(found, one) <= 1.5 * max(distance(other, one), 1e-7)
 
 
+NAN = [
+    lambda F, x: F.clip(x, 0, 6), lambda F, x: F.relu(x), lambda F, x: F.sigmoid(x),
+    lambda F, x: F.tanh(x), lambda F, x: F.mean(x, axis=(2, 3)), lambda F, x: F.sum(x, axis=1),
+    lambda F, x: F.Pooling(x, global_pool=True, pool_type="avg"),
+    lambda F, x: F.concat(*F.split(x, num_outputs=4, axis=-1), dim=0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("number", range(len(NAN)))
+def test_nan_stays_nan_where_plain_mxnet_has_it(number, training, table):
+    gains = own_tables("float32")[table]
+    policy = amp.Policy.default("bfloat16", "cpu").in_float32().override(substitutions=[*gains])
+    values = np.random.RandomState(0).randn(4, 32, 112, 112)
+    values[1, 3, 5, 7] = np.nan
+    found = []
+    for one in (None, policy):
+        net = nn.HybridLambda(NAN[number])
+        net.hybridize()
+        mode = autograd.train_mode() if training else autograd.predict_mode()
+        with amp.autocast(enabled=one is not None, policy=one), mode:
+            with autograd.record() if training else autograd.pause(train_mode=False):
+                found.append(np.isnan(net(nd.array(values)).asnumpy()))
+    assert found[0].any() and np.array_equal(*found)
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_name_substitutions_with_a_measured_gain(table):
     gains = own_tables("float32")[table]

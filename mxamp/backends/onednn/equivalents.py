@@ -14,14 +14,15 @@ _LEAST_NORM = 2**11
 
 
 def match_relu6(call: Call) -> Detail | None:
-    """Return () for a `clip` that is min(max(x, 0), 6) of an array with elements; else None."""
+    """Return whether to keep NaN, for a `clip` from 0 to 6 of an array with elements; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     is_safe = not call.training or call.feeds_products
-    return () if bounds == (0, 6) and is_safe and has_elements(call) else None
+    fits = bounds == (0, 6) and is_safe and has_elements(call)
+    return (not call.policy.lowers,) if fits else None
 
 
-def relu6(parts: Parts, _detail: Detail) -> None:
-    """Before: clip(x, 0, 6). After: min(relu(x), 6), exact in every float dtype.
+def relu6(parts: Parts, detail: Detail) -> None:
+    """Before: clip(x, 0, 6). After: min(relu(x), 6), or min(max(x, 0), 6), which keeps NaN.
 
     Conditions: x has elements. In training the result leads only to layers with weights, because
     the gradient of the minimum multiplies an infinite gradient by 0, where `clip` returns 0. An
@@ -30,7 +31,11 @@ def relu6(parts: Parts, _detail: Detail) -> None:
     The minimum has a faster kernel in float32. Its gradient reads the output of the relu: with both
     in float32, training keeps one tensor instead of two.
     """
-    relu = parts.add_float32("Activation", "relu", *parts.inputs, act_type="relu")
+    [keeps_nan] = detail
+    if keeps_nan:
+        relu = parts.add_float32("_maximum_scalar", "relu", *parts.inputs, scalar="0")
+    else:
+        relu = parts.add_float32("Activation", "relu", *parts.inputs, act_type="relu")
     parts.add("_minimum_scalar", "", relu, scalar="6")
 
 

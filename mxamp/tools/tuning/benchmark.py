@@ -86,7 +86,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     """Return the speed against float32 in words, "too noisy to tell" where it can't be told."""
     does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
     low, high = timing.quartiles
-    if not low <= 1 <= high:
+    if not low <= 1 <= high and f"{timing.speedup:.2g}" != "1":
         return f"{does} {timing.speedup:.2g} times as fast{reference}"
     if max(1 - low, high - 1) <= 0.05:  # noqa: PLR2004  # a wider spread around 1 is noise
         return f"{does} as fast{reference}"

@@ -62,7 +62,7 @@ _SHORTEST, _LEAST, _LATE, _MOST = 0.01, 3, 2, 15
 #: How many times as long as the fastest a form's first run may take, if it takes over a second.
 _HOPELESS, _PATIENCE = 5, 1.0
 NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
-GIVEN_UP = "Form {form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
+GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 #: The channels of a block of oneDNN's layouts, and the speedup below which odd ones are named.
 _BLOCK, _HELD_BACK = 16, 1.5
 
@@ -141,7 +141,7 @@ class Form:
                     init_trainer(self._trainer)
 
     def __str__(self) -> str:
-        return f"{self.way} in {self.precision}"
+        return f"{self.way} in {self.precision}{', training,' if self._loss else ''}"
 
     def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
         """Return the output for a batch; in training also the losses."""
@@ -231,7 +231,7 @@ class Model:
                 self.measure(form)
                 forms.append(form)
             except (AmpError, RuntimeError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
-                self.notes.append(f"Form {way} does not run: {error_reason(error)}.")
+                self.notes.append(f"The way {way} does not run: {error_reason(error)}.")
         return forms
 
     def lowers(self, policy: Policy) -> bool:

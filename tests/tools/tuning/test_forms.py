@@ -30,9 +30,7 @@ def test_a_hopeless_form_is_given_up_after_one_run():
     timed, [note] = time_in_turns(made, 0)
     assert timed == [made[0], made[1], made[3]] and made[2].runs == 1
     assert [len(form.seconds) for form in made] == [2, 2, 0, 2]
-    assert (
-        note == "Form autocast in float32 was given up after a run of 3.0 s, 30 times the fastest."
-    )
+    assert note == "autocast in float32 was given up after a run of 3.0 s, 30 times the fastest."
 
 
 def test_a_form_that_does_not_run_is_left_out(monkeypatch):
@@ -44,4 +42,4 @@ def test_a_form_that_does_not_run_is_left_out(monkeypatch):
     monkeypatch.setattr(forms, "convert_hybrid_block", fails)
     found = benchmarked(net, data)
     assert "fused" not in {t.way for t in found.timings}
-    assert "Form fused does not run: no." in found.notes
+    assert "The way fused does not run: no." in found.notes
