@@ -127,7 +127,7 @@ def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") 
 
 
 def closest(name: object, candidates: Iterable[str]) -> str:
-    """Return the end of a message: which of `candidates` are close to `name`, or some of them.
+    """Return a hint for an error message: the `candidates` close to `name`, or some of them.
 
     >>> closest("haed_*", ["head_fwd", "body_fwd"]), closest("conv0", ["net0_conv0", "net0_conv1"])
     ("; the closest is 'head_fwd'", "; the closest is 'net0_conv0'")

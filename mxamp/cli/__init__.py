@@ -1,1 +1,1 @@
-"""The command `mxamp`, a module for each of its commands. Imports everything but `mxamp` itself."""
+"""The command line, one module a subcommand. Imports everything but `mxamp` itself."""

@@ -35,6 +35,6 @@ def doctor(as_json: bool) -> None:
 
 
 def _print(head: str, text: str) -> None:
-    """Print a text behind a head, in lines of at most 100 columns."""
+    """Print a heading and a text, wrapped at 100 columns."""
     indent = " " * (3 if head[0] == "\n" else _COLUMN)
     click.echo(textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=indent))

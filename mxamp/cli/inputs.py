@@ -21,7 +21,7 @@ READ = "mxamp.read"
 
 
 def record_files(ctx: click.Context, _: object, paths: Union[None, str, Iterable[str]]) -> object:
-    """Record files that a command reads: no output may be one of them. A callback of options."""
+    """Record files that a command reads and must not overwrite: a callback of click options."""
     listed = [paths] if isinstance(paths, str) else list(paths or ())
     ctx.meta.setdefault(READ, []).extend(listed)
     return paths
@@ -58,14 +58,14 @@ class NamedDtype(click.ParamType):
 
 
 def _data_names(model: Model) -> List[str]:
-    """Return the names of a model's inputs that are no parameters."""
+    """Return the names of a model's inputs that are not parameters."""
     return [name for name in model[0].list_inputs() if name not in {**model[1], **model[2]}]
 
 
 def input_values(
     model: Model, inputs: Named, dtypes: Named, seed: int = 0
 ) -> Tuple[Dict[str, Any], List[str]]:
-    """Return values for all inputs of a model by name, and the names of those that are random."""
+    """Return values of all model inputs by name, and the names of inputs with random values."""
     values = {name: one for name, one in inputs if isinstance(one, np.ndarray)}
     shapes: Dict[str, Any] = {name: getattr(one, "shape", one) for name, one in inputs}
     data = _data_names(model)
@@ -101,7 +101,7 @@ def checked_batch(
 
 
 def _load_numpy(path: str, kind: type) -> Any:
-    """Return what NumPy has saved in a file; raise `ArgumentError` unless it is of this type."""
+    """Return the content of a NumPy file; raise `ArgumentError` unless its type is `kind`."""
     try:
         with open(path, "rb") as file:
             found = np.load(file)

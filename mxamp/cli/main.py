@@ -35,7 +35,7 @@ _EXAMPLES = examples(
 
 
 def _name_options(record: logging.LogRecord) -> bool:
-    """Write options in place of functions' arguments in a log line; a filter that keeps it."""
+    """Name options instead of function arguments in log messages: a filter that keeps all."""
     record.msg, record.args = in_options(record.getMessage()), ()
     return True
 
@@ -65,7 +65,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        """Import the module of a command, and return the command."""
+        """Import the module of a subcommand, and return the subcommand."""
         if cmd_name not in COMMANDS:
             raise click.UsageError(str(unknown("command", cmd_name, COMMANDS)), ctx)
         if cmd_name not in _WITHOUT_MXNET:
@@ -77,7 +77,7 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands, without loading them."""
+        """Write the list of subcommands to the help, without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 

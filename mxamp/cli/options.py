@@ -27,7 +27,7 @@ _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
 def repeatable(*names: str, text: str, **settings: Any) -> Callable[[Command], Command]:
-    """Return an option that may be given several times, as its help says."""
+    """Return a click option that may be given several times; its help says so."""
     return click.option(*names, multiple=True, help=f"{text} May be repeated.", **settings)
 
 
@@ -78,7 +78,7 @@ def saved_model_options(command: Command) -> Command:
 
 
 def check_out(out: str, force: bool) -> None:
-    """Raise if the file `out` can't be written, is one that is read, or exists without `force`."""
+    """Raise if `out` can't be written, is a file that is read, or exists without `force`."""
     if os.path.realpath(out) in map(os.path.realpath, click.get_current_context().meta[READ]):
         raise click.UsageError(IS_READ.format(path=out))
     if os.path.lexists(out) and not force:

@@ -1,1 +1,1 @@
-"""Saved models and blocks, converted. Imports `patches` and below."""
+"""Conversion of symbols, saved models and blocks. Imports `patches` and below."""

@@ -57,7 +57,7 @@ class TracedBlock:
         }
 
     def input_dtypes(self, overrides: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-        """Return the dtypes of the call's arguments by input name, updated by `overrides`.
+        """Return the dtypes of the traced call's arguments by name, updated by `overrides`.
 
         Inputs that the graph does not read are left out.
         """
@@ -67,7 +67,7 @@ class TracedBlock:
         return {name: dtype for name, dtype in dtypes.items() if name not in unread}
 
     def param_values(self) -> Dict[str, NDArray]:
-        """Return the parameters' values on the CPU, by name; those already there aren't copied."""
+        """Return the parameters' values on the CPU, by name; values on the CPU aren't copied."""
         for name, param in self.params.items():
             if param._data is None:
                 raise StateError(f"parameter {name!r} has no value: initialize the block, run it")
@@ -89,7 +89,7 @@ def _cpu_value(param: Parameter) -> NDArray:
 
 
 def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
-    """Return the graph of a block: its cached one, or one traced on `example_inputs`.
+    """Return a block's graph as a `TracedBlock`: its cached one, or traced on `example_inputs`.
 
     The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
     the example initializes parameters of deferred shape.
@@ -110,7 +110,7 @@ def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
 
 
 def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
-    """Return the graph of a call with `arguments`; the block keeps the graph that it has."""
+    """Trace a block's call with `arguments`; the block's own cached graph is unchanged."""
     kept = {name: getattr(block, name) for name in ("_cached_graph", "_in_format", "_out_format")}
     try:
         block._cached_graph = ()
@@ -159,7 +159,7 @@ def _with_states_as_list(
 
 
 class ConvertedBlock(SymbolBlock):
-    """A block that exports a converted graph, and runs the graph it was converted from if kept.
+    """A block that exports a converted graph, and runs the original graph if it is kept.
 
     The latter gets its casts in each call, by the shapes of the call's inputs.
     """
@@ -217,7 +217,7 @@ class ConvertedBlock(SymbolBlock):
         return super().__call__(*given)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
-        """Write the converted graph with its casts, and all parameters; needs no call before.
+        """Write the converted graph with its casts and all parameters; no call is needed before.
 
         Both files are replaced together, as by `convert_files`. `remove_amp_cast` is ignored.
         """

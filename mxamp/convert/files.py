@@ -25,7 +25,7 @@ TOLERANCE = 0.25
 
 
 class ConvertedFiles(NamedTuple):
-    """The files that `convert_files` wrote, and the errors of the outputs: see there."""
+    """The files that `convert_files` wrote, and the errors of the converted model's outputs."""
 
     symbol: Path
     params: Path

@@ -89,7 +89,7 @@ def resolved_dtypes(
     params: Mapping[str, NDArray],
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, str]:
-    """Return the dtypes of a symbol's inputs by name, inferring those that neither mapping gives.
+    """Return the dtypes of a symbol's inputs by name: of parameters, as given, or inferred.
 
     The last resort is float32. Raises for a parameter whose dtype in `input_dtypes` is another.
     """
@@ -118,7 +118,7 @@ def checked_dtype(name: str, dtype: object) -> str:
 
 
 def check_mapping(argument: str, value: object, what: str, kind: type = object) -> None:
-    """Raise unless the argument of that name is None, or maps names to `what`, all of a `kind`."""
+    """Raise unless an argument is None or maps names to `what`, all instances of `kind`."""
     if not isinstance(value, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to {what}, not {shown(value)}")
     for name, one in (value or {}).items():
@@ -142,7 +142,7 @@ def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
 
 
 def name_list(argument: str, names: Names) -> Sequence[str]:
-    """Return an iterable of names as a list, and None as no names; raise unless all are strings.
+    """Return an iterable of names as a list, [] for None; raise unless all names are strings.
 
     `argument` is the name of the public argument, for messages.
     """

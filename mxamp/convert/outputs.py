@@ -1,4 +1,4 @@
-"""The outputs of two models on the same inputs, and how far one model is off."""
+"""The outputs of two models on the same inputs, and their errors."""
 
 import logging
 import math
@@ -87,7 +87,7 @@ class OutputError:
 def compare_models(
     model: Model, other: Model, inputs: Mapping[str, Any], ctx: Optional[Context] = None
 ) -> Tuple[OutputError, ...]:
-    """Run two models on the same inputs and return the errors of the second's outputs.
+    """Run two models on the same inputs; return the errors of the second model's outputs.
 
     ::
 
@@ -145,7 +145,7 @@ def compare_models(
 
 
 def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> None:
-    """Raise `CheckError` for the first output that is lost or has an error above `tolerance`."""
+    """Raise `CheckError` for the first output with new Inf or NaN, or above `tolerance`."""
     for one in errors:
         bad = f"a relative error of {one.relative:.2g}, more than {tolerance:g}"
         if one.lost:
@@ -186,7 +186,7 @@ def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequ
 
 
 def zeros_for_missing(symbol: Symbol, values: Mapping[str, NDArray]) -> Dict[str, NDArray]:
-    """Return zeros for the inputs, such as labels, that have no value; raise if not inferable."""
+    """Return zeros for inputs without a value, such as labels; raise if not inferable."""
     missing = [name for name in symbol.list_inputs() if name not in values]
     known = {name: array.shape for name, array in values.items()}
     shapes = _inferred_shapes(symbol, known) if missing else {}

@@ -70,7 +70,7 @@ def files_to_write(out: Prefix, epoch: int) -> Files:
 
 
 def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> Files:
-    """Return the symbol and parameter paths of `out`; raise if one is the model's own, or exists.
+    """Return the paths to write for `out`; raise if a file exists or is the source model's.
 
     Existing files raise without `force` only.
     """
@@ -85,7 +85,7 @@ def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> F
 
 
 def check_prefix(prefix: Prefix) -> None:
-    """Raise if a prefix is the name of a file."""
+    """Raise if a model's prefix is the name of one of its files."""
     match = _MODEL_FILE.match(os.fspath(prefix))
     if match is not None:
         raise ArgumentError(NOT_A_PREFIX.format(path=os.fspath(prefix), prefix=match[1]))
@@ -135,7 +135,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 
 
 def _left_by_kills(path: Path) -> str:
-    """Return the end of a message about a symbol file: what a killed conversion has left there."""
+    """Return a hint for an error message: files that killed conversions left beside `path`."""
     left = left_beside(path) if path.parent.is_dir() else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
 
@@ -180,7 +180,7 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
 
 
 def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
-    """Raise if parameters of the symbol are missing in `params`, or all that it has."""
+    """Raise if `params` lacks parameters that the symbol needs, or has none of its inputs."""
     read = set(symbol.list_inputs())
     missing = sorted(_certain_param_names(symbol) - params.keys())
     if missing or (params and not params.keys() & read):

@@ -128,7 +128,7 @@ def _float32_source(
     options: Options,
     params: Optional[Mapping[str, NDArray]],
 ) -> Tuple[Graph, Params, Dict[str, str], Policy]:
-    """Return a symbol's graph without half precision, fused if asked for, to insert casts into.
+    """Return a symbol's graph with half precision widened, fused if asked for, before casts.
 
     Also returns the values and the dtypes of its inputs, and the policy for the fused graph.
     """
@@ -151,7 +151,7 @@ def widened_for(
     params: Optional[Mapping[str, NDArray]],
     keep_io_types: bool,
 ) -> Widened:
-    """Return a model's graph without half precision, from which every conversion starts.
+    """Return a model's graph with half precision widened: what every conversion starts from.
 
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
     `params` is None, all inputs do. Parameters that nothing reads become float32 too.
@@ -173,7 +173,7 @@ def widened_for(
 
 
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return the parameters, those named in `dtypes` cast."""
+    """Return parameters by name, cast where `dtypes` has their name."""
     with suspended():
         # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
         lowered = {n: cast(copy(params[n]), dtypes[n]) for n in params.keys() & dtypes.keys()}

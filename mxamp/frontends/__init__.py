@@ -1,1 +1,1 @@
-"""The ways in that other AMP systems have. Imports everything below, but not `mxamp` itself."""
+"""The APIs of other AMP systems. Imports everything below, but not `mxamp` itself."""

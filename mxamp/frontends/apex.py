@@ -1,4 +1,4 @@
-"""Optimization levels: Apex's way.
+"""Apex's API: `initialize`, with its optimization levels O0 to O3.
 
 | level | what it does |
 |---|---|
@@ -119,7 +119,7 @@ def initialize(
 
 
 def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
-    """Return the policy of `initialize`: float32 where it is in force around the call."""
+    """Return the policy of `initialize`, or the float32 policy of an enclosing region."""
     policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
     return policy if around is None or around.lowers else around
 
@@ -136,7 +136,7 @@ def _turn_on(policy: PolicyChoice, opt_level: str, optimizers: Sequence[Trainer]
 
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
-    """Return the loss scaler that `loss_scale` describes, None the level's own; else raise."""
+    """Return the loss scaler for a `loss_scale`, None for the level's default; else raise."""
     if loss_scale is None and opt_level == "O0":
         return NoScaler()
     if loss_scale is None:
@@ -145,7 +145,7 @@ def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
 
 
 def _as_list(name: str, value: object, cls: type) -> List[Any]:
-    """Return the argument `name`, a `cls`, a list of them or None, as a list; else raise."""
+    """Return an argument (None, a `cls` or a list of them) as a list; raise for other types."""
     listed = [] if value is None else [value] if isinstance(value, cls) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, cls) for x in listed):
         raise ArgumentError(f"{name} must be a {cls.__name__} or list of them, not {shown(value)}")
@@ -173,7 +173,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
 
 
 def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
-    """Return the policy of O3: float32 operators follow their inputs if MXNet has a half kernel.
+    """Return O3's policy: "fp32" operators with a float16 kernel run in their inputs' dtype.
 
     Raises if the optimizer of a trainer can't update float16 weights.
     """
@@ -185,7 +185,7 @@ def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
 
 
 def _cast_to_float16(net: Block, is_o2: bool) -> None:
-    """Cast a net to float16, except BatchNorm, and in O2 all norms and embeddings.
+    """Cast a net to float16 except BatchNorm, and in O2 except all norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
     gradient: embeddings with one stay float32 in O3 too.

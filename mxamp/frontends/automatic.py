@@ -1,4 +1,4 @@
-"""Mixed precision for scripts that know nothing of it: TensorFlow's way.
+"""Automatic mixed precision for unchanged scripts, turned on by an environment variable.
 
 `MXNET_ENABLE_AUTO_MIXED_PRECISION=1 python train.py` and `mxamp run train.py` turn it on before the
 script begins; in float16, with one loss scale for all its trainers and modules.
@@ -42,25 +42,25 @@ OWN_CALLS = "%s calls %s: it runs by its own calls, in %s where they name no dty
 
 
 class _AutomaticRun(FrontEnd):
-    """An automatic run.
+    """Mixed precision and loss scaling for a program that calls no function of mxamp.
 
     It ends when the program calls `init` or `initialize`, of mxamp or of `mxnet.contrib.amp`. An
     import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
     """
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of the public `init` and `initialize`."""
+        """Return the patches of `init` and `initialize`, which end the automatic run."""
         public = sys.modules[__name__.partition(".")[0]]
         return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 
     def close(self) -> None:
-        """Undo the patch, and leave the trainers to other APIs."""
+        """Undo the automatic run's patches, and let other APIs scale the trainers' losses."""
         super().close()
         for state in shared_states():  # gradients that wait for their step are checked
             state.scaled_by = ""
 
     def summarize(self) -> None:
-        """Log the run's dtype and, in float16, its steps, unless it has ended before."""
+        """Log the run's dtype and, in float16, its count of steps, unless the run has ended."""
         policy, scale = process.policy, backward_patches.default_scale
         if policy and self.is_open:
             dtype = policy.target_dtype if policy.lowers else "float32"
@@ -162,7 +162,7 @@ def imports_mxamp(code: bytes) -> bool:
 
 
 def show_log() -> None:
-    """Show mxamp's log lines, unless the program has chosen a level before."""
+    """Show mxamp's log lines, unless the program has chosen a log level before."""
     if logger.level or logger.handlers or logging.getLogger().level != logging.WARNING:
         return
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Backward passes that scale, for scripts that scale no loss themselves.
+"""Loss scaling within backward passes, for scripts that scale no loss themselves.
 
 `autograd.backward`, `NDArray.backward` and `autograd.grad` multiply the gradients of their heads by
 the shared scale, and unscale the gradients that come back: a script that knows of no loss scale
@@ -46,7 +46,7 @@ Compute = Callable[[Any], Any]
 
 
 class _BackwardPatches(FrontEnd):
-    """Scales that never leave the backward pass, with their variables."""
+    """Patches that scale losses and unscale gradients within each backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _BackwardPatches(FrontEnd):
         self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
+        """Return the patches of trainers, `autograd.grad` and autograd's variables."""
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
@@ -76,7 +76,7 @@ class _BackwardPatches(FrontEnd):
             scaling_patches.automatic = self
 
     def close(self) -> None:
-        """Undo the patches, and forget variables."""
+        """Undo the patches of backward passes, and forget the recorded variables."""
         scaling_patches.automatic = None
         super().close()
         self.default_scale, self._has_warned = None, False
@@ -85,7 +85,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **kwargs: object
     ) -> None:
-        """Initialize a trainer, with a loss scale if there is one for it."""
+        """Call `Trainer.__init__`; attach its optimizer's or the automatic run's scale, if any."""
         original(trainer, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
         own_scale = scale_of(given) or scale_of(trainer._optimizer)
@@ -179,7 +179,7 @@ def _lowest_scale(one: BackwardPass) -> float:
 
 
 def _scaled_gradients(one: BackwardPass, scale: float) -> list[NDArray | None]:
-    """Return the gradients of a pass's heads times the scale; ones where none are given."""
+    """Return a pass's head gradients, ones by default, times the loss scale."""
     given = one.head_grads or [None] * len(one.heads)
     with autograd.pause(), suspended():
         return [

@@ -1,4 +1,4 @@
-"""`mxnet.contrib.amp`: its import lines and its operator lists, served by mxamp.
+"""`mxnet.contrib.amp`: its functions replaced by mxamp's, and its operator lists.
 
 The lists hold canonical operator names, and `init` and `convert_*` take them as they are.
 """
@@ -39,14 +39,14 @@ class _ContribPatches(FrontEnd):
     """
 
     def open(self) -> None:
-        """Replace the functions."""
+        """Replace the functions of `mxnet.contrib.amp` with mxamp's."""
         check_contrib_is_off()
         super().open()
         for module in CONTRIB_AMP_MODULES:
             module.__class__ = _StandIn
 
     def close(self) -> None:
-        """Restore the original functions."""
+        """Restore the original functions of `mxnet.contrib.amp`."""
         super().close()
         for module in CONTRIB_AMP_MODULES:
             module.__class__ = ModuleType
@@ -186,7 +186,7 @@ def list_lp16_use_fp32_params(target_dtype: Dtype) -> Optional[Dict[str, List[bo
 
 
 def _operators(target_dtype: Dtype, *classes: str) -> List[str]:
-    """Return the operators of some classes, including those with a condition on a range of numbers.
+    """Return the operators of policy classes, without those conditional on single values.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.
     """

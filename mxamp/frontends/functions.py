@@ -216,7 +216,7 @@ def register_promote_function(module: Union[ModuleType, type], name: str) -> Non
 
 
 def _register(module: Union[ModuleType, type], name: str, inside: str) -> None:
-    """Replace `module.name` by the function with casts until `shutdown`, once for each region."""
+    """Replace `module.name` by a function that casts, until `shutdown`; a repeat is a no-op."""
     if not hasattr(module, "__dict__"):
         raise ArgumentError(f"the first argument must be a module, not {shown(module)}")
     functions = {key: value for key, value in vars(module).items() if callable(value)}

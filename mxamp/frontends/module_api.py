@@ -51,12 +51,12 @@ _bound: WeakSet[Module] = WeakSet()
 
 
 class DecoratedName(str):
-    """An optimizer's name that carries a scale to `Module`, which makes the optimizer itself."""
+    """An optimizer's name with a loss scale, for a `Module` that makes the optimizer itself."""
 
 
 @dataclass
 class _ModuleScaling:
-    """A module's loss scaling, from its last forward and backward passes."""
+    """The loss scaling state of a module: the scale, overflow and saved statistics."""
 
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
@@ -65,7 +65,7 @@ class _ModuleScaling:
 
 
 def _state_of(module: Module) -> _ModuleScaling:
-    """Return a module's state, which its attribute `_amp_state` holds."""
+    """Return a module's loss scaling state, held in its attribute `_amp_state`."""
     return vars(module).setdefault("_amp_state", _ModuleScaling())  # type: ignore[no-any-return]
 
 
@@ -96,7 +96,7 @@ def _patched_bind(
 
 
 def _scale_arrays(module: Module) -> list[NDArray]:
-    """Return the arrays of the scale in a module's graph, one a device; none without one."""
+    """Return a module's loss scale inputs, one a device; [] if its graph has no such input."""
     group = module._exec_group
     if group is None or SCALE_INPUT not in group.state_names:
         return []
@@ -151,7 +151,7 @@ def _patched_forward(original: Original, self: Module, *args: object, **kwargs: 
 
 
 def _set_scale(module: Module, scale: float) -> None:
-    """Set the loss scale in a module's graph, if it has an input for it."""
+    """Set the loss scale in a module's graph, if the graph has an input for it."""
     _state_of(module).scale = scale
     with suspended():
         for array in _scale_arrays(module):
@@ -195,7 +195,7 @@ def _running_statistics(module: Module) -> list[tuple[str, NDArray]]:
 
 
 def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
-    """Return all gradients of a module; with `adding`, those with `grad_req="add"`."""
+    """Return all gradients of a module; with `adding`, only those with `grad_req="add"`."""
     group = module._exec_group
     return [
         gradient
@@ -273,7 +273,7 @@ def _synchronize_workers(module: Module, shared: SharedScale) -> None:
 
 
 class _ModulePatches(FrontEnd):
-    """Patches of modules; afterwards their graphs, which keep their input, take a scale of 1."""
+    """Patches of `Module`; when undone, they set the loss scale in all graphs to 1."""
 
     def close(self) -> None:
         super().close()

@@ -98,7 +98,7 @@ def decorate(
 
 
 def _copied(optimizer: object) -> Union[DecoratedName, Optimizer]:
-    """Return a copy of an optimizer, or of its name, that may carry a scale."""
+    """Return a copy of an optimizer, or of its name, that a loss scale can be attached to."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in Optimizer.opt_registry:
             raise unknown("optimizer", optimizer, Optimizer.opt_registry)

@@ -1,4 +1,4 @@
-"""The arrays that autograd writes gradients of: its variables.
+"""Autograd's variables: the arrays that it computes gradients for.
 
 MXNet does not list them. The garbage collector finds the variables marked before the patches;
 patches of `attach_grad` and `mark_variables` see later ones. A variable that Python does not hold
@@ -27,17 +27,17 @@ Arrays = Union[NDArray, Sequence[NDArray]]
 
 
 class Variable(NamedTuple):
-    """An array that autograd writes a gradient of, and whether that gradient is a sum (`adds`)."""
+    """An array that autograd computes a gradient for; `adds` if passes add to the gradient."""
 
     array: NDArray
     adds: bool
 
 
 class Variables(Dict[str, Variable]):
-    """All variables by their names on autograd's tape, in the order of their marking."""
+    """All autograd variables by tape name, in the order in which they were marked."""
 
     def patches(self) -> List[Patch]:
-        """Return the patches that add new variables."""
+        """Return the patches of `mark_variables` and `attach_grad` that record variables."""
         return [
             *patches_of_function(autograd, "mark_variables", wrapping(self._patched_mark)),
             Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
@@ -45,7 +45,7 @@ class Variables(Dict[str, Variable]):
         ]
 
     def add_existing(self) -> None:
-        """Add the existing variables that Python holds."""
+        """Record the autograd variables that exist already and that Python holds."""
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
         # gradient is scaled too, and a write replaces it.
@@ -57,12 +57,12 @@ class Variables(Dict[str, Variable]):
                 self.add(param._data, param.grad_req)
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
-        """Add marked arrays as variables, unless they get no gradient."""
+        """Record marked arrays as variables, unless they get no gradient."""
         for array in arrays if grad_req != "null" else ():
             self[name_of(array)] = Variable(array, grad_req == "add")
 
     def behind(self, names: Iterable[str]) -> List[Variable]:
-        """Return the variables with these names."""
+        """Return the variables with these names on autograd's tape."""
         return [self[name] for name in names if name in self]
 
     def prune(self, freed: AbstractSet[str]) -> None:

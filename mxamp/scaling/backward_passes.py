@@ -1,4 +1,4 @@
-"""Patches of backward passes and steps, which keep the ledger of the gradients' scales."""
+"""Patches of backward passes and trainer steps that record each gradient's loss scale."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 
 
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):
-    """Decorator that runs a function inside `autograd.record()`; Ctrl-C can't skip its end."""
+    """Decorator that runs a function in `autograd.record()`, whose end Ctrl-C can't skip."""
 
     def _recreate_cm(self) -> _Recorded:
         return _Recorded(True, autograd.is_training())
@@ -54,7 +54,7 @@ _map_recorded = _Recorded(True, None)(map_arrays)
 
 
 def scale_losses(loss: object, scale: float) -> Any:
-    """Return losses times a scale, in the same containers; a scale of 1 leaves them as they are.
+    """Return losses, alone or in containers, times a loss scale; unchanged if the scale is 1.
 
     Raises `StateError` if a loss is scaled already.
     """
@@ -97,7 +97,7 @@ class _ScalingPatches(FrontEnd):
         self._is_ending = False  #: whether `close` was called; scaled gradients may delay the end
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches."""
+        """Return the patches of backward passes, trainers, norm clipping and custom operators."""
         return [
             Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
@@ -111,7 +111,7 @@ class _ScalingPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Install the patches; find existing trainers and custom operators in memory."""
+        """Install the scaling patches; find existing trainers and custom operators in memory."""
         self._is_ending = False
         if not self.is_open:
             super().open()
@@ -122,12 +122,12 @@ class _ScalingPatches(FrontEnd):
                     loss_outputs.scale_operators(one)
 
     def close(self) -> None:
-        """Undo the patches, now or after the step that uses the last scaled gradient."""
+        """Undo the scaling patches, now or after the step that uses the last scaled gradient."""
         self._is_ending = True
         self.end()
 
     def end(self) -> None:
-        """Undo the patches if `close` was called, no pass runs and no step needs them."""
+        """Undo the scaling patches if `close` was called, no pass runs and no step needs them."""
         if not self._is_ending or running.is_any_running():
             return
         if not any(map(ledger.carry_scale, ledger.known())):
@@ -190,7 +190,7 @@ class _ScalingPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **named: object
     ) -> None:
-        """Initialize a trainer, and add it to the known trainers."""
+        """Call `Trainer.__init__`, and record the trainer in the ledger of loss scales."""
         original(trainer, *args, **named)
         ledger.add(trainer)
 
@@ -212,7 +212,7 @@ class _ScalingPatches(FrontEnd):
 
 
 def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
-    """Return the scale of a pass, from the marks behind each head; raise if the heads differ."""
+    """Return the loss scale that a backward pass's heads share; raise if the heads differ."""
     scales = {scale for found in marks for scale in found.values()}
     if len(scales) > 1 or (scales and not all(marks)):
         raise StateError(SEVERAL_SCALES)
@@ -222,7 +222,7 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
 def _run_nested(
     compute: Callable[[], None], this_pass: BackwardPass, outer: BackwardPass, automatic: Any
 ) -> None:
-    """Run a pass that an operator in Python runs in its own backward.
+    """Run a backward pass that a custom operator or Function starts in its own backward.
 
     It has the scale of the gradients that the operator was given, and `outer` is the pass that the
     operator belongs to. Raises `StateError` if both passes add to one gradient, with different
@@ -248,7 +248,7 @@ def _patched_clip(original: Original, arrays: Any, *args: object, **named: objec
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
-    """Call `allreduce_grads`; record the sum, which a step with loss scaling must not repeat."""
+    """Call `allreduce_grads`; record it, since a step with loss scaling must not sum again."""
     ledger.equalize(trainer)
     original(trainer)
     ledger.note_sum(trainer)

@@ -1,4 +1,4 @@
-"""A trainer's state files, with the loss scaler in them.
+"""A trainer's state files, which include the state of its loss scaler.
 
 MXNet pickles the optimizer into the file. The scaler's state is an attribute of the optimizer, made
 of plain numbers and strings. So plain MXNet loads the file too, and a trainer that loads it before
@@ -50,7 +50,7 @@ OTHER_SHAPE = (
 
 
 def save_states(state: State, fname: str) -> None:
-    """Write a trainer's states with its `State` to a file: the whole file or none.
+    """Write a trainer's optimizer states and its loss scaling `State` to a file, atomically.
 
     For trainers of `initialize`, the states are those of float32 parameters at every level, and the
     master weights are beside them.
@@ -75,7 +75,7 @@ def save_states(state: State, fname: str) -> None:
 
 
 def load_states(state: State, fname: str) -> None:
-    """Read a trainer's states, and its `State`; an error changes nothing.
+    """Load a trainer's optimizer states and its loss scaling `State`; an error changes nothing.
 
     The states are converted to the precision of the trainer's parameters. For trainers of
     `initialize`, the trainer and not the file decides whether there are master weights.
@@ -111,7 +111,7 @@ def load_states(state: State, fname: str) -> None:
 
 
 def resume(state: State) -> None:
-    """Restore a trainer's `State` from the dictionary in its optimizer, and remove that, if any."""
+    """Restore a trainer's `State` from the copy in its optimizer, if any, and remove the copy."""
     saved = vars(state.trainer._optimizer).pop(_ATTRIBUTE, None)
     if isinstance(saved, dict):
         state.load_state_dict(saved)
@@ -121,7 +121,7 @@ def resume(state: State) -> None:
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
-    """Set each master weight that does not round to its weight to this weight.
+    """Replace each master weight that does not round to its weight by the weight's value.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its
     own steps have made stale. A float32 weight has no master weight: it takes the values of the
@@ -150,7 +150,7 @@ def share_step_counts(trainer: Trainer) -> None:
 
 
 def updaters_of(trainer: Trainer) -> list[Any]:
-    """Return the objects that hold a trainer's states: one a device, or the kvstore's.
+    """Return the updaters that hold a trainer's optimizer states: one a device, or the kvstore's.
 
     Makes the kvstore first if the trainer has none yet.
     """
@@ -172,7 +172,7 @@ def master_place(optimizer: Optimizer) -> int | None:
 def _in_float32(
     trainer: Trainer, states: dict[int, Any]
 ) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return the first device's states in the form for float32 weights, and its master weights.
+    """Return the first device's optimizer states as for float32 weights, and its master weights.
 
     A state of another form than a new one stays as it is: an argument of the optimizer was changed
     since, or a user-defined optimizer pairs states with master weights in a way of its own.
@@ -192,7 +192,7 @@ def _in_float32(
 def _for_weights(
     trainer: Trainer, device: int, states: dict[int, Any], saved: dict[int, NDArray]
 ) -> tuple[dict[int, Any], list[tuple[NDArray, NDArray]]]:
-    """Return loaded states for a device's weights, and pairs of a weight and its master weight.
+    """Return loaded states converted for a device's weights, and (weight, master weight) pairs.
 
     `saved` are master weights from the file, by index. Raises `ArgumentError` for a state of
     another form or shape than a new one.
@@ -228,7 +228,7 @@ def _for_weights(
 def _weights(
     trainer: Trainer, device: int, states: dict[int, Any]
 ) -> Iterator[tuple[int, Parameter, NDArray]]:
-    """Yield index, parameter and weight on a device for each state that can be converted.
+    """Yield index, parameter and device weight for each optimizer state that can be converted.
 
     A sparse parameter has all its rows on the kvstore alone.
     """
@@ -238,7 +238,7 @@ def _weights(
 
 
 def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any, NDArray | None]:
-    """Return a state and the master weight that is in a pair with it, or None without one.
+    """Split a loaded optimizer state into the state and its master weight, None without one.
 
     `new` is a new state alone, for the weight `like`.
     """
@@ -252,7 +252,7 @@ def _pair(state: object, master: NDArray, place: int | None) -> tuple[Any, Any]:
 
 
 def _form(state: object) -> object:
-    """Return the nesting of a state, with words in place of its values.
+    """Return the nesting of an optimizer state, with type names in place of its values.
 
     A list, a dict or another object counts as one value: a user-defined optimizer may extend it.
     """
@@ -262,7 +262,7 @@ def _form(state: object) -> object:
 
 
 def _check(optimizer: Optimizer, param: Parameter, state: Any, new: Any) -> None:
-    """Raise unless a loaded state, or a master weight, has the form and the shapes of a new one."""
+    """Raise unless a loaded state, or master weight, has the nesting and shapes of a new one."""
     if _form(state) != _form(new):
         found, wanted = (str(_form(one)).replace("'", "") for one in (state, new))
         given = {"name": param.name, "optimizer": type(optimizer).__name__}
@@ -276,7 +276,7 @@ def _check(optimizer: Optimizer, param: Parameter, state: Any, new: Any) -> None
 
 
 def _filled(new: object, state: object) -> object:
-    """Return a state with its arrays cast to the dtypes of a new one.
+    """Return a loaded optimizer state with its arrays cast to the dtypes of a new state.
 
     If an optimizer has extended the state, it is returned as it is.
     """

@@ -1,4 +1,4 @@
-"""Sums of gradients over devices and workers, and checks that all workers are in step.
+"""Sums of gradients over devices and workers, and checks that the workers' settings agree.
 
 An overflow needs no message. Gradients are summed over the workers before they are checked, and an
 Inf or NaN of one worker is one in the sum of all. Settings are compared once, before the first
@@ -66,7 +66,7 @@ def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type
 
 
 def check_kvstore(trainer: Trainer) -> None:
-    """Raise if a kvstore compresses gradients, can't send them, or serves another trainer."""
+    """Raise if a kvstore compresses gradients, can't send a weight, or serves another trainer."""
     if trainer._compression_params:
         raise StateError(COMPRESSED)
     if not transports.is_distributed(trainer._kvstore_params["kvstore"]):

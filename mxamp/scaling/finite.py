@@ -1,4 +1,4 @@
-"""Overflow check, norm and scaling of gradients: exact, with one wait for each device's work.
+"""Exact overflow check, norm and scaling of gradients, with one sync for each device.
 
 In host memory the check reads arrays in place. A float32 array's dot product with itself runs at
 memory speed and is finite only if every element is. Where it is not (a finite 1e25 squares to
@@ -27,14 +27,14 @@ from ..policy.active import suspended
 
 
 class Batch(NamedTuple):
-    """Arrays of one dtype on one device, as many as one operator takes, and their positions."""
+    """Arrays of one dtype on one device for one operator call, with their original positions."""
 
     arrays: tuple[NDArray, ...]
     positions: tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """Device, dtype and kind of shape of an array, which never change."""
+    """An array's fixed properties: device, dtype, and whether it is empty or a scalar."""
 
     ctx: Any
     dtype: str
@@ -68,14 +68,14 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
 
 def _all_finite_on_device(batch: Sequence[NDArray], earlier: NDArray | None = None) -> NDArray:
-    """Return an array of one element, 1 if all arrays are finite, and all `earlier` ones."""
+    """Return a one-element array: 1 if all arrays, and those of `earlier`, are finite, else 0."""
     keys, values = ["num_arrays", "init_output"], [len(batch), earlier is None]
     made: NDArray = invoke(_ALL_FINITE, batch, keys, values, earlier, False, False)
     return made
 
 
 def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
-    """Return the positions of the arrays that hold Inf or NaN, after two waits at most."""
+    """Return the positions of the arrays that hold Inf or NaN; syncs at most twice."""
     batches, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended():
         found = _nonfinite_in_host(in_host)
@@ -91,7 +91,7 @@ def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
-    """Return the sum of squares of all elements; Inf or NaN if one is. Waits for the arrays."""
+    """Return the sum of squares of all elements: Inf or NaN if an element is. Syncs."""
     batches, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
         total = sum(float(sums.sum()) for sums in _square_sums(batches))
@@ -103,7 +103,7 @@ def square_sum(arrays: Sequence[NDArray]) -> float:
 
 
 def _square_sums(batches: Sequence[Batch]) -> list[Any]:
-    """Return the sum of squares of each array, one NumPy array a batch, in float64."""
+    """Return the sum of squares of each array in float64, one NumPy array for each batch."""
     pending = [mx.nd.multi_sum_sq(*arrays, num_arrays=len(arrays)) for arrays, _ in batches]
     ends = np.cumsum([len(arrays) for arrays, _ in batches])[:-1]
     return np.split(_to_numpy(pending).astype("float64"), ends)
@@ -124,7 +124,7 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
 
 
 def divide_and_check(arrays: Sequence[NDArray], scale: float) -> list[int]:
-    """Divide arrays by `scale` in place; return the positions of those that are not finite.
+    """Divide arrays by `scale` in place; return the positions of arrays with Inf or NaN.
 
     Waits for the arrays.
     """
@@ -144,7 +144,7 @@ def _square_sum_in_host(array: NDArray) -> float:
 def _split_by_memory(
     arrays: Sequence[NDArray],
 ) -> tuple[list[Batch], list[tuple[NDArray, int]]]:
-    """Return nonempty arrays as dense `mx.nd` arrays with their positions.
+    """Return nonempty arrays, made dense, in device batches and in a list for host memory.
 
     The batches are for operators of the arrays' device, the others are in host memory.
     """
@@ -170,7 +170,7 @@ def _split_by_memory(
 
 
 def layout_of(array: NDArray) -> Layout:
-    """Return the layout of an array, the same object for equal layouts; its handle keeps it."""
+    """Return an array's `Layout`, cached on its handle; equal layouts are the same object."""
     layout: Layout | None = getattr(array.handle, "_amp_layout", None)
     if layout is None:
         shape = shape_of(array)
@@ -180,7 +180,7 @@ def layout_of(array: NDArray) -> Layout:
 
 
 def _nonfinite_in_host(arrays: Sequence[tuple[NDArray, int]]) -> list[int]:
-    """Return the positions of the arrays that are not finite."""
+    """Return the positions of the arrays in host memory that hold Inf or NaN."""
     with np.errstate(all="ignore"):
         return [i for array, i in arrays if not _is_finite(array)]
 
@@ -206,7 +206,7 @@ def _to_numpy(arrays: Sequence[NDArray]) -> np.ndarray[Any, Any]:
 def patched_clip_global_norm(
     original: Original, arrays: Any, max_norm: float, check_isfinite: bool = True
 ) -> Any:
-    """Replace `gluon.utils.clip_global_norm` for gradients of any precision.
+    """Clip gradients of any precision, in place of `gluon.utils.clip_global_norm`.
 
     MXNet's norm is a `dot`, which a policy would lower, and half precision can't hold the square
     of a norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.

@@ -1,4 +1,4 @@
-"""Updates of float16 weights: optimizers that need master weights, or divided gradients for them.
+"""Updates of float16 weights: reject optimizers that fail; divide gradients in float32.
 
 With master weights every optimizer of MXNet works. `tests/scaling/test_float16_optimizers.py` holds
 the tables to MXNet's registry.
@@ -50,7 +50,7 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
 
 
 def divide_updates(optimizer: mx_optimizer.Optimizer, scale: float) -> None:
-    """Make an optimizer with master weights divide gradients in float32; a scale of 1 ends that.
+    """Make an optimizer with master weights divide gradients by `scale` in float32; 1 ends it.
 
     Divided in float16, gradients would lose the small values that the scale preserves.
     """

@@ -112,11 +112,11 @@ class GradScaler:
         self._change(growth_interval=new_interval)
 
     def _setting(self, name: str) -> float:
-        """Return one setting of the scaler."""
+        """Return a setting of the loss scaler by its name in `state_dict`."""
         return float(self._scaler.state_dict()[name])
 
     def _change(self, **setting: float) -> None:
-        """Change a setting; raise for a wrong value, as the constructor does."""
+        """Change loss scaler settings by name; raise for a wrong value, as the constructor does."""
         self._scaler.load_state_dict({**self._scaler.state_dict(), **setting})
 
     def scale(self, loss: object) -> Any:
@@ -181,7 +181,7 @@ class GradScaler:
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
-        """Set the scale of the next losses: by the steps since the last update, or to `new_scale`.
+        """Update the scale by the steps since the last call, or set the scale to `new_scale`.
 
         After `unscale_` alone the gradients that it found count as a step's, unless other workers
         have others. Raises `StateError` if no trainer has stepped since.
@@ -225,7 +225,7 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_state(self, trainer: Trainer) -> State:
-        """Return a trainer's state, which the first call attaches; mark its gradients as scaled."""
+        """Return a trainer's `State`, attached if it has none; mark its gradients as scaled."""
         state = active_state(trainer) or attach_state(trainer, self._scaler, scaled_by="GradScaler")
         state.check_scaled_by("GradScaler")
         if state.stage is not Stage.STEPPED:

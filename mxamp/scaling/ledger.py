@@ -1,4 +1,4 @@
-"""The ledger: which loss scale each gradient carries.
+"""The ledger: a record of the loss scale that each gradient is multiplied by.
 
 A backward pass changes the records of the parameters behind its heads alone, and leaves those of
 other trainers and threads. While all gradients carry one scale, a pass looks at no gradient.
@@ -45,12 +45,12 @@ class Entry(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether backward passes add to the gradient."""
+        """Whether backward passes add to the gradient (`grad_req="add"`)."""
         return bool(self.param.grad_req == "add")
 
 
 def entries_of(trainer: Trainer) -> list[Entry]:
-    """Return the gradients of all parameters of a trainer on all devices."""
+    """Return an `Entry` for each gradient of a trainer's parameters on all devices."""
     return [
         Entry(param, data, gradient)
         for param in trainer._params
@@ -60,12 +60,12 @@ def entries_of(trainer: Trainer) -> list[Entry]:
 
 
 def gradients_of(trainer: Trainer) -> list[NDArray]:
-    """Return the gradients of a trainer's parameters on all devices."""
+    """Return the gradient arrays of a trainer's parameters on all devices."""
     return [one for param in trainer._params if param._grad is not None for one in param._grad]
 
 
 def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
-    """Return those of some gradients whose parameters have these names on autograd's tape."""
+    """Return the gradients whose parameters have one of these names on autograd's tape."""
     return [entry for entry in entries if name_of(entry.data) in names]
 
 
@@ -76,7 +76,7 @@ def fresh(trainer: Trainer) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Carried:
-    """The record of one gradient. The gradient's handle keeps the record alive."""
+    """A gradient's loss scale, overflow flag and sum flag; kept alive by the gradient's handle."""
 
     scale: float
     #: Whether it was found not finite, and no pass has replaced it since. The program may have made
@@ -87,7 +87,7 @@ class Carried:
 
 
 class Ledger:
-    """The loss scales that the gradients of all known trainers carry, stale ones included."""
+    """The loss scale of each gradient of all registered trainers, stale gradients included."""
 
     def __init__(self) -> None:
         self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
@@ -96,7 +96,7 @@ class Ledger:
         self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
-        """Add a trainer; its gradients from earlier scaled passes become zero and stale."""
+        """Register a trainer; its gradients from earlier scaled passes become zero and stale."""
         if trainer in self.trainers:
             return
         known = {param for other in self.known() for param in other._params}
@@ -109,28 +109,28 @@ class Ledger:
                 entry.data._fresh_grad = False
 
     def known(self) -> list[Trainer]:
-        """Return a list of the known trainers, to which other threads may add."""
+        """Return a snapshot of the registered trainers: other threads may register more."""
         return _listed(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
-        """Return what a gradient carries."""
+        """Return the loss scale of a gradient, with its overflow and sum flags."""
         # Needs no lock: `_settle` changes `_scale` before it drops the notes that it replaces.
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
     def note(self, entry: Entry, carried: Carried) -> None:
-        """Record what a gradient carries."""
+        """Record the loss scale of a gradient, with its overflow and sum flags."""
         handle = entry.gradient.handle
         handle._amp_carried = self._notes[handle.value] = carried
         if carried == Carried(self._scale):
             del self._notes[handle.value]
 
     def overflown(self, find: Callable[[], list[Entry]]) -> list[Entry]:
-        """Return those of the gradients `find()` that were found not finite."""
+        """Return the gradients in the result of `find()` that are recorded as not finite."""
         return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
     def is_summed(self, trainer: Trainer) -> bool:
-        """Return whether a trainer's gradients are summed, with no pass or step since."""
+        """Return whether a trainer's current gradients are summed over devices and workers."""
         return bool(self._notes) and all(self.of(entry).summed for entry in entries_of(trainer))
 
     def note_sum(self, trainer: Trainer, summed: bool = True) -> None:
@@ -139,12 +139,12 @@ class Ledger:
             self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
-        """Return whether all gradients carry `scale`, and nothing else is recorded of any."""
+        """Return whether all gradients carry `scale`, with no overflow and no sum recorded."""
         return self._scale == scale and not self._notes
 
     @contextmanager
     def written(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
-        """Return the context of a backward pass whose gradients carry `scale` after it.
+        """Return a context for a backward pass that records `scale` for the pass's gradients.
 
         Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
         records of gradients that it would have replaced stay what they were.
@@ -171,7 +171,7 @@ class Ledger:
             self._settle(scale)
 
     def _changed(self, this_pass: BackwardPass, scale: float) -> list[Entry]:
-        """Return the gradients behind a pass's heads whose record the pass changes."""
+        """Return the gradients that a backward pass reaches and whose record it changes."""
         if self.all_carry(scale):
             return []
         unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
@@ -179,19 +179,16 @@ class Ledger:
         return [*{id(entry.data): entry for entry in found}.values()]  # trainers may share one
 
     def behind(self, names: set[str]) -> list[Entry]:
-        """Return the known gradients of the parameters with these names."""
+        """Return the registered trainers' gradients of parameters with these tape names."""
         return named(self._entries(), names) if names else []
 
     def _entries(self) -> list[Entry]:
-        """Return the gradients of all known trainers."""
+        """Return the gradients of all registered trainers."""
         return [entry for trainer in self.known() for entry in entries_of(trainer)]
 
     @_locked
     def _settle(self, scale: float) -> None:
-        """If each gradient has a note, make `scale` that of gradients without one.
-
-        This drops the notes that say no more.
-        """
+        """If each gradient has its own record, make `scale` the default and drop equal records."""
         entries = self._entries()
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
@@ -199,7 +196,7 @@ class Ledger:
                 self.note(entry, self.of(entry))
 
     def bring(self, entries: Iterable[Entry], scale: float) -> None:
-        """Multiply gradients so that they carry `scale`."""
+        """Multiply gradients in place so that each carries the loss scale `scale`."""
         for entry in entries:
             before = self.of(entry)
             if before.scale != scale:
@@ -209,7 +206,7 @@ class Ledger:
                 self.note(entry, replace(before, scale=scale))
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
-        """Return the largest scale of the fresh gradients among some arrays; 1 without any."""
+        """Return the largest loss scale of the fresh gradients in `arrays`; 1 if none is fresh."""
         if self.all_carry(1):
             return 1.0
         given = {id(array) for array in arrays}
@@ -229,7 +226,7 @@ class Ledger:
         return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
 
     def equalize(self, trainer: Trainer) -> float:
-        """Multiply a trainer's gradients so that fresh ones carry one scale; return it."""
+        """Rescale a trainer's gradients so that fresh ones carry one scale; return this scale."""
         scale = self.carried(trainer)
         entries = entries_of(trainer) if self._notes else []
         used = {entry.param for entry in entries if entry.data._fresh_grad or entry.adds}
@@ -238,7 +235,7 @@ class Ledger:
         return scale
 
     def remove_scales(self, trainer: Trainer) -> None:
-        """Divide a trainer's gradients by their scales; note fresh ones that are not finite."""
+        """Divide a trainer's gradients by their scales; record fresh ones that are not finite."""
         groups: dict[float, list[tuple[Entry, Carried]]] = {}
         for entry in entries_of(trainer):
             before = self.of(entry)
@@ -252,12 +249,12 @@ class Ledger:
                 self.note(entry, replace(before, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Record that a step has used a trainer's gradients: they keep their scale alone."""
+        """Clear the overflow and sum flags of a trainer's gradients after a step."""
         for entry in entries_of(trainer) if self._notes else ():
             self.note(entry, Carried(self.of(entry).scale))
 
     def clear(self) -> None:
-        """Divide all gradients by their scales, and forget all trainers and records."""
+        """Divide all gradients by their loss scales; forget all trainers and their records."""
         for trainer in self.known():
             self.remove_scales(trainer)
         self.__init__()  # type: ignore[misc]

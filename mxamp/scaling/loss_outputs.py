@@ -1,4 +1,4 @@
-"""Operators whose gradients lack the loss scale, and the ways to multiply them by it.
+"""Loss scaling of operators that ignore head gradients, such as SoftmaxOutput or Custom.
 
 `SoftmaxOutput` and other output operators start the backward pass themselves: they ignore the
 gradient of the scaled loss. Their input passes through an identity whose gradient is multiplied by
@@ -56,7 +56,7 @@ atexit.register(_recorded.clear)  # before MXNet's library is unloaded
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
 ) -> list[NDArray]:
-    """Return an operator's inputs so that gradients that it starts itself will be scaled.
+    """Wrap the inputs of an operator that ignores head gradients, to scale its gradients.
 
     `handle` is one of `LOSS_OUTPUT_HANDLES`.
     """
@@ -97,31 +97,31 @@ def scale_array(ctx: mx.Context) -> NDArray:
 
 
 def set_scales(this_pass: BackwardPass) -> None:
-    """Set the scale of the output operators behind a pass's heads to that of the pass."""
+    """Set the loss scales of the output operators that a backward pass reaches to its scale."""
     for name in _recorded.keys() & this_pass.names if _recorded else ():
         with autograd.pause(), suspended():
             _recorded[name][:] = this_pass.scale
 
 
 def forget(names: Iterable[str]) -> None:
-    """Forget the scales of output operators with these names, whose tape is freed."""
+    """Drop the scale arrays of output operators with these tape names; their tape is freed."""
     for name in names if _recorded else ():
         _recorded.pop(name, None)
 
 
 def patched_prop_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
-    """Initialize a `CustomOpProp` whose operators scale their gradients."""
+    """Initialize a `CustomOpProp`; its operators will apply the loss scale to gradients."""
     original(prop, need_top_grad)
     scale_operators(prop)
 
 
 def scale_operators(prop: CustomOpProp) -> None:
-    """Let the operators that a prop creates from now on scale their gradients."""
+    """Make the operators that a `CustomOpProp` creates from now on scale their gradients."""
     prop.create_operator = partial(_create_operator, prop)
 
 
 def _create_operator(prop: CustomOpProp, *args: object, **kwargs: object) -> CustomOp:
-    """Return `prop`'s operator, with `_scaled_backward` if no identity scales its gradients."""
+    """Create a custom operator; wrap its `backward` if nothing in its graph scales gradients."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
     is_wrapped = isinstance(getattr(op, "backward", None), partial)
@@ -138,7 +138,7 @@ def _scaled_backward(
     in_grad: list[NDArray],
     **others: object,
 ) -> None:
-    """Call a custom operator's `backward`; scale its results if it ignores the scaled gradients.
+    """Call a custom operator's `backward`; scale its results unless it read scaled gradients.
 
     `thread` has recorded the operator.
     """
@@ -204,7 +204,7 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
 
     @property  # type: ignore[override]
     def data(self) -> Sequence[NDArray | None]:
-        """The gradients, times the factor."""
+        """The output gradients passed to the custom operator, times `factor`."""
         if not self.was_read:
             self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]
         self.was_read = True

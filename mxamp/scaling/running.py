@@ -1,4 +1,4 @@
-"""The backward passes that run now, and the one that an operator in Python belongs to.
+"""The backward passes that run now, and which of them a custom operator belongs to.
 
 MXNet runs operators and functions written in Python in threads of its own. They belong to the pass
 of the thread that recorded them or, where that thread runs none, to the only pass there is.
@@ -46,12 +46,12 @@ class BackwardPass:
 
     @cached_property
     def names(self) -> set[str]:
-        """The names of all marked arrays behind the heads, if read before the tape is freed."""
+        """Tape names of inputs and variables behind the heads, if read before the tape is freed."""
         return names_behind(self.heads)
 
 
 class Running(NamedTuple):
-    """The backward pass that a thread runs, or an operator in Python in such a pass."""
+    """The backward pass that a thread runs, or a custom operator or Function in such a pass."""
 
     backward_pass: BackwardPass
     given: float | None  #: the scale of the gradients that the operator was given; None in a pass
@@ -59,7 +59,7 @@ class Running(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The scale of the pass's gradients, or of those that the operator was given."""
+        """The scale of the pass's gradients, or of the gradients passed to the operator."""
         return self.backward_pass.scale if self.given is None else self.given
 
 
@@ -67,7 +67,7 @@ _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
 def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = False) -> Result:
-    """Run a backward pass in the calling thread: return `compute()`.
+    """Return `compute()`, which runs a backward pass in the calling thread.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
     may run in the pass, in another thread and later: the operator has to find its pass.
@@ -90,7 +90,7 @@ def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = F
 def call_inside(
     this_pass: BackwardPass, given: float | None, function: Callable[..., Result], *args: object
 ) -> Result:
-    """Call a function that belongs to a backward pass, in the calling thread.
+    """Call a function, recorded as a part of a backward pass in the calling thread.
 
     `given` is the scale of the gradients that an operator in Python receives; None for the pass.
     """
@@ -114,12 +114,12 @@ def has_python_operators() -> bool:
 
 
 def _all_running() -> dict[int, Running]:
-    """Return what each thread runs; an interrupt may have ended a pass and left its record."""
+    """Return what each thread runs, without records left by passes that Ctrl-C has ended."""
     return {t: one for t, one in list(_running.items()) if is_running(one.frame, t)}
 
 
 def current() -> Running | None:
-    """Return the pass or operator in Python that the calling thread runs; None if it runs none."""
+    """Return the backward pass or custom operator that the calling thread runs, or None."""
     return _all_running().get(threading.get_ident()) if _running else None
 
 
@@ -129,7 +129,7 @@ def is_any_running() -> bool:
 
 
 def backward_pass_of(thread: int) -> BackwardPass:
-    """Return the running pass of an operator in Python that `thread` recorded.
+    """Return the running backward pass of a custom operator that `thread` recorded.
 
     Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
     threads are possible, and their scales differ.

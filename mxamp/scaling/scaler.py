@@ -130,7 +130,7 @@ class LossScaler:
         return self._backoff_factor == 1 or self._loss_scale <= self._min_scale
 
     def set_scale(self, scale: float) -> None:
-        """Set the scale, and widen the limits where it is outside of them; a no-op in float32.
+        """Set the loss scale, and widen its limits to include it; a no-op in float32.
 
         >>> scaler = LossScaler()
         >>> scaler.set_scale(1024)
@@ -148,7 +148,7 @@ class LossScaler:
             self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Lower the scale to `scale`, with which a step overflowed, before `update` lowers it.
+        """Lower the loss scale to `scale`, at which a step overflowed, before `update` is called.
 
         The step's loss may have been scaled by less: the lowest scale of several trainers.
         """
@@ -281,6 +281,6 @@ class SharedScale:
 
 
 def scale_of(optimizer: object) -> SharedScale | None:
-    """Return the `SharedScale` of a decorated optimizer, or of its name; None for any other."""
+    """Return the `SharedScale` of an optimizer, or optimizer name, from `decorate`, or None."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics after a step that overflowed.
+"""Restoring BatchNorm's running statistics after a step that overflowed.
 
 In float16 an activation that overflows makes them Inf or NaN, and no later batch makes them finite
 again. A skipped step puts back those of a recent finite step.
@@ -38,7 +38,7 @@ Find = Callable[[], Sequence[Tuple[str, NDArray]]]
 
 
 class RunningStatistics:
-    """The running statistics of one trainer or module, as they were after a recent finite step."""
+    """Copies of a trainer's or module's BatchNorm statistics from a recent finite step."""
 
     def __init__(self) -> None:
         self._held: list[NDArray] = []
@@ -49,7 +49,7 @@ class RunningStatistics:
         self._age = 0  #: of `_saved`, in finite steps
 
     def before_pass(self, find: Find) -> None:
-        """Save the statistics before the first backward pass, which updates them."""
+        """Save BatchNorm's statistics before the first backward pass, which updates them."""
         self._backward_passes += 1
         if self._saved is None:
             self._save([array for _, array in find()])
@@ -66,7 +66,7 @@ class RunningStatistics:
                 self._copies = _copies(held, self._saved)
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Restore saved statistics for those that are not finite; save them every tenth step."""
+        """Restore BatchNorm statistics that are not finite; save them every tenth step."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1
@@ -87,7 +87,7 @@ class RunningStatistics:
 
 
 def _copies(sources: Sequence[NDArray], targets: Sequence[NDArray]) -> list[Callable[[], Any]]:
-    """Return few calls that copy many arrays: updates with a learning rate of 0."""
+    """Return calls that copy many arrays each: SGD updates with a learning rate of 0."""
     groups: dict[Any, list[tuple[NDArray, NDArray]]] = {}
     for source, target in zip(map(plain_array, sources), map(plain_array, targets)):
         groups.setdefault(layout_of(source), []).append((source, target))

@@ -1,4 +1,4 @@
-"""Autograd's tape: which scaled losses and which marked arrays lie behind a pass's heads.
+"""Autograd's tape: which scaled losses and variables a backward pass's heads depend on.
 
 MXNet names each marked array and each input of a recorded call ("var17", "null3"); no other array
 of the process has that name, and the tape lists the names behind a head. A scaled loss is the
@@ -31,7 +31,7 @@ TOO_LARGE = "a loss scale of {:g} is not between 2**-126 and 2**127, the range o
 
 
 class ScaleMark(NamedTuple):
-    """The mark of a scaled loss."""
+    """The tape's record of a scaled loss: its scale, and the array that holds the scale."""
 
     scale: float
     factor: NDArray  #: the array that holds the scale
@@ -46,7 +46,7 @@ _marks: dict[str, ScaleMark] = {}
 
 @lru_cache(maxsize=64)
 def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> NDArray:
-    """Return an array of one element that holds a scale, which all its scaled losses share."""
+    """Return a cached array of one element that holds a scale, for all losses of that scale."""
     with autograd.pause(), suspended(), mx.util.np_shape(is_numpy):
         # By an operator: a copy from the host would wait on GPUs.
         array = mx.nd.full((1,) * (ndim if is_numpy else max(ndim, 1)), scale, ctx, dtype)
@@ -54,7 +54,7 @@ def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> ND
 
 
 def marked(array: NDArray) -> NDArray:
-    """Return a second handle of an array, a variable of its own without a gradient."""
+    """Return an alias of an array that is an autograd variable of its own, without a gradient."""
     copied = shallow_copy(array)
     handles = c_array(NDArrayHandle, [copied.handle])
     check_call(_LIB.MXAutogradMarkVariables(1, handles, _NO_GRADIENT, handles))
@@ -62,7 +62,7 @@ def marked(array: NDArray) -> NDArray:
 
 
 def scaled(loss: NDArray, scale: float) -> NDArray:
-    """Return a float32 or float64 loss times a scale other than 1, with a mark; autograd records.
+    """Return a float32 or float64 loss times a scale other than 1, registered by its tape name.
 
     Raises `StateError` if float32 can't hold the scale.
     """
@@ -81,7 +81,7 @@ def scaled(loss: NDArray, scale: float) -> NDArray:
 def unscaled_heads(
     heads: Sequence[NDArray], head_grads: Sequence[Any] | None
 ) -> tuple[list[NDArray], list[Any]]:
-    """Return heads with losses in place of scaled losses, and scales in their head gradients.
+    """Replace scaled losses among heads by the losses, and scale their head gradients.
 
     MXNet can't differentiate a multiplication twice, so a second derivative begins here.
     """
@@ -98,13 +98,13 @@ def unscaled_heads(
 
 
 def forget(names: Iterable[str]) -> None:
-    """Forget the marks with these names, whose tape is freed."""
+    """Drop the scaled losses with these tape names; their tape is freed."""
     for name in names:
         _marks.pop(name, None)
 
 
 def end_scaling() -> None:
-    """Set the scale of all scaled losses whose tape is not freed to 1."""
+    """Set the scale of all scaled losses on tapes that are not freed to 1."""
     factors = {id(mark.factor): mark.factor for mark in list(_marks.values())}
     _marks.clear()
     _factor.cache_clear()
@@ -121,7 +121,7 @@ atexit.register(_marks.clear)
 
 
 def arrays_of(handles: Any) -> list[Any]:
-    """Return arrays for handles of MXNet's C API; to autograd each is the handle's own array."""
+    """Return NDArrays for handles of MXNet's C API, with the handles' places on the tape."""
     found: list[Any] = []
     for one in handles:
         copied = NDArrayHandle()
@@ -138,7 +138,7 @@ def handles_of(arrays: Sequence[NDArray | None]) -> Any:
 
 
 def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
-    """Return the tape behind an array; None if it is neither marked nor recorded."""
+    """Return the recorded graph of an array; None if it is neither a variable nor recorded."""
     try:
         return autograd.get_symbol(array)
     except MXNetError:
@@ -146,7 +146,7 @@ def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
 
 
 def name_of(array: NDArray) -> str:
-    """Return the name of a marked array, in some 2 us; "" for other arrays.
+    """Return the tape name of a variable, in about 2 us; "" for an array not on the tape.
 
     An array gets another name when it is marked again: by `attach_grad`, and where a parameter's
     `grad_req`, dtype or device changes.
@@ -156,13 +156,13 @@ def name_of(array: NDArray) -> str:
 
 
 def names_behind(heads: Iterable[NDArray]) -> set[str]:
-    """Return the names of all inputs and marked arrays behind heads: 0.2 ms for ResNet-50."""
+    """Return the tape names of all inputs and variables behind heads: 0.2 ms for ResNet-50."""
     symbols = [symbol for symbol in map(_symbol_of, heads) if symbol is not None]
     return {name for symbol in symbols for name in symbol.list_inputs()}
 
 
 def marks_behind(head: NDArray) -> dict[str, float]:
-    """Return the marks of the scaled losses that a head is or is computed from, with their scales.
+    """Return tape names and scales of the scaled losses that a head is or depends on.
 
     Marks behind a BlockGrad, which no gradient reaches, are left out. Takes some 5 us for a head
     that is a scaled loss itself.
@@ -187,7 +187,7 @@ def marks_behind(head: NDArray) -> dict[str, float]:
 
 
 def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
-    """Return the mark and scale of a scaled loss; {} for other calls, None for a variable."""
+    """Return {tape name: scale} of a scaled loss; {} for other calls, None for a variable."""
     children = symbol.get_children()
     if children is None:
         return None
@@ -196,7 +196,7 @@ def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
 
 
 def _marks_in(graph: Any) -> dict[str, float]:
-    """Return the marks and scales in a graph, without those behind a BlockGrad."""
+    """Return {tape name: scale} of a graph's scaled losses, without those behind a BlockGrad."""
     nodes, found, seen = graph["nodes"], {}, set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:

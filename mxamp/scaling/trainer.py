@@ -115,7 +115,7 @@ _SHOWN = {
 
 
 class StepReport(NamedTuple):
-    """The outcome of an update: `trainer.amp_last_step`."""
+    """The outcome of a trainer's step: `trainer.amp_last_step`."""
 
     stepped: bool  #: False if the update was skipped
     loss_scale: float  #: the scale of the step's first loss
@@ -124,14 +124,14 @@ class StepReport(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The scaled losses since a trainer's last step."""
+    """The scale and the stage of the losses scaled since a trainer's last step."""
 
     scale: float  #: the scale of the first of these losses
     stage: Stage = Stage.SCALED
 
 
 def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
-    """Return a property that reads and sets an attribute of a state's scaler."""
+    """Return a property of `State` that reads and sets an attribute of its loss scaler."""
     return property(
         lambda state: getattr(state.scaler, name),
         lambda state, value: setattr(state.scaler, name, check(value)),
@@ -170,7 +170,7 @@ class State:
 
     @property
     def stage(self) -> Stage:
-        """Whether the gradients carry a scale now."""
+        """The `Stage` of the trainer: whether its gradients carry a loss scale now."""
         if self.pending is not None:
             return self.pending.stage
         if self in (self.scaler.finite_by_trainer or ()):
@@ -225,7 +225,7 @@ class State:
         return bool(ledger.overflown(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
-        """Drop unscaled gradients: the program scales another loss in place of a step with them.
+        """Drop unscaled gradients: the program scales a new loss instead of taking a step.
 
         If they have overflowed, the scale is lowered, as by a skipped step.
         """
@@ -235,7 +235,7 @@ class State:
             self.pending = None
 
     def mark_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
-        """Record a backward pass that has scaled its losses and unscaled the gradients.
+        """Record a backward pass that scaled its losses and has unscaled its gradients.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. If the program
         `has_dropped` such gradients without a step, a second overflow lowers the scale.
@@ -259,7 +259,7 @@ class State:
             self.scaler.finite_by_trainer[self] = not self.overflown
 
     def reduce(self) -> None:
-        """Sum the gradients over devices and workers."""
+        """Sum the trainer's gradients over devices and workers."""
         check_contrib_is_off()  # its init_trainer may have replaced this trainer's scaler
         trainer = self.trainer
         if ledger.is_summed(trainer) and self.stage is not Stage.NONE:
@@ -280,14 +280,14 @@ class State:
         sum_gradients(trainer, carried, self.workers is not None)
 
     def _equalize(self) -> float:
-        """Bring all gradients to one scale, and return it."""
+        """Bring all gradients of the trainer to one loss scale, and return the scale."""
         carried = ledger.equalize(self.trainer)
         if self.stage is Stage.SCALED:
             self.pending = self.pending or Pending(carried)
         return carried
 
     def has_overflow(self, _params: object = None) -> bool:
-        """Record a step, and return whether `Trainer._update`, the caller, has to skip it."""
+        """Check the gradients; return whether `Trainer._update`, the caller, must skip the step."""
         return not self.step().stepped
 
     def step(self) -> StepReport:
@@ -299,7 +299,7 @@ class State:
         return self._publish(self._record(scale, bad))
 
     def _prepare(self) -> float:
-        """Bring the gradients to one scale, and return it."""
+        """Check the optimizer before a step; bring gradients to one scale, and return the scale."""
         optimizer = self.trainer._optimizer
         # `step` may have been given an array, and MXNet's operators would parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
@@ -314,7 +314,7 @@ class State:
         return scale
 
     def _used(self) -> list[Entry]:
-        """Return the gradients that this step uses: all of them if other workers add to them."""
+        """Return the gradients that this step uses: fresh ones, or all with several workers."""
         return (fresh if self.workers is None else entries_of)(self.trainer)
 
     def _warn_of_no_scale(self) -> None:
@@ -343,7 +343,7 @@ class State:
         return [e for i, e in enumerate(used) if i in found or id(e.data) in hidden]
 
     def _unscale_update(self, scale: float) -> None:
-        """Make the update use its gradients divided by the loss scale.
+        """Make the optimizer's update use gradients divided by the loss scale.
 
         MXNet's optimizers multiply gradients by `rescale_grad`, so dividing that costs nothing. A
         user-defined optimizer may ignore it, so its gradients are divided: in float32 if it has
@@ -389,7 +389,7 @@ class State:
         return report
 
     def _publish(self, report: StepReport) -> StepReport:
-        """Show a step's report on the trainer, and to the functions of `debugging.on_step`."""
+        """Set `trainer.amp_last_step`, and pass a step's report to `debugging.on_step` hooks."""
         self.report = report
         for function in tuple(vars(self.trainer).get("_amp_observers", ())):
             function(report)
@@ -412,14 +412,14 @@ class State:
         return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of `state_dict`."""
+        """Restore the scaler's state and the counts of steps and skips from `state_dict()`."""
         steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
         self.scaler.resume(state["scaler"])
         self.steps, self.skips, self.report = steps, skips, None
 
 
 def state_of(trainer: object) -> State | None:
-    """Return a trainer's state; None if it has no loss scaling."""
+    """Return a trainer's loss scaling `State`; None if it has no loss scaling."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
     state = getattr(trainer, "_amp_loss_scaler", None)
@@ -437,7 +437,7 @@ def patched_update(original: Original, trainer: Trainer, *args: object, **kwargs
 
 @checked_call
 def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None = None) -> None:
-    """Give a Gluon Trainer loss scaling.
+    """Add loss scaling to a Gluon Trainer.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.gluon.nn.Dense(1)
@@ -561,13 +561,13 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
 
 
 def active_state(trainer: Any) -> State | None:
-    """Return a trainer's state; None if no API scales its losses any more."""
+    """Return a trainer's loss scaling `State`; None if no API scales its losses any more."""
     state = state_of(trainer)
     return state if state is not None and state.scaled_by else None
 
 
 def scaling_state(trainer: Any) -> State:
-    """Return a trainer's state; raise if the trainer has no loss scaling."""
+    """Return a trainer's loss scaling `State`; raise if the trainer has none."""
     state = active_state(trainer)
     if state is None:
         raise StateError(NOT_INITIALIZED.format(shortened([p.name for p in trainer._params], 1)))
@@ -577,7 +577,7 @@ def scaling_state(trainer: Any) -> State:
 def attach_state(
     trainer: Trainer, loss_scaler: LossScaler | None, scaled_by: str = "init_trainer"
 ) -> State:
-    """Give a trainer a state for losses that the API `scaled_by` scales, or update its state.
+    """Attach or update a trainer's `State`; the API `scaled_by` scales the trainer's losses.
 
     An existing state stays, with the given scaler. A trainer that has loaded states resumes from
     them, whatever scaler is given.
@@ -634,7 +634,7 @@ def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
 
 
 class ScaledLoss(nullcontext):  # type: ignore[type-arg]  # Python 3.8 has no nullcontext[Any]
-    """The context of `scale_loss`, which gives the scaled loss."""
+    """The context manager of `scale_loss`, which yields the scaled loss."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

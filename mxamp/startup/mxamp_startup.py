@@ -15,7 +15,7 @@ import sys
 
 
 class _Finder:
-    """An import finder that loads MXNet through mxamp if the first variable is set."""
+    """Import finder: loads MXNet through mxamp if MXNET_ENABLE_AUTO_MIXED_PRECISION is set."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
@@ -34,7 +34,7 @@ class _Finder:
 
 
 class _Loader:
-    """A loader that lets mxamp import MXNet, and turns mixed precision on."""
+    """Import loader: makes mxamp import MXNet, and turns mixed precision on."""
 
     def create_module(self, spec):
         del spec

@@ -1,1 +1,1 @@
-"""Tools that look at programs from outside: no module of the core imports them."""
+"""Tools for debugging, tuning, export and diagnosis: no module of the core imports them."""

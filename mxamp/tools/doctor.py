@@ -124,7 +124,7 @@ def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
 
 
 def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Diagnosis]:
-    """Yield findings on the driver: what nvidia-smi and MXNet, `cuda` or not, see of GPUs.
+    """Yield findings on which GPUs nvidia-smi and MXNet (with or without `cuda`) see.
 
     `error` is that of nvidia-smi, and `device` is MXNet's default one.
     """

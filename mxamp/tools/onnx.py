@@ -1,4 +1,4 @@
-"""Export to ONNX in float32: a file, checked in ONNX Runtime, or a form that runs on OpenVINO."""
+"""Export to ONNX in float32: a file checked in ONNX Runtime, or a model that runs on OpenVINO."""
 
 from importlib import import_module
 from pathlib import Path
@@ -92,7 +92,7 @@ def export_onnx(
 
 
 def packages(*names: str) -> List[Any]:
-    """Return packages by name; raise, saying how to install them, if one is missing."""
+    """Import packages by name; raise, saying how to install them, if one is missing."""
     try:
         return [import_module(name) for name in names]
     except ImportError as error:
@@ -193,7 +193,7 @@ def _translated(
 
 
 def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
-    """Return the description of an input or output: sizes that differ in `tensors` are variable."""
+    """Return an ONNX input's or output's type: sizes that differ in `tensors` are dynamic."""
     shapes = [one.shape for one in tensors]
     sizes = None if None in shapes else [n[0] if len({*n}) == 1 else None for n in zip(*shapes)]
     code = make.np_dtype_to_tensor_dtype(np.dtype(tensors[0].dtype))
@@ -201,7 +201,7 @@ def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
 
 
 def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -> List[OutputError]:
-    """Return the errors of the outputs in ONNX Runtime; raise if one is too large."""
+    """Return the errors of ONNX Runtime's outputs; raise if an error is too large."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only: MXNet's translations write unused constants
     try:
@@ -237,7 +237,7 @@ class OpenVINO:
         self._used = [next(name for name in names if name in self._names) for names in aliases]
 
     def __call__(self, *inputs: object) -> List[Any]:
-        """Run the model once."""
+        """Run the OpenVINO model on NDArrays; return its outputs as a list of NDArrays."""
         given = dict(zip(self._names, arrays_in(inputs)))
         found = self._compiled({name: given[name].asnumpy() for name in self._used})
         return [mx.nd.array(found[one]) for one in self._compiled.outputs]

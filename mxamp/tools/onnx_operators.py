@@ -16,7 +16,7 @@ OPSET, IR_VERSION = 13, 7
 
 
 class OnnxCall:
-    """The call of an operator of MXNet, and the nodes and constants of ONNX in its place.
+    """An MXNet operator call, and the ONNX nodes and constants that replace it.
 
     `names` are its inputs, `shape` is the shape of the first, which may vary but for its length,
     and `attrs` are its attributes as texts, defaults included.
@@ -32,27 +32,27 @@ class OnnxCall:
         self.constants: List[Any] = []
 
     def __call__(self, op: str, *inputs: object, outputs: int = 1, **attrs: object) -> Any:
-        """Add a node that reads `inputs`, names or constants; return the names of its outputs."""
+        """Add an ONNX node that reads `inputs`, names or constants; return its output names."""
         names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
         made = [f"{self.name}:{len(self.nodes)}.{k}" for k in range(outputs)]
         self.nodes.append(self.onnx.helper.make_node(op, names, made, **attrs))
         return made[0] if outputs == 1 else made
 
     def constant(self, value: object) -> str:
-        """Add a constant in float32 or int64; return its name."""
+        """Add an ONNX constant in float32 or int64; return its name."""
         name, array = f"{self.name}:c{len(self.constants)}", np.asarray(value)
         array = array.astype("float32") if array.dtype.kind == "f" else array
         self.constants.append(self.onnx.numpy_helper.from_array(array, name))
         return name
 
     def require(self, holds: object, reason: str) -> None:
-        """Raise unless a condition holds."""
+        """Raise `ArgumentError` with `reason` unless the operator call meets a condition."""
         if not holds:
             raise ArgumentError(reason)
 
 
 def translate(call: OnnxCall, count: int) -> List[str]:
-    """Add the nodes for a call; return the names of its outputs, of which `count` are read."""
+    """Add the ONNX nodes for an operator call; return its output names, `count` of them used."""
     made = _CORRECTIONS.get(call.node.operator, _by_mxnet)(call) or _by_mxnet(call)
     made = [made] if isinstance(made, str) else made
     call.require(len(made) >= count, f"its output {count - 1}, counted from 0")

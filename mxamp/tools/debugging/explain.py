@@ -92,7 +92,7 @@ class Plan:
         return any(node.name == name for node in self.nodes)
 
     def __getitem__(self, name: str) -> NodePlan:
-        """Return the first operator of that name: a block called twice gives two of one name.
+        """Return the first operator of that name: a block called twice has two of each name.
 
         Raises `UnknownNameError`, which is a `LookupError`, with the closest names.
         """
@@ -134,7 +134,7 @@ class Plan:
     __repr__ = __str__  # for notebooks
 
     def to_dot(self) -> str:
-        """Return the plan in Graphviz's language: colors are precisions, labels of edges casts.
+        """Return the plan in Graphviz's DOT: colors show precisions, edge labels show casts.
 
         Known parameters are left out.
         """
@@ -152,7 +152,7 @@ class Plan:
         return "\n".join([*lines, "}", ""])
 
     def summary(self) -> str:
-        """Return one line: operators by precision, and casts."""
+        """Return one line: the number of operators in each precision, and of casts."""
         counts = ", ".join(f"{n} in {p}" for p, n in self.counts().items()).replace("in as", "as")
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
         shown_as = {
@@ -315,7 +315,7 @@ def _inputs_of(
 def _in_force(
     model: Symbol | HybridBlock, source: Source | None, mode: str | None, inputs: _Inputs
 ) -> tuple[Policy | None, str | None, _Inputs]:
-    """Return the policy and mode that a model has run in, or would run in, and its inputs then."""
+    """Return policy, mode and inputs of a model's last run, or of the run it would do now."""
     policy = current_policy() if source is None else source.policy
     op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
     used = _last_run(op.variants, policy) if isinstance(op, PolicyCachedOp) else None
@@ -330,10 +330,10 @@ def _in_force(
 def _last_run(
     variants: Variants, policy: Policy | None
 ) -> tuple[Policy, bool, dict[str, str], dict[str, Any]] | None:
-    """Return what a block's last graph under a policy, or under any, was made for.
+    """Return policy, training flag, dtypes and shapes of a block's last graph under a policy.
 
-    That is the policy, whether it trains, which it does if any graph has, and dtypes and shapes by
-    input name: shapes of data alone, and only of a policy that depends on them.
+    If `policy` is None, under any policy. The flag is set if any of its graphs has trained. Dtypes
+    and shapes are by input name: shapes of data alone, and only of a policy that depends on them.
     """
     used = [one for one in variants.made if policy in (None, one)]
     if not used:
@@ -352,7 +352,7 @@ def _decided(
     source: Source | None,
     mode: str,
 ) -> tuple[tuple[NodePlan, ...], tuple[Cast, ...]]:
-    """Return the plans of a graph's operators under a policy, and the casts that these need.
+    """Return the `NodePlan` of each operator under a policy, and the casts that they need.
 
     `source` is the conversion that made the model, whose graph this is, or None.
     """
@@ -378,7 +378,7 @@ def _decided(
 
 
 def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
-    """Yield the plans of a graph's operators with the casts that it has, for inputs of `dtypes`."""
+    """Yield the `NodePlan` of each operator of a graph as it stands, for inputs of `dtypes`."""
     values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
     for i, node in enumerate(graph.nodes):
         if node.is_variable or node.is_inserted_cast or node.is_inserted_copy:
@@ -396,13 +396,13 @@ def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[Node
 
 
 def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePlan:
-    """Return the plan of a node in a graph with casts."""
+    """Return the `NodePlan` of a node, with the sources and casts of its inputs."""
     inputs = tuple(_source_and_cast(graph, i) for i, _ in node.inputs)
     return NodePlan(node.name, node.operator, precision, reason, inputs)
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
-    """Return the name of node i and None, or the source and the dtype of an inserted cast."""
+    """Return node i's name and None; for an inserted cast, its source's name and its dtype."""
     node, dtype = graph.nodes[i], None
     while node.is_inserted_cast or node.is_inserted_copy:
         dtype = dtype or node.attrs.get("dtype")

@@ -79,7 +79,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Finding:
-    """An operator where values went wrong.
+    """An operator whose values became Inf or NaN, as `check_numerics` reports it.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:
@@ -145,7 +145,7 @@ class Finding:
 
 
 class NumericsError(AmpError, ArithmeticError):
-    """Raised by `check_numerics`; `finding` describes the operator whose values went wrong.
+    """Raised by `check_numerics`; `finding` describes the operator with Inf or NaN.
 
     >>> import mxnet as mx, mxamp as amp
     >>> try:

@@ -135,7 +135,7 @@ def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
 
 @contextlib.contextmanager
 def alike_numbers() -> Iterator[Callable[[], None]]:
-    """Context with a function that makes the random numbers after each call of it the same.
+    """Context that yields a function that restarts all generators of random numbers.
 
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """

@@ -31,7 +31,7 @@ _Read = Mapping[str, Observed]
 
 
 class _Reader(NamedTuple):
-    """An array with a gradient, the call that has read it last, and its name there."""
+    """An array with a gradient, the last call that read the array, and the array's name there."""
 
     array: NDArray
     site: Place
@@ -39,7 +39,7 @@ class _Reader(NamedTuple):
 
 
 class NumericsCheck(TensorObserver):
-    """The findings of a check: `findings`, the first of each pass through the program.
+    """The result of `check_numerics`: the first bad operator of each pass in `findings`.
 
     `str(check)` has a line for each. Falsy without findings.
     """
@@ -60,7 +60,7 @@ class NumericsCheck(TensorObserver):
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings, the first of each pass through the program.
+        """The first operator with Inf or NaN in each pass through the program.
 
         An overflow of a gradient that a lower loss scale has cured is none. One that it may cure
         stands last.
@@ -81,7 +81,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ forward
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Judge an output of an operator."""
+        """Report an operator whose output is the first with Inf or NaN in the pass."""
         if not output.bad or self._found is not None:
             return
         if self._is_skipped(site):
@@ -100,7 +100,7 @@ class NumericsCheck(TensorObserver):
             self._report(self._finding("forward", site, "output", output, read))
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Note that a graph runs, or which arrays with a gradient an eager call reads."""
+        """Record that a graph runs, or which arrays with a gradient an eager call reads."""
         if isinstance(reader, MonitoredGraph):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
                 self._end_pass()
@@ -111,7 +111,7 @@ class NumericsCheck(TensorObserver):
                     self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
-        """Raise the finding of a call or a graph that ends: MXNet's monitor can't raise it."""
+        """Raise the pass's finding after a call or graph: MXNet's monitor can't raise it."""
         if self._on == "raise":
             self._end_pass()
 
@@ -122,29 +122,29 @@ class NumericsCheck(TensorObserver):
         return super()._run_block(original, block, *args, **options)
 
     def _is_skipped(self, site: Place) -> bool:
-        """Return whether `skip` names a call, whose values are right by definition."""
+        """Return whether `skip` names an operator call, whose Inf and NaN are intended."""
         # The names of the block, the node and the operator.
         return any(fnmatch.fnmatchcase(one, text) for text in self._skip for one in site[:3])
 
     # ------------------------------------------------------------------ backward
 
     def _note_read(self, key: object, read: _Reader | None) -> None:
-        """Note the last read of an array, or that a graph has run."""
+        """Record the last read of an array with a gradient, or that a graph has run."""
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
 
     def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
-        """Judge a gradient inside of a graph, of which the first that is not finite is at fault."""
+        """Record the first gradient inside a graph that is not finite."""
         if self._reads.get(id(graph)) is None:
             self._reads[id(graph)] = self._judge_gradient(site, name, made)
 
     def _judge_gradient(self, site: Place, name: str, gradient: Observed) -> Finding | None:
-        """Return the finding of a gradient that is not finite; None without one."""
+        """Return a `Finding` if a gradient has Inf or NaN that `skip` does not cover, or None."""
         bad = gradient.bad and not self._is_skipped(site)
         return self._finding("backward", site, f"gradient of {name}", gradient, {}) if bad else None
 
     def _first_fault(self) -> Finding | None:
-        """Return the first finding of the backward pass, in the opposite order of the reads."""
+        """Return the backward pass's first gradient with Inf or NaN: that of the latest reader."""
         faults = []
         for key, read in reversed(list(self._reads.items())):
             if not isinstance(read, _Reader):
@@ -156,7 +156,7 @@ class NumericsCheck(TensorObserver):
         return next((one for one in faults if one is not None), None)
 
     def _run_backward(self, original: Original, *args: object, **options: object) -> object:
-        """Run a backward pass, of autograd or an executor, then report its first fault."""
+        """Run a backward pass, of autograd or an executor; report its first bad gradient."""
         results = original(*args, **options)
         fault = self._first_fault()
         if self._found is None and "nan" not in self._purpose and fault is not None:
@@ -168,7 +168,7 @@ class NumericsCheck(TensorObserver):
         return results
 
     def _update(self, original: Original, owner: object, *args: object, **options: object) -> Any:
-        """Update the parameters, then count the step."""
+        """Update parameters and count the step; report an overflow that lower scales can't cure."""
         # With loss scaling, a step that overflows is skipped, and lowers the scale.
         state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
         can_lower = not getattr(getattr(state, "scaler", None), "is_lowest", True)
@@ -187,7 +187,7 @@ class NumericsCheck(TensorObserver):
     def _finding(
         self, phase: str, site: Place, name: str, tensor: Observed, read: _Read, kind: str = ""
     ) -> Finding:
-        """Return the finding of a tensor, with statistics of it and of what the operator read."""
+        """Return a `Finding` for a tensor, with its statistics and those of the inputs."""
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
         kind = kind or ("overflow" if overflows and not site.zeros else "nonfinite")
         inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
@@ -196,14 +196,14 @@ class NumericsCheck(TensorObserver):
         return Finding(kind, phase, self._step, *place, site.zeros, layers)
 
     def _report(self, finding: Finding) -> None:
-        """Record the finding of the running pass, and log it if `on` says so."""
+        """Record a finding of the running pass; log it with `on="log"`."""
         self._found = finding
         self._findings.append(finding)
         if self._on == "log":
             logger.warning("%s", finding)
 
     def _end_pass(self) -> None:
-        """End the running pass through the program, and raise its finding if `on` says so."""
+        """End the running pass through the program; with `on="raise"`, raise its finding."""
         found, self._found = self._found, None
         if found is not None and self._on == "raise":
             raise NumericsError(found)
@@ -221,7 +221,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of calls, graphs, executors, backward passes and updates."""
+        """Return `check_numerics`'s patches: operators, backward passes and updates."""
         return [
             *super().patches(),
             *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),

@@ -50,19 +50,19 @@ _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: Non
 
 
 def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
-    """Return a patch over all others whose `function` gets the original as first argument."""
+    """Return an outermost patch, whose `function` gets the original as first argument."""
     return Patch(owner, name, wrapping(function), on_top=True)
 
 
 class Observer(PatchSet, contextlib.ContextDecorator):
-    """Observes what runs between `open` and `close`, in all threads of the process."""
+    """Observes eager calls and graphs between `open` and `close`, in all threads."""
 
     def __init__(self) -> None:
         super().__init__()
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls, and that by which blocks run a `PolicyCachedOp`."""
+        """Return the patches that observe eager calls, hybridized blocks and executors."""
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
@@ -71,13 +71,13 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         ]
 
     def open(self) -> None:
-        """Install the patches, and listen to the graphs of blocks."""
+        """Install the observer's patches, and listen to the graphs of hybridized blocks."""
         super().open()
         if self.on_block not in graph_listeners:
             graph_listeners.append(self.on_block)
 
     def close(self) -> None:
-        """Remove the patches."""
+        """Remove the observer's patches and its listener."""
         if self.on_block in graph_listeners:
             graph_listeners.remove(self.on_block)
         super().close()
@@ -90,14 +90,14 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         self.close()
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Observe an eager call, and return its result; `rest` are keys, values, out, and more."""
+        """Run an eager call and return its result; `rest` are keys, values, out, and more."""
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
         """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
         raise NotImplementedError
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
-        """Observe a block's graph that is about to run; return what runs it."""
+        """Observe a hybridized block's graph before it runs; return a callable that runs it."""
         return run
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: object) -> object:
@@ -113,7 +113,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         return original(block, *args)
 
     def _forward(self, original: Original, executor: Executor, *args: object, **inputs: Any) -> Any:
-        """Run a bound symbol's graph, observed."""
+        """Call `Executor.forward` in the context that `on_graph` returns."""
         if executor not in self._symbols:
             # The graph as it runs: with casts, and with operators that oneDNN has fused.
             self._symbols[executor] = executor.get_optimized_symbol()
@@ -126,7 +126,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 
 
 class Place(NamedTuple):
-    """The place where an operator was called."""
+    """An operator call: its block, node, operator, attributes and input names."""
 
     block: str
     node: str
@@ -138,7 +138,7 @@ class Place(NamedTuple):
 
 
 class Observed:
-    """An array whose values are read when they are needed."""
+    """An array whose values are copied to NumPy on first use."""
 
     def __init__(self, array: NDArray) -> None:
         self.array, self.dtype = array, dtypes_of([array])[0]
@@ -146,7 +146,7 @@ class Observed:
 
     @cached_property
     def values(self) -> Values:
-        """The values as a NumPy array; bfloat16 as float32, of the same values."""
+        """The values as a NumPy array; bfloat16 is widened to float32."""
         values = _asnumpy(self.array)
         if values.dtype != BFLOAT16:
             return values
@@ -155,7 +155,7 @@ class Observed:
 
     @cached_property
     def bad(self) -> frozenset[str]:
-        """The values that are not finite: "nan", "inf" and "-inf"."""
+        """The kinds of values that are not finite: "nan", "inf" and "-inf"."""
         if not self.is_checkable or np.isfinite(self.values).all():
             return frozenset()
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
@@ -165,7 +165,7 @@ class Observed:
         return int((self.values == 0).sum())
 
     def is_zero_at(self, output: Observed) -> bool:
-        """Return whether the array is 0 wherever an output, of its shape, is Inf or NaN."""
+        """Return whether the array is 0 wherever `output`, broadcast alike, is Inf or NaN."""
         fits = all(n in (1, m) for n, m in zip(self.array.shape[::-1], output.array.shape[::-1]))
         return fits and bool(((self.values == 0) | np.isfinite(output.values)).all())
 
@@ -183,14 +183,14 @@ class TensorObserver(Observer):
         self._graphs: dict[int, MonitoredGraph] = {}
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of calls, blocks and graphs."""
+        """Return the patches of `Observer`, and of `Block.__call__`."""
         return [
             *super().patches(),
             patch_over(Block, "__call__", self._run_block),
         ]
 
     def close(self) -> None:
-        """Remove the patches and the monitors."""
+        """Remove the observer's patches, and its monitors of graphs."""
         super().close()
         for graph in self._graphs.values():
             graph.release()
@@ -199,16 +199,16 @@ class TensorObserver(Observer):
         self._graphs.clear()
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Observe an output of an operator, its `number`."""
+        """Observe output `number` of an operator, in an eager call or a graph."""
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Take the begin of a graph's forward pass, or of an eager call at a site."""
+        """Observe the start of a graph's forward pass, or of an eager call."""
 
     def on_end(self) -> None:
-        """Take the end of a graph's forward pass, or of an eager call."""
+        """Observe the end of a graph's forward pass, or of an eager call."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
-        """Observe a gradient inside of a graph, which the operator at `site` makes."""
+        """Observe a gradient inside a graph, which the operator at `site` computes."""
 
     def _blocks(self) -> list[Block]:
         """Return the blocks that this thread is executing, the innermost last."""
@@ -216,7 +216,7 @@ class TensorObserver(Observer):
         return blocks
 
     def _run_block(self, original: Original, block: Block, /, *args: object, **options: Any) -> Any:
-        """Call a block; until it returns, it is the block that operators are attributed to."""
+        """Call a block, and attribute operators to it until it returns."""
         self._blocks().append(block)
         try:
             return original(block, *args, **options)
@@ -224,7 +224,7 @@ class TensorObserver(Observer):
             self._blocks().pop()
 
     def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Place:
-        """Return the site of an eager call."""
+        """Return the `Place` of an eager call: its block, operator and input names."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
             block = self._blocks()[-1].name
@@ -235,7 +235,7 @@ class TensorObserver(Observer):
         return Place(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Observe the outputs of an eager call."""
+        """Run an eager call, and pass its outputs to `on_operator`."""
         read = list(map(Observed, inputs))
         if rest[2] is not None:
             # Read them before the call, which may write over them.
@@ -250,17 +250,17 @@ class TensorObserver(Observer):
         return outputs
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
-        """Run a block's graph with a monitor on it."""
+        """Return a monitored copy of a block's graph, which runs in its place."""
         return self._graph_of(symbol)
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
-        """Return a context for a forward pass with a monitor on it."""
+        """Return a context for an executor's forward pass, with a monitor on its operators."""
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
-        """Return a symbol's graph; a new one belongs to the block that is executing."""
+        """Return a symbol's `MonitoredGraph`; a new one is attributed to the running block."""
         if id(symbol) not in self._graphs:
             blocks = [inner for block in self._blocks()[-1:] for inner in blocks_in(block)]
             self._graphs[id(symbol)] = MonitoredGraph(self, symbol, blocks)
@@ -292,20 +292,20 @@ class MonitoredGraph:
         self._unread.difference_update(i for i, _ in self._graph.heads)
 
     def _register_op_hook(self, *hook: object) -> None:
-        """Take no hook of the user: a cached op has one."""
+        """Ignore the user's hook: a cached op has one, which is the monitor."""
 
     def release(self) -> None:
-        """Replace the monitor, which a later backward pass would call."""
+        """Replace the monitor, which a later backward pass would call, by a no-op."""
         check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
     def __call__(self, *inputs: NDArray, **options: object) -> object:
-        """Run the graph, observed."""
+        """Run the graph, and pass each output to the observer."""
         with self.observed(inputs):
             return self._op(*inputs, **options)
 
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
-        """Context of a forward pass on these inputs."""
+        """Context of a forward pass on `inputs`, whose outputs the observer gets."""
         #: The tensors of the running forward pass.
         self._seen: dict[Output, Observed] = dict(zip(self._inputs, map(Observed, inputs)))
         self._calls: Counter[str] = Counter()
@@ -315,7 +315,7 @@ class MonitoredGraph:
         self._observer.on_end()
 
     def on_output(self, name: Any, *operator_and_handle: object) -> None:
-        """Take an output: its name, in cached ops its operator's name, and the array's handle."""
+        """Pass an operator's output or gradient to the observer: the monitor's callback."""
         array = NDArray(NDArrayHandle(operator_and_handle[-1]), writable=False)
         found = _OUTPUT.fullmatch(name.decode() if isinstance(name, bytes) else name)
         if found is None:
@@ -354,7 +354,7 @@ class MonitoredGraph:
         return self._graph.nodes[node.inputs[0][0]].name if node.op in CASTS else node.name
 
     def _layers(self, i: int, backward: bool) -> list[str]:
-        """Return what to keep in float32 if node i overflows: itself, or what is next to a cast."""
+        """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""
         node = self._graph.nodes[i]
         if node.op not in CASTS:
             return [node.name] * (not node.is_variable)
@@ -366,7 +366,7 @@ class MonitoredGraph:
         return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Place:
-        """Return the site of a node, in the forward or the backward pass."""
+        """Return the `Place` of node i, in the forward or the backward pass."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
         known = zip(sources, _input_names(node.operator, len(sources)))

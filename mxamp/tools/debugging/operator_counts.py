@@ -96,18 +96,18 @@ class OperatorStats(Observer):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """The operators, most calls first."""
+        """Counts of operator calls by operator and dtype, most calls first."""
         counts = self._census.operators.most_common()
         return tuple(OperatorCount(*key, calls) for key, calls in counts)
 
     @property
     def casts(self) -> tuple[CastCount, ...]:
-        """The casts, most bytes first."""
+        """Counts of casts by pair of dtypes, most bytes first."""
         counts = self._census.bytes.most_common()
         return tuple(CastCount(*key, self._census.casts[key], size) for key, size in counts)
 
     def __getitem__(self, operator: str) -> dict[str, int]:
-        """Return the calls of an operator by dtype."""
+        """Return the number of calls of an operator by dtype."""
         found = {row.dtype: row.calls for row in self.operators if row.operator == operator}
         if not found:
             raise unknown("operator", operator, sorted({row.operator for row in self.operators}))
@@ -117,7 +117,7 @@ class OperatorStats(Observer):
         return len(self.operators)
 
     def summary(self) -> str:
-        """Return one line: calls and casts."""
+        """Return one line: the numbers of operator calls and of casts."""
         calls = sum(row.calls for row in self.operators)
         casts = sum(row.casts for row in self.casts)
         return f"{counted(calls, 'call')}, {counted(casts, 'cast')}"
@@ -132,7 +132,7 @@ class OperatorStats(Observer):
     # ------------------------------------------------------------------ while it counts
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls and graphs."""
+        """Return the patches of `Observer`, and of the casts that mxamp inserts in eager calls."""
         return [
             *super().patches(),
             patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
@@ -160,7 +160,7 @@ class OperatorStats(Observer):
         return run
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, *_: object) -> ContextManager[None]:
-        """Count a run of a graph on these inputs."""
+        """Return a context that counts an executor's run of a graph on `inputs`."""
         dtypes, shapes = arrays.dtypes_of(inputs), tuple([array.shape for array in inputs])
         key = id(symbol), dtypes, shapes
         with self._census_lock:

@@ -1,4 +1,4 @@
-"""`on_step`: a function that gets the report of each step of a trainer."""
+"""`on_step`: call a function with the report of each step of a trainer."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
 
 
 class StepHook(ExitStack):
-    """Calls a function after each step of a trainer, until `remove()`; a second one is a no-op."""
+    """Calls a function after each step of a trainer, until `remove()`, which is idempotent."""
 
     remove = ExitStack.close

@@ -61,7 +61,7 @@ class TensorError(Distance):
         self._inputs = Distance()
 
     def include(self, plain: _LayerOutput, mixed: _LayerOutput) -> None:
-        """Include a batch of a layer's output."""
+        """Add a batch of a layer's output to the layer's error."""
         self.add(self.name, plain.values, mixed.values)
         self.zeros = self.zeros or mixed.zeros
         for one, other in zip(plain.inputs, mixed.inputs):
@@ -69,7 +69,7 @@ class TensorError(Distance):
                 self._inputs.add(self.name, one, other)
 
     def is_jump(self, roundoff: float) -> bool:
-        """Return whether the error is larger than rounding and those of the inputs explain."""
+        """Return whether the error is larger than rounding and the inputs' errors explain."""
         explained = max(self._inputs.relative, roundoff)
         return self.relative > JUMP * explained or (self.lost > 0 and self._inputs.lost == 0)
 
@@ -107,7 +107,7 @@ class Comparison:
     hybridized: bool = False
 
     def summary(self) -> str:
-        """Return one line: where the error jumps first, and how many elements were lost."""
+        """Return one line: the first layer whose error jumps, and the number of lost elements."""
         first, lost = self.first_jump, sum(error.lost for error in self.outputs)
         jump = "no layer at which the error jumps"
         if first is not None:
@@ -226,14 +226,14 @@ class _LayerOutputs(TensorObserver):
         self._before_cast: dict[Observed, Observed] = {}
 
     def of(self, net: Block, inputs: Any, train_mode: bool, cast: Any) -> dict[Key, _LayerOutput]:
-        """Run a net on these inputs, in the context `cast`; return its layers."""
+        """Run a net on inputs in the context `cast`; return the outputs of its layers."""
         recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
         with cast, self, recording:
             net(*inputs)
         return self.layers
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Record an output of a layer."""
+        """Record an operator's output as an output of its layer."""
         if not output.is_checkable:
             return
         values = output.values

@@ -1,4 +1,4 @@
-"""`benchmark`: a model timed in float32 and in 16 bits, in each form that it can run in."""
+"""`benchmark`: times of a model in float32 and in 16 bits, in each way of running it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Benchmark:
 
 
 def _fastest(timings: Sequence[Timing]) -> Sequence[Timing]:
-    """Return the fastest form in training, if that was timed, and in inference."""
+    """Return the fastest timing of training, if measured, and of inference."""
     best: dict[str, Timing] = {}
     for one in timings:
         best[one.task] = max(best.get(one.task, one), one, key=lambda t: t.speedup)
@@ -78,12 +78,12 @@ def _fastest(timings: Sequence[Timing]) -> Sequence[Timing]:
 
 
 def _is_eager_float32(timing: Timing) -> bool:
-    """Return whether a form is the baseline of a block that can't be traced."""
+    """Return whether a timing is eager float32: the baseline where tracing is impossible."""
     return timing.way == forms.EAGER and timing.precision == "float32"
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
-    """Return the speed against float32 in words, "too noisy to tell" where it can't be told."""
+    """Return the speedup over float32 in words, with "too noisy to tell" if it is uncertain."""
     does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
     low, high = timing.quartiles
     if not low <= 1 <= high and f"{timing.speedup:.2g}" != "1":
@@ -100,7 +100,7 @@ def _has_gradients(block: Block) -> bool:
 
 
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
-    """Return the forms of a model to time beside plain float32, and those for serving alone."""
+    """Return a model's `Form`s to time beside plain float32, and those for inference only."""
     if not model.is_traced:
         return model.forms([(forms.EAGER, policy)]), []
     wide = Policy.default("float32", policy.device)
@@ -123,7 +123,7 @@ def benchmark(
     target_dtype: Dtype | None = None,
     budget: float | str = "20s",
 ) -> Benchmark:
-    """Time a training step and inference of a block: plain, and in each form of mxamp.
+    """Time a block's training step and inference in plain MXNet and in each way with mxamp.
 
     ::
 

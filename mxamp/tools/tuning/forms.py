@@ -1,4 +1,4 @@
-"""The forms that a model runs in, with their errors, timed in turns.
+"""Ways to run a model (autocast, converted, fused, ...): their errors and interleaved timings.
 
 In each round every form runs once, float32 first, and the ratio to float32 in the same
 round counts: a machine that slows down slows all of them.
@@ -71,7 +71,7 @@ Loss = Optional[Callable[[Any, Any], Any]]
 
 @dataclass(frozen=True)
 class Timing:
-    """A timed form of a model, in the results of `benchmark` and `tune`.
+    """The speed of one way to run a model, in the results of `benchmark` and `tune`.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def table(timings: Sequence[Timing]) -> str:
 
 
 class Form:
-    """A form of a model on one batch, ready to be timed, with its errors and times.
+    """A model in one way and precision (a "form") on one batch, with its errors and times.
 
     It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
     runs on the same values.
@@ -144,7 +144,7 @@ class Form:
         return f"{self.way} in {self.precision}{', training,' if self._loss else ''}"
 
     def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
-        """Return the output for a batch; in training also the losses."""
+        """Return the model's output for a batch; in training also the losses."""
         if self._loss is None:
             with mx.autograd.pause(train_mode=False):
                 return self.block(*batch.inputs), []
@@ -153,7 +153,7 @@ class Form:
             return output, arrays_in(loss_of(self._loss, output, batch.label))
 
     def run(self) -> None:
-        """Run the batch once."""
+        """Run inference, or a training step, on the batch once."""
         losses = self.forward(self._batch)[1]
         if losses:
             checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
@@ -171,7 +171,7 @@ class Form:
             return (time.perf_counter() - began) / repeats
 
     def timing(self, plain: Form, within: bool | None = None) -> Timing:
-        """Return the median time, and the median and quartiles of the ratio to `plain`."""
+        """Return the median time, and the median and quartiles of the speedup over `plain`."""
         ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         task = INFERENCE if self._loss is None else TRAINING
@@ -211,7 +211,7 @@ class Model:
         self.notes: list[str] = []
 
     def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
-        """Return a form of the model, which trains with a loss."""
+        """Return a `Form` that runs the model in one way; with a loss, a training step."""
         block = self.block
         if way in (CONVERTED, FUSED):
             options: Any = {"policy": policy, **convert_options(way)}
@@ -223,7 +223,7 @@ class Model:
         return Form(way, block, self.batches[0], policy, loss or self.loss)
 
     def forms(self, ways: Iterable[tuple[str, Policy | None]]) -> list[Form]:
-        """Return forms with their errors; `notes` says why a form does not run."""
+        """Return a `Form` with its errors for each way; `notes` says why one does not run."""
         forms: list[Form] = []
         for way, policy in ways:
             try:
@@ -246,7 +246,7 @@ class Model:
         return found
 
     def measure(self, form: Form) -> None:
-        """Write the errors of a form over all batches, and its metric, into it."""
+        """Set a form's errors over all batches, and its metric."""
         self._judge(form, [self._run(batch, form) for batch in self.batches])
 
     def channels_note(self, timings: Iterable[Timing]) -> list[str]:
@@ -257,7 +257,7 @@ class Model:
         return [ODD_CHANNELS.format(names=shortened(names))] if names and best < _HELD_BACK else []
 
     def _judge(self, form: Form, found: Sequence[dict[str, list[Any]]]) -> None:
-        """Write the errors of what a form has returned for each batch, and its metric, into it."""
+        """Set a form's errors and metric, from what it returned for each batch."""
         for name in found[0]:
             distance = Distance()
             for plain, run in zip(self.results, found):
@@ -271,7 +271,7 @@ class Model:
             form.errors["metric"] = float(self._metric.get()[1])
 
     def _run(self, batch: Batch, form: Form) -> dict[str, list[Any]]:
-        """Return the arrays that each error is of; scale float16's loss as training would."""
+        """Return a form's outputs and gradients for a batch, with float16's loss scaled."""
         # Dropout draws the same elements in one dtype alone.
         still = form.inside and form.inside.override(fp32=["Dropout"])
         while True:
@@ -292,19 +292,19 @@ class Model:
 def opened(
     net: Net, data: Data, labeled: bool, most: int, loss: Loss = None, metric: object = None
 ) -> Iterator[Model]:
-    """Context with mixed precision off and a model with its first batches of `data`."""
+    """Context that turns mixed precision off, and yields a `Model` with a few batches of `data`."""
     with autocast(enabled=False), measured.alike_numbers() as restart:
         batches = itertools.islice(measured.batches_of(data, labeled), most)
         yield Model(net, batches, restart, loss, metric)
 
 
 def convert_options(way: str) -> dict[str, bool]:
-    """Return the arguments of `convert_hybrid_block` for a form."""
+    """Return the arguments of `convert_hybrid_block` for one way to run a model."""
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
 
 def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[str]]:
-    """Time forms in turns, the first one being float32; return those timed, and notes on others.
+    """Time forms in interleaved rounds, float32 first; return the timed ones, and notes.
 
     A form is given up if its first run takes over five times as long as that of the fastest. There
     are 3 to 15 rounds, as many as end before the monotonic time `ends`, or 2 if 3 would take half

@@ -1,4 +1,4 @@
-"""`tune`: the layers to keep in float32 for an accuracy, and the fastest form of the model.
+"""`tune`: the layers to keep in float32 for accuracy, and the fastest way to run the model.
 
 Bisection over the layers, largest error first, finds which have to stay in float32. The forms that
 are accurate enough are then timed once, in turns with float32.
@@ -113,7 +113,7 @@ class Tuning:
         return forms.convert_options(self.way)
 
     def save(self, path: str | Path) -> None:
-        """Write the policy to a TOML file, under the report and the form that was chosen.
+        """Write the policy to a TOML file, after comments with the report and the chosen form.
 
         `Policy.load` reads the policy back: the report is comments, and the key `form` is for
         `mxamp convert`. An existing file is replaced whole. Raises `ArgumentError` where `path`
@@ -131,7 +131,7 @@ class Tuning:
 
 
 def tuned_form(path: str | Path) -> str:
-    """Return the form in a policy file, or "" in one that `tune` has not written."""
+    """Return the form, such as "fused", in a policy file from `tune`; "" in other files."""
     form = read_toml(path).get("form")
     if form is None:  # early files of version 2.0 have a comment
         found = re.search(r"^# Form: (\w+)$", Path(path).read_text("utf-8"), re.MULTILINE)
@@ -155,7 +155,7 @@ def tune(
     policy: Policy | None = None,
     timed: bool = True,
 ) -> Tuning:
-    """Measure a model, and find the fastest form within a tolerance of float32's results.
+    """Measure a model; find the fastest way to run it within a tolerance of float32's results.
 
     ::
 
@@ -245,7 +245,7 @@ def tune(
 
 
 def smallest_set(works: Callable[[frozenset[str]], bool], order: Sequence[str]) -> frozenset[str]:
-    """Return a set of layers that works, from which none can be taken away.
+    """Return layers to keep in float32 for accuracy, from which none can be left out.
 
     `works` returns whether the model is accurate enough with a set of layers in float32; with all
     of them it is. `order` holds all layers, those that most likely have to stay first. The last
@@ -271,7 +271,7 @@ def smallest_set(works: Callable[[frozenset[str]], bool], order: Sequence[str]) 
 
 @dataclass(frozen=True)
 class _Limits:
-    """The largest relative errors that a form may have, and the least metric."""
+    """Tolerances of the search: the largest relative errors, and the lowest metric."""
 
     error: float
     gradients: float
@@ -279,7 +279,7 @@ class _Limits:
 
     @classmethod
     def of(cls, model: Model, rtol: float | None, least: float | None) -> _Limits:
-        """Return the limits that `tune` was given, or the defaults for a model.
+        """Return the tolerances passed to `tune`, or the defaults for a model.
 
         Raises `StateError` if the float32 model itself has a lower metric.
         """
@@ -293,7 +293,7 @@ class _Limits:
         return cls(rtol or math.inf, rtol or GRADIENTS, least)
 
     def allow(self, form: Form) -> bool:
-        """Return whether the errors of a form, and its metric, are within the limits."""
+        """Return whether the errors and the metric of a form are within the tolerances."""
         errors = form.errors
         is_close = errors.get("error", 0.0) <= self.error
         is_close = is_close and errors.get("gradients", 0.0) <= self.gradients
@@ -305,7 +305,7 @@ class _Limits:
 
 
 class _Search:
-    """A search for the policy of one model, with what it has measured so far."""
+    """A search for the policy of one model, with the measurements so far."""
 
     def __init__(
         self, model: Model, base: Policy, timed: bool, rtol: float | None, least: float | None
@@ -325,7 +325,7 @@ class _Search:
         self.timed = timed and (base.target_dtype, here) != ("float16", "cpu")
 
     def run(self, search_ends: float, ends: float) -> None:
-        """Search, and time the forms, until the budget or Ctrl-C ends it."""
+        """Search the layers and time the forms until the budget or Ctrl-C ends it."""
         self._ends, base, model = search_ends, self._base, self._model
         model.notes += [] if self.timed else [NOT_TIMED]
         works = functools.lru_cache(maxsize=None)(self._works)  # smallest_set begins with none, too
@@ -365,7 +365,7 @@ class _Search:
         return True
 
     def _ordered_layers(self) -> list[str]:
-        """Return the layers that are lowered, those that add most error first.
+        """Return the layers that run in 16 bits, the largest added error first.
 
         The error that a layer adds is that of its output, less that of the layer before it.
         """
@@ -392,7 +392,7 @@ class _Search:
         return f"*{exact_pattern(rest)}" if "_" in rest else exact_pattern(name)
 
     def tuning(self) -> Tuning:
-        """Return the result: the fastest form that is accurate, or the best if none was timed."""
+        """Return the `Tuning`: the fastest accurate form, or the best one if none was timed."""
         plain = self._model.plain
         timed = {
             f: f.timing(plain, self._limits.allow(f)) for f in self.forms if len(f.seconds) > 1
