@@ -57,7 +57,7 @@ class Options:
             raise ArgumentError(NOTHING_TO_LOWER)
         else:
             # Nothing is lowered, so any dtype would do; substitutions and `fuse` are for CPUs.
-            given["policy"] = Policy.default("float32", "cpu")
+            given["policy"] = Policy.default("bfloat16", "cpu").in_float32()
         check_mapping("input_dtypes", given.get("input_dtypes"), "dtypes")
         for name in ("cast_optional_params", "fuse", "keep_io_types"):
             check_bool(name, given.get(name, False))

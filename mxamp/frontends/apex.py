@@ -28,6 +28,7 @@ from ..patches.announcements import announce_float32
 from ..patches.autocast import init, switch_on
 from ..policy.active import current_policy, nearest_policy
 from ..policy.policy import Policy, PolicyChoice, chosen_policy
+from ..policy.targets import is_auto
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
@@ -102,7 +103,7 @@ def initialize(
     for trainer in optimizers:
         check_skippable(trainer, scaler)
     if opt_level != "O0":
-        _turn_on(policy, opt_level, optimizers)
+        _turn_on(policy, dtype, opt_level, optimizers)
     if not policy.lowers:
         opt_level, scaler = "O0", NoScaler()
     if opt_level in ("O2", "O3") and not in_float16:
@@ -124,15 +125,16 @@ def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
     return policy if around is None or around.lowers else around
 
 
-def _turn_on(policy: PolicyChoice, opt_level: str, optimizers: Sequence[Trainer]) -> None:
-    """Turn mixed precision on with the policy of a level, or the float32 that "auto" has chosen."""
-    if not isinstance(policy, Policy) or not policy.lowers:
+def _turn_on(
+    policy: PolicyChoice, dtype: object, opt_level: str, optimizers: Sequence[Trainer]
+) -> None:
+    """Turn mixed precision on with the policy of a level, or float32 with faster equivalents."""
+    if is_auto(dtype) and not policy.lowers:
         if switch_on(policy):
             announce_float32(policy)
-    elif policy.target_dtype == "float16" and opt_level == "O3":
-        init(policy=_o3_policy(policy, optimizers))
-    else:
-        init(policy=policy)
+    elif isinstance(policy, Policy):
+        is_o3 = policy.target_dtype == "float16" and opt_level == "O3"
+        init(policy=_o3_policy(policy, optimizers) if is_o3 else policy)
 
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:

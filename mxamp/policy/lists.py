@@ -159,7 +159,8 @@ def without_casts_down(listed: OperatorList, gains: Mapping[str, str]) -> Operat
 
     Rules about kernels that the half precision lacks have no meaning in float32.
     """
-    rules = {n: replace(one, no_kernel=None, by_shape=()) for n, one in listed.rules.items()}
+    changes: dict[str, Any] = {"no_kernel": None, "by_shape": (), "given": False}
+    rules = {name: replace(one, **changes) for name, one in listed.rules.items()}
     return OperatorList(MappingProxyType(rules), listed.fp32_layers, MappingProxyType({**gains}))
 
 

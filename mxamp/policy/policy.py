@@ -94,7 +94,8 @@ class Policy:
         if last is None and self.target_dtype == "float32":
             backend = backend_of(self.device)
             low = policy_of(backend.dtypes[0], self.device, (), self._surroundings)
-            return without_casts_down(low.in_float32()._list, backend.float32_substitutions())
+            plain = low.changed(Change(neutral="it computes as in plain MXNet"))
+            return without_casts_down(plain._list, backend.float32_substitutions())
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
@@ -137,7 +138,8 @@ class Policy:
     @cached_property
     def lowers(self) -> bool:
         """Whether any operator computes in the target dtype; False after `in_float32`."""
-        return any(rule.lowers for rule in self.rules.values())
+        half = self.target_dtype != "float32"
+        return half and any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> list[str]:
         """Return the operators of one class, sorted.
@@ -456,7 +458,8 @@ def chosen_policy(
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
     if dtype == "float32":
-        return float32_choice(device)
+        is_for_float32 = policy is not None and policy.target_dtype == dtype
+        return wanted if is_for_float32 else float32_choice(device)
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
         targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)
     return wanted

@@ -155,8 +155,25 @@ def test_regions_of_a_model_may_be_float32():
     assert all("autocast('float32')" in node.reason for node in plan.filter(operator="dot"))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_inputs_of_products_are_widened(dtype):
+def test_code_in_float16_runs_as_in_plain_mxnet():
     amp.init("float32")
-    x = nd.ones((2, 2)).astype(amp.bfloat16 if dtype == "bfloat16" else dtype)
-    assert nd.dot(x, x).dtype == np.float32
+    x = nd.ones((2, 4), dtype="float16")
+    x.attach_grad()
+    with autograd.record():
+        y = nd.exp(x)
+    y.backward(nd.ones((2, 4), dtype="float16"))
+    assert y.dtype == x.grad.dtype == np.float16
+    net = nn.HybridLambda("relu")
+    net.hybridize()
+    assert net(x).dtype == np.float16
+
+
+def test_a_dtype_named_by_the_caller_is_announced_as_such(on_machine, caplog):
+    on_machine(features=("avx512", "avx512_bf16"))
+    caplog.set_level("INFO")
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    amp.initialize(net, gluon.Trainer(net.collect_params(), "sgd"), dtype="float32")
+    assert caplog.messages == ["mixed precision is on: float32 on cpu"]
+    policy = amp.Policy.default("float32").override(low=["dot"])
+    assert not policy.lowers and not amp.is_enabled()

@@ -62,6 +62,7 @@ _SHORTEST, _LEAST, _LATE, _MOST = 0.01, 3, 2, 15
 #: How many times as long as the fastest a form's first run may take, if it takes over a second.
 _HOPELESS, _PATIENCE = 5, 1.0
 NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
+NOT_TRIED = "The way {way} was not tried: the `budget` is over."
 GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 #: The channels of a block of oneDNN's layouts, and the speedup below which odd ones are named.
 _BLOCK, _HELD_BACK = 16, 1.5
@@ -173,7 +174,8 @@ class Form:
     def timing(self, plain: Form, within: bool | None = None) -> Timing:
         """Return the median time, and the median and quartiles of the speedup over `plain`."""
         ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        few = ratios * 2 if len(ratios) == 1 else ratios
+        low, middle, high = statistics.quantiles(few, n=4, method="inclusive")
         task = INFERENCE if self._loss is None else TRAINING
         times = statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
         return Timing(task, self.way, self.precision, *times, self.errors.get("error"), within)
@@ -207,6 +209,8 @@ class Model:
             with measured.explained_errors(net, batch.inputs):
                 self.results.append(self._run(batch, self.plain))
         self._judge(self.plain, self.results)
+        #: The monotonic time after which no other form is made.
+        self.ends = math.inf
         #: Sentences on the forms that do not run.
         self.notes: list[str] = []
 
@@ -226,11 +230,14 @@ class Model:
         """Return a `Form` with its errors for each way; `notes` says why one does not run."""
         forms: list[Form] = []
         for way, policy in ways:
+            if time.monotonic() > self.ends:
+                self.notes.append(NOT_TRIED.format(way=way))
+                continue
             try:
                 form = self.form(way, policy)
                 self.measure(form)
                 forms.append(form)
-            except (AmpError, RuntimeError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
+            except (AmpError, RuntimeError, KeyError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
                 self.notes.append(f"The way {way} does not run: {error_reason(error)}.")
         return forms
 
@@ -322,7 +329,12 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
             continue
         best = min(best, seconds)
         timed.append(form)
+        form.seconds = [seconds]
     began = time.monotonic()
+    if began + 3 * sum(form.seconds[0] for form in timed) > ends + 0.5 * max(given, 0):
+        return timed, notes  # the first runs have to do
+    for form in timed:
+        form.seconds.clear()
     for form in timed:
         form.mean_seconds()  # the first run has made the graph, this one makes the memory
     repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))

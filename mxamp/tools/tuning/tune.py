@@ -394,9 +394,7 @@ class _Search:
     def tuning(self) -> Tuning:
         """Return the `Tuning`: the fastest accurate form, or the best one if none was timed."""
         plain = self._model.plain
-        timed = {
-            f: f.timing(plain, self._limits.allow(f)) for f in self.forms if len(f.seconds) > 1
-        }
+        timed = {f: f.timing(plain, self._limits.allow(f)) for f in self.forms if f.seconds}
         best = self.best
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
