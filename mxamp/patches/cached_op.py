@@ -350,15 +350,16 @@ class PolicyCachedOp:
         key = [regions_only, training, values, *map(id, objects)]
         device = id(params[0]) if params else 0
         last = self._last.get(device)
-        if last is not None and key == last[0]:
+        # Without parameters, the next call may be on another device.
+        if last is not None and key == last[0] and (params or on_device(args[:1], policy.device)):
             return last[1]
         if not on_device(args[:1], policy.device):
             return variants.unchanged
         op = variants.find(policy, CallKey(regions_only, training, dtypes_of(args)), args)
-        # With `fp32_layers`, each call may have to warn of layers that no block has. Without
-        # parameters, a call may be on another device.
-        if params and not policy.fp32_layers:
-            held = [id(array) for array in next(iter(variants.parameters.values()))._data or ()]
+        # With `fp32_layers`, each call may have to warn of layers that no block has.
+        if not policy.fp32_layers:
+            first = next(iter(variants.parameters.values()), None)
+            held = [0] if first is None else [id(array) for array in first._data or ()]
             self._last = {i: last for i, last in self._last.items() if i in held}
             self._last[device] = key, op, objects
         return op
