@@ -159,7 +159,7 @@ class Backend:
     # ------------------------------------------------------------------ decisions
 
     def reason_to_widen(self, call: DecidedCall) -> str | None:
-        """Return why an operator with these attributes computes in float32, whatever its class."""
+        """Return why a call computes in float32 for its attributes, in any class; else None."""
         return None
 
     def emulation(self, call: DecidedCall, dtype: str) -> Emulation | None:

@@ -79,7 +79,7 @@ class Sites:
 
 
 class Passes:
-    """The passes of a backend for graphs that run; of those that fit, the first applies."""
+    """A backend's substitutions for graphs that run; a call gets the first one that matches it."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.by_name: Mapping[str, Pass] = {str(one.name): one for one in passes}
@@ -156,7 +156,7 @@ class ChoosingBackend(Backend):
     passes: ClassVar[Passes]  #: for graphs that run
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-        """Return why nodes stay in float32, and the matches of those to substitute, by index."""
+        """Return by node index why nodes stay in float32, and which substitutions replace nodes."""
         graph, policies, _, usage, _ = setting
         sites, kept, substituted = Sites(setting), {}, {}
         for i, node in enumerate(graph.nodes):

@@ -53,7 +53,7 @@ class View:
 
     @cached_property
     def consumers(self) -> Mapping[Output, list[tuple[int, int]]]:
-        """The readers of each output: (node, input position), or (-1, head) for the caller."""
+        """The readers of each output: (node, input position); (-1, place) is a graph output."""
         found: dict[Output, list[tuple[int, int]]] = {}
         live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):

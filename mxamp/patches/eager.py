@@ -256,7 +256,7 @@ def keep_float32(then: Action, eager: Any) -> Action:
 
 
 def cast_inputs(_then: Action, eager: Any) -> Action:
-    """Call MXNet's own operator on inputs that are cast as the policy decides: the last step."""
+    """Last step: call MXNet's own operator on inputs that are cast as the policy decides."""
     return eager.cast  # type: ignore[no-any-return]
 
 

@@ -175,7 +175,7 @@ class suspended(in_force):
 
 
 class tracing(in_force):
-    """Context in which nodes get no mark, under the policy in force."""
+    """Context for tracing a block: the policy stays, new nodes get no `autocast` region's mark."""
 
     __slots__ = ()
 

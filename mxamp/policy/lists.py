@@ -125,7 +125,7 @@ def _fits(value: object, kind: str | list[str]) -> bool:
 
 
 def _words(kind: str | list[str]) -> str:
-    """Return a kind of values in words."""
+    """Return what a value of a kind must be, for error messages: "a string", "'cpu' or 'gpu'"."""
     if isinstance(kind, list):
         return f"a list of {kind[0]}s"
     allowed = _KINDS[kind]

@@ -141,7 +141,7 @@ class Change:
         return {op_class: names for op_class, names in lists.items() if names is not None}
 
     def _changed_rule(self, rule: Rule) -> Rule:
-        """Return the rule of an operator that this change does not name."""
+        """Return how the change alters the rule of an operator that none of its lists name."""
         if self.untuned:
             needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
             return replace(rule, by_shape=needed)

@@ -88,7 +88,7 @@ class Policy:
 
     @cached_property
     def _list(self) -> OperatorList:
-        """The rules, layers and substitutions after all changes."""
+        """The operator list that mxamp's own list and all changes give."""
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None and self.target_dtype == "float32":

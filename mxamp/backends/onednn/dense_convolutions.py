@@ -81,7 +81,7 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _Images:
-    """Matrices turned into images, and back for consumers that need a matrix."""
+    """Matrices as inputs of 1x1 convolutions, turned back where a reader needs a matrix."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit

@@ -99,7 +99,7 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 
 
 def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
-    """Raise where a fused operator outside `layers` has no bfloat16 kernel.
+    """Raise if a fused operator that is not in `layers` has no kernel in bfloat16.
 
     The graph may have contained such operators before the conversion. In float32 they would run,
     but silently slower than the caller expects. With `layers` None, nothing lowers any of them.

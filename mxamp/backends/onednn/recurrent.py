@@ -321,7 +321,7 @@ def _bounds(begin: int, end: int) -> Attributes:
 
 
 class _LayerSteps:
-    """Adds the parts of one direction of a layer; first axes of a step's tensors have length 1."""
+    """Unrolls one direction of one RNN layer into operators; a step's tensors have first axis 1."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
         self._parts, self._name = parts, name

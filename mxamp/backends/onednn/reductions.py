@@ -82,7 +82,7 @@ def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
 
 
 def _add_sums(parts: Parts, detail: Detail) -> Tensor:
-    """Add operators that sum the first input by a product with ones; return the sums."""
+    """Add a product with ones that sums input 1 over the axes of `detail`; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
     add = parts.add_float32
@@ -130,7 +130,7 @@ def match_pool(call: Call) -> Detail | None:
 
 
 def pool_in_parts(parts: Parts, detail: Detail) -> None:
-    """Before: a global average. After: averages of parts and their average, or a product.
+    """Before: a global average. After: an average of part averages, else a product with ones.
 
     Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
     """
@@ -186,7 +186,7 @@ def match_broadcast(call: Call) -> Detail | None:
 
 
 def broadcast(parts: Parts, detail: Detail) -> None:
-    """Before: a broadcast. After: one or two products that repeat an input, then equal shapes.
+    """Before: a broadcast. After: the input repeated by products, then equal shapes.
 
     Conditions: training, float32 inputs, and a large result.
 
