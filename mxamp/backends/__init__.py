@@ -1,4 +1,4 @@
-"""Backends: what each kind of device can't do, does wrong, or does slowly, behind one registry.
+"""Device backends: the missing, wrong and slow kernels of CPUs and GPUs, behind one registry.
 
 The core asks `backend_of(device)`, and neither names a device nor imports one of the packages
 below. `Backend` itself has no quirks: with it in place of the others, the core computes what the
@@ -53,7 +53,7 @@ NOT_FUSIBLE = (
 
 
 class DecidedCall(NamedTuple):
-    """A call of an operator, for which `policy.decision` asks the backend."""
+    """An operator call whose dtype the policy decides, as the device backend sees it."""
 
     rule: Rule
     attributes: Mapping[str, str]
@@ -62,7 +62,7 @@ class DecidedCall(NamedTuple):
 
 
 class Site(NamedTuple):
-    """An operator and its surroundings, for rules by shape. Unknown shapes are None."""
+    """An operator call with its neighbors in the graph, as rules by shape see it."""
 
     operator: str
     attrs: Mapping[str, str]
@@ -78,13 +78,13 @@ class Site(NamedTuple):
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The shapes of its data and its weight; None unless both are known."""
+        """The shapes of the operator's data and weight; None unless both are known."""
         data, weight = (*self.shapes, None, None)[:2]
         return None if data is None or weight is None else (data, weight)
 
 
 class Emulation(NamedTuple):
-    """Why an operator computes on values of one dtype in another, wider one, and in which."""
+    """The wider dtype in which an operator emulates a missing kernel, and the reason."""
 
     dtype: str
     reason: str
@@ -96,7 +96,7 @@ Action = Callable[[Invoke, Sequence[Any]], Any]
 
 
 class EagerOperator(Protocol):
-    """An operator in eager calls under a policy, for which a `Step` is made."""
+    """An operator in eager calls under a policy, as the steps of a device backend see it."""
 
     operator: Operator
     rule: Rule
@@ -105,10 +105,10 @@ class EagerOperator(Protocol):
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> Any:
-        """Call another operator, named `op`, under the policy; `np`: it is one of `mx.np`."""
+        """Call the operator named `op` under the policy; `np`: it belongs to `mx.np`."""
 
     def write(self, outputs: object, out: object) -> object:
-        """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
+        """Return `outputs`; with `out`, cast them into the arrays of `out` and return `out`."""
 
 
 #: Returns an action that does something, and then the given action.
@@ -116,7 +116,7 @@ Step = Callable[[Action, EagerOperator], Action]
 
 
 class Backend:
-    """A kind of device without quirks; each method returns what a device without them would."""
+    """Base class of device backends; its methods describe a device without special cases."""
 
     name: ClassVar[str] = ""  #: begins the reasons that the backend gives, in `explain`
     #: The target dtypes that the device computes in, or that are emulated; the default first.
@@ -131,111 +131,111 @@ class Backend:
     on_demand: ClassVar[Mapping[str, str]] = {}
 
     def said(self, text: str) -> str:
-        """Return a reason that the backend gives, with its name."""
+        """Return the text of a reason, prefixed with the name of this device backend."""
         return f"{self.name}: {text}" if self.name else text
 
     # ------------------------------------------------------------------ the machine
 
     def features(self) -> frozenset[str]:
-        """Return which of `FEATURES` the device has."""
+        """Return the CPU or GPU features, among `FEATURES`, that the device has."""
         return frozenset()
 
     def fast_dtype(self) -> str:
-        """Return the dtype that "auto" means here: float32 if no half precision is fast."""
+        """Return the dtype of "auto" on this device: float32 if no half precision is fast."""
         return "float32"
 
     def why_float32(self) -> str:
-        """Return the reason why "auto" is float32 here, for a log line."""
+        """Return the reason why "auto" is float32 on this device, for a log line."""
         return "no half precision is known to be fast here"
 
     def float32_substitutions(self) -> Mapping[str, str]:
-        """Return the faster equivalents in float32, each with its measured gain here."""
+        """Return faster float32 equivalents of operators by name, each with its measured gain."""
         return {}
 
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-        """Return a log line, its key before it, its values after it, if `policy` won't be fast."""
+        """Return (key, log line, *values) if `policy` is slow on this device, else None."""
         return None
 
     # ------------------------------------------------------------------ decisions
 
     def reason_to_widen(self, call: DecidedCall) -> str | None:
-        """Return why a call computes in float32 for its attributes, in any class; else None."""
+        """Return why the attributes of an operator call force float32, in any class; else None."""
         return None
 
     def emulation(self, call: DecidedCall, dtype: str) -> Emulation | None:
-        """Return how to emulate an operator that is to compute in `dtype`, None if it can."""
+        """Return the emulation of an operator without a kernel in `dtype`; else None."""
         return None
 
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
-        """Return the positions of inputs that have to be copied before their cast to `reads`."""
+        """Return the positions of inputs to copy before the cast to the dtypes `reads`."""
         return frozenset()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
-        """Return why an eager call stays in float32 by the shapes of its inputs."""
+        """Return why the input shapes of an eager call keep it in float32; None if they do not."""
         return None
 
     # ------------------------------------------------------------------ graphs
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return which operators shapes and neighbors keep in float32, or replace by faster ones.
+        """Return which nodes of a graph stay in float32 and which get a faster equivalent.
 
         Graphs of equal choices share a compiled graph; `NONE` if there is nothing to do.
         """
         return NONE
 
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
-        """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
+        """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
         return graph
 
     def with_ordered_inputs(self, graph: Graph) -> Graph:
-        """Return a graph to run, with its inputs in the order that takes the least memory."""
+        """Return the graph with its inputs in the order that needs the least memory."""
         return graph
 
     def without_wrong_fusion(self, graph: Graph) -> Graph:
-        """Return an inference graph for an executor, in which MXNet fuses only what it may."""
+        """Return an inference graph in which MXNet cannot fuse operators incorrectly."""
         return graph
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return the flags of a block's cached op, without those that make `graph` run wrong."""
+        """Return a block's CachedOp flags, without those that make `graph` compute wrongly."""
         return flags
 
     def binding(self, groups: object) -> AbstractContextManager[Any]:
-        """Return the context in which to bind an executor; `groups` is its `group2ctx`."""
+        """Return a context manager for binding an executor; `groups` is its `group2ctx`."""
         return nullcontext()
 
     # ------------------------------------------------------------------ saved models
 
     def fuse(self, graph: Graph, params: Params, policy: Policy) -> tuple[Graph, Params, Policy]:
-        """Return graph and parameters of a model with fused operators, and a policy for it."""
+        """Return a model with fused operators: its graph, its parameters, and its policy."""
         dtype = policy.target_dtype if policy.lowers else "float32"
         raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:
-        """Raise where a graph has fused operators that `policy` would leave in float32."""
+        """Raise if a graph has fused operators that `policy` would leave in float32."""
 
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
-        """Return what eager calls of an operator do before the cast: see `patches.eager`."""
+        """Return the wrappers of eager calls of an operator that run before its casts."""
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return rows for `patches.table`: owner, attribute, builder of the replacement."""
+        """Return patches of MXNet that the device needs: (owner, attribute, builder) rows."""
         return ()
 
 
 @lru_cache(maxsize=None)
 def backend_of(device: str) -> Backend:
-    """Return the backend of a kind of device, "cpu" or "gpu"."""
+    """Return the device backend of "cpu" or "gpu"."""
     module, _, name = _CLASSES[device].partition(":")
     backend: Backend = getattr(import_module(module), name)()
     return backend
 
 
 def prepare_import() -> None:
-    """Prepare the import of MXNet, before which no device is known."""
+    """Load the CUDA libraries that MXNet needs, before MXNet is imported."""
     import_module("mxamp.backends.cuda.libraries").preload()
 
 
@@ -247,7 +247,7 @@ Holds = Callable[[Site, int], bool]
 
 
 class ShapeCheck(NamedTuple):
-    """A rule that operator lists name: it keeps an operator in float32 at some `Site`s."""
+    """A rule of operator lists that keeps an operator in float32 depending on its shapes."""
 
     holds: Holds
     changes_results: bool  #: it is not only about speed
@@ -267,7 +267,7 @@ def rule(
     in_calls: bool = False,
     reads_weight: bool = False,
 ) -> Callable[[Holds], Holds]:
-    """Return a decorator that registers a rule by shape, a function of a site and a limit.
+    """Return a decorator that registers a function (site, limit) as a shape rule called `name`.
 
     `ShapeCheck` explains the arguments.
     """
@@ -282,12 +282,12 @@ def rule(
 
 
 def substitutions() -> frozenset[str]:
-    """Return the names of the faster equivalents of all backends."""
+    """Return the names of the faster equivalents of operators, of all device backends."""
     return frozenset().union(*(backend_of(device).substitutions for device in DEVICES))
 
 
 def shape_checks() -> Mapping[str, ShapeCheck]:
-    """Return the rules by shape of all backends, by the names that operator lists have for them."""
+    """Return the shape rules of all device backends by their names in operator lists."""
     for device in DEVICES:
         backend_of(device)
     return _shape_checks

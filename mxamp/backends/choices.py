@@ -1,4 +1,4 @@
-"""Choices for a graph before it gets its casts: operators kept in float32, and equivalents.
+"""Choices for a graph before casts are added: nodes kept in float32, and faster equivalents.
 
 A backend says what it chooses for the operators of one graph; the rest is here: the shapes that
 rules and passes read, bodies of loops, and the graph with what was chosen.
@@ -32,7 +32,7 @@ Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the
 
 
 class Choices(NamedTuple):
-    """The choices for a graph, by node index: reasons to keep nodes in float32, and substitutions.
+    """The float32 nodes of a graph with reasons, and its nodes to replace by faster equivalents.
 
     `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
     """
@@ -47,7 +47,7 @@ Chosen = Union[Choices, Tuple[()]]
 
 
 class Setting(NamedTuple):
-    """A graph to choose for, and what the choices depend on."""
+    """A graph with its policies, usage and input shapes, for which a backend makes choices."""
 
     graph: Graph
     policies: Sequence[Policy]  #: of each node
@@ -57,14 +57,14 @@ class Setting(NamedTuple):
 
 
 class Sites:
-    """The sites of a graph's operators, as every backend sees them."""
+    """The `Site` of each operator of a graph: shapes, and uses of its weight."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._readers = Counter(output for node in setting.graph.nodes for output in node.inputs)
 
     def at(self, i: int) -> Site:
-        """Return node i and its surroundings."""
+        """Return the `Site` of node i: its operator, shapes and neighbors."""
         graph, policies, _, usage, known = self.setting
         node, uses, casts_weight = graph.nodes[i], 0, False
         if node.inputs[1:]:
@@ -79,7 +79,7 @@ class Sites:
 
 
 class Passes:
-    """A backend's substitutions for graphs that run; a call gets the first one that matches it."""
+    """The table of a device backend's substitutions; the first that matches a call applies."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.by_name: Mapping[str, Pass] = {str(one.name): one for one in passes}
@@ -89,7 +89,7 @@ class Passes:
                 self.by_operator.setdefault(operator, []).append(one)
 
     def match(self, call: Call) -> Match | None:
-        """Return the match of a call's substitution; None without one that its policy allows.
+        """Return (name, detail) of the substitution for a call; None if no allowed one matches.
 
         A user who sets the class of an operator turns its substitutions off.
         """
@@ -104,12 +104,12 @@ class Passes:
         return None
 
     def fits(self, match: Match, graph: Graph, node: Node, usage: Usage) -> bool:
-        """Return whether the dtypes of a node's inputs fit the substitution of a match."""
+        """Return whether the dtypes of a node's inputs suit the matched substitution."""
         one, dtypes = self.by_name[match[0]], infer_dtypes(graph, usage)
         return one.fits([dtypes[output] for output in one.inputs(graph, node)])
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
-        """Return the tensors that a pass reads in place of a node's inputs."""
+        """Return the tensors that substitutions of a node read in place of its inputs."""
         passes = self.by_operator.get(node.operator)
         return passes[0].inputs(graph, node) if passes else node.inputs
 
@@ -117,7 +117,7 @@ class Passes:
 def _input_shapes(
     graph: Graph, policy: Policy, usage: Usage, passes: Passes
 ) -> Mapping[int, Shapes]:
-    """Return, by node index, the input shapes that rules by shape and passes read.
+    """Return the input shapes, by node index, that shape rules and substitutions need.
 
     A conversion knows no shapes of data: it reads those of weights.
     """
@@ -144,19 +144,19 @@ def _input_shapes(
 
 
 def last_reason(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
-    """Return the reason of the last rule that keeps an operator in float32; None without one."""
+    """Return the reason of the last shape rule that keeps an operator in float32; else None."""
     checks = shape_checks()
     kept = (one.reason for one in reversed(rules) if checks[one.name].holds(site, one.limit))
     return next(kept, None)
 
 
 class ChoosingBackend(Backend):
-    """A backend that chooses by the shapes and neighbors of operators."""
+    """A device backend that keeps or replaces operators by their shapes and neighbors."""
 
     passes: ClassVar[Passes]  #: for graphs that run
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-        """Return by node index why nodes stay in float32, and which substitutions replace nodes."""
+        """Return two dicts by node index: reasons to stay in float32, and substitutions."""
         graph, policies, _, usage, _ = setting
         sites, kept, substituted = Sites(setting), {}, {}
         for i, node in enumerate(graph.nodes):
@@ -172,7 +172,7 @@ class ChoosingBackend(Backend):
         return kept, substituted
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return the `Choices` for a graph and the bodies of its loops; `NONE` for none."""
+        """Return the `Choices` for a graph and its loop bodies; `NONE` if nothing changes."""
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
             return NONE
@@ -182,7 +182,7 @@ class ChoosingBackend(Backend):
     def _choose(
         self, graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]
     ) -> Chosen:
-        """Return the choices for a graph whose operators have the input shapes `known`."""
+        """Return the `Choices` for a graph, given the input shapes `known` by node index."""
         policies = [policy_for_node(policy, node.attrs, usage.regions_only) for node in graph.nodes]
         kept, substituted = self.choose_nodes(Setting(graph, policies, policy, usage, known))
         bodies: dict[tuple[int, int], Chosen] = {}
@@ -198,7 +198,7 @@ class ChoosingBackend(Backend):
         return choices if any(choices) else NONE
 
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
-        """Return the graph with the equivalents of `choices`, and the reasons on its nodes."""
+        """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
         if not choices:
             return graph
         edit = Edit(graph, {})
@@ -217,12 +217,12 @@ class ChoosingBackend(Backend):
         return edit.applied()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
-        """Return why an eager call stays in float32 by the shapes of its inputs."""
+        """Return why the input shapes of an eager call keep it in float32; None if they do not."""
         checks = shape_checks()
         return last_reason(site, [one for one in rule.by_shape if checks[one.name].in_calls])
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return the flags of a block's cached op, without static_shape if an RNN is wrong with it.
+        """Return a block's CachedOp flags, without static_shape if an RNN would run wrong.
 
         It leaves the RNN's training flag unset.
         """
@@ -230,7 +230,7 @@ class ChoosingBackend(Backend):
         return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def reads_unset_flag(self, rnn: Node) -> bool:
-        """Return whether an RNN runs wrong where its training flag is uninitialized memory.
+        """Return whether an RNN computes wrongly if MXNet leaves its training flag unset.
 
         If that says training, an LSTM with a projection fails in inference with "No training
         support", and an LSTM with dropout drops elements.

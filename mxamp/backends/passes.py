@@ -1,4 +1,4 @@
-"""The protocol of passes: faster equivalents of operators, put into a graph before its casts.
+"""Graph passes that replace operators by faster equivalents, before casts are added.
 
 A pass is two functions. `match` returns the detail of a call that the equivalent fits, else None.
 The detail is the numbers that `apply` needs to add the equivalent's operators, so that graphs with
@@ -34,7 +34,7 @@ FLOAT32_PART = "the substitution {name!r} computes this part in float32"
 
 @dataclass
 class Call:
-    """A call that may be replaced, and its surroundings."""
+    """An operator call that a substitution may replace, with its policy, shapes and neighbors."""
 
     node: Node
     policy: Policy  #: in the call's region
@@ -45,22 +45,22 @@ class Call:
 
     @property
     def operator(self) -> str:
-        """The operator's canonical name."""
+        """The canonical name of the called operator."""
         return self.node.operator
 
     @property
     def attrs(self) -> Attributes:
-        """The operator's attributes."""
+        """The attributes of the called operator."""
         return self.node.attrs
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of its first input, None where unknown."""
+        """The shape of the call's first input, None where unknown."""
         return self.shapes[0] if self.shapes else None
 
     @property
     def weight(self) -> tuple[int, ...] | None:
-        """The shape of its second input, None where unknown."""
+        """The shape of the call's second input, None where unknown."""
         return self.shapes[1] if self.shapes[1:] else None
 
     def lowers(self, operator: str) -> bool:
@@ -71,7 +71,7 @@ class Call:
 
 
 class Parts:
-    """The operators of one equivalent, as nodes that an edit adds in place of node i."""
+    """Builder of the operators that replace node i of a graph with a faster equivalent."""
 
     def __init__(
         self, edit: Edit, i: int, one: Pass, inputs: Sequence[Output], training: bool
@@ -84,7 +84,7 @@ class Parts:
         self.float32 = FLOAT32_PART.format(name=one.name)  #: why some operators stay in float32
 
     def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
-        """Add an operator; return its output.
+        """Add an operator to the equivalent; return its output.
 
         Without a suffix it takes the name and the outputs of the replaced operator. `keep` is the
         reason to compute in float32, whatever the operator's class.
@@ -94,7 +94,7 @@ class Parts:
     def add_all(
         self, op: str, suffix: str, count: int, *inputs: Tensor, keep: str = "", **attrs: str
     ) -> Sequence[Tensor]:
-        """Add an operator with `count` outputs; return them."""
+        """Add an operator with `count` outputs to the equivalent; return the outputs."""
         node, why = self._node, self._why or keep
         kept = Reason(SUBSTITUTION, why) if why else None
         fields: dict[str, Any] = {"op": op, "attrs": {**node.hidden_attrs, **attrs}}
@@ -109,17 +109,17 @@ class Parts:
         return [(made, k) for k in range(count)]
 
     def add_float32(self, op: str, suffix: str, *inputs: Tensor, **attrs: str) -> Tensor:
-        """Add an operator that computes in float32, whatever its class; return its output."""
+        """Add an operator that computes in float32 whatever its class; return its output."""
         return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
 
 
 def are_float32(dtypes: Sequence[str]) -> bool:
-    """Return whether inputs of these dtypes fit an equivalent that adds float32 constants."""
+    """Return whether all of these dtypes are float32."""
     return set(dtypes) == {"float32"}
 
 
 def has_elements(call: Call) -> bool:
-    """Return whether the first input has elements and axes, or an unknown shape.
+    """Return whether the first input of a call has elements and axes, or an unknown shape.
 
     oneDNN fails on empty arrays and on arrays without axes, both of which `mx.np` allows.
     """
@@ -127,12 +127,12 @@ def has_elements(call: Call) -> bool:
 
 
 def own_inputs(_graph: Graph, node: Node) -> Sequence[Output]:
-    """Return the inputs of a node."""
+    """Return the inputs of a node: the default of `Pass.inputs`."""
     return node.inputs
 
 
 class Pass(NamedTuple):
-    """A faster equivalent for calls of `ops`, or a pass of fusion over the whole graph.
+    """A substitution of the operators `ops` by a faster equivalent, or a whole-graph fusion pass.
 
     `apply(parts, detail)` adds the equivalent to the graph. The operator without a suffix takes the
     place of the call, or `apply` returns the values in place of the call's outputs. In fusion it is

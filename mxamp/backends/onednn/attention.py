@@ -1,4 +1,4 @@
-"""Self-attention by oneDNN's matrix product in bfloat16, in fused models.
+"""Self-attention on oneDNN's bfloat16 matrix products, in models fused for inference.
 
 MXNet's `batch_dot` has no bfloat16 kernel. oneDNN's matrix product has one, and two operators of
 MXNet call it: `_sg_mkldnn_selfatt_qk` for the scores, `_sg_mkldnn_selfatt_valatt` for the mixed
@@ -47,7 +47,7 @@ class _Projection(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The node of the scaled scores, the product of queries and keys, and the scale."""
+    """The scaled attention scores: their node, the product of queries and keys, and the scale."""
 
     node: int
     product: int
@@ -55,7 +55,7 @@ class _Scores(NamedTuple):
 
 
 def fuse_attention(view: FusionView, edit: Edit) -> None:
-    """Before: the products of self-attention. After: oneDNN's, in bfloat16.
+    """Before: self-attention's matrix products. After: oneDNN's fused ones, in bfloat16.
 
     Conditions: queries, keys and values come from dense layers that read the same data, or from one
     layer. They are merged to one, in float32, with the scale of the scores in its weight. An
@@ -85,7 +85,7 @@ def fuse_attention(view: FusionView, edit: Edit) -> None:
 
 
 def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
-    """Return the scores of the attention whose second product is node i; None for other nodes."""
+    """Return the scores that node i, an attention's second product, reads; None for other nodes."""
     nodes = view.graph.nodes
     if _transposes(nodes[i]) != (False, False) or not _is_lowered(view, i):
         return None
@@ -110,19 +110,19 @@ def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
 
 
 def _transposes(product: Node) -> tuple[bool, bool]:
-    """Return which inputs a batch_dot transposes."""
+    """Return whether a batch_dot transposes its first, and its second input."""
     first, second = (product.attrs.get(f"transpose_{name}", "False") for name in "ab")
     return is_true(first), is_true(second)
 
 
 def _is_lowered(view: FusionView, i: int) -> bool:
-    """Return whether the model's policy, not a region's, applies to product i and lowers it."""
+    """Return whether matrix product i is cast to bfloat16 by the model's policy, not a region's."""
     node = view.graph.nodes[i]
     return policy_for_node(view.policy, node.attrs) is view.policy and not view.stays_float32(node)
 
 
 def _projection(view: FusionView, product: int, position: int) -> _Projection | None:
-    """Return the projection that a product reads, alone, as input `position`; None for others."""
+    """Return the projection (queries, keys or values) that a product alone reads; else None."""
     nodes = view.graph.nodes
     chain: list[Node] = []
     source, third = nodes[product].inputs[position]
@@ -154,14 +154,14 @@ def _projection(view: FusionView, product: int, position: int) -> _Projection | 
 
 
 def _makes_thirds(split: Node) -> bool:
-    """Return whether a node splits the last of three axes into three parts."""
+    """Return whether a SliceChannel splits the last of three axes into three equal slices."""
     squeezes = is_true(split.attrs.get("squeeze_axis", "False"))
     on_last = split.attrs.get("axis", "1") in ("-1", "2")
     return split.attrs["num_outputs"] == "3" and on_last and not squeezes
 
 
 def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bool:
-    """Return whether projections have the same data and sizes, and are three different ones."""
+    """Return whether projections are the queries, keys and values of one self-attention."""
     sources = {view.graph.nodes[one.dense].inputs[0] for one in projections}
     sizes = {one[2:] for one in projections}
     layers = {one.dense for one in projections}
@@ -173,7 +173,7 @@ def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bo
 
 
 def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | None:
-    """Return the node whose output joins the heads of product i; None unless that is all of it."""
+    """Return the node that joins the heads of product i, if it is the only consumer; else None."""
     chain = []
     for _ in range(3):
         if not view.is_read_once(i):
@@ -190,7 +190,7 @@ def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | 
 
 
 def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return `_shapes_behind` two Reshapes around a transpose of the middle axes; none for others.
+    """Return the shapes after a Reshape, a transpose of the middle axes and a Reshape; else [].
 
     The first Reshape makes four axes then, as the transpose needs.
     """
@@ -201,7 +201,7 @@ def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
 
 
 def _shapes_behind(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return the shape after each operator of a chain for data of `shape`; none where unknown."""
+    """Return the output shape of each operator of a chain on data of `shape`; [] if unknown."""
     linked = [node.with_inputs([(k, 0)]) for k, node in enumerate(chain)]
     graph = Graph([Node("null", "data"), *linked], [(k + 1, 0) for k in range(len(chain))], VERSION)
     try:
@@ -221,7 +221,7 @@ def _replace(
     mixed: int,
     joined: int,
 ) -> None:
-    """Replace an attention with one dense layer and oneDNN's two products."""
+    """Replace a self-attention with one dense layer and two fused oneDNN products."""
     nodes, (first, *_) = view.graph.nodes, projections
     dense, name = nodes[first.dense], nodes[mixed].name
     biased = not all(is_true(nodes[one.dense].attrs.get("no_bias", "False")) for one in projections)
@@ -245,7 +245,7 @@ def _replace(
 
 
 def _lower_interleaved(view: FusionView, edit: Edit) -> None:
-    """Replace the products that read interleaved arrays in float32."""
+    """Replace float32 interleaved_matmul operators with oneDNN's bfloat16 products."""
     low: dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
         if node.op not in _INTERLEAVED or view.policy.rule(node.op).given:
@@ -268,7 +268,7 @@ def _lower_interleaved(view: FusionView, edit: Edit) -> None:
 
 
 def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> Output:
-    """Add oneDNN's product for scores, of an interleaved array in bfloat16."""
+    """Add oneDNN's bfloat16 product of interleaved queries and keys; return the scores."""
     wide = mx.sym.amp_cast(mx.sym.var("heads"), dtype="float32")
     body = Graph.from_symbol(mx.sym.contrib.interleaved_matmul_selfatt_qk(wide, **count))
     return edit.add_node(Node(_SCORES, name, count, [heads], [body]))
@@ -286,14 +286,14 @@ def _add_mixed(
 
 
 def _add_low(edit: Edit, name: str, output: Output) -> Output:
-    """Add a cast to bfloat16: the list leaves fused operators in the dtype they were fused for."""
+    """Add a cast to bfloat16, which the policy does not add before fused operators."""
     return edit.add("amp_cast", f"{name}_low", [output], **_LOW)
 
 
 def _interleaved(
     view: FusionView, projections: Sequence[_Projection], position: int, scales: Sequence[float]
 ) -> NDArray:
-    """Return the scaled weights (`position` 1) or biases (2) of projections, head by head."""
+    """Return scaled weights (`position` 1) or biases (2) of projections, interleaved by head."""
     thirds = []
     for one, scale in zip(projections, scales):
         name = view.own_parameter(view.graph.nodes[one.dense], position)

@@ -1,4 +1,4 @@
-"""Steps of eager calls on CPUs around the casts of the policy: see `patches.eager`.
+"""Wrappers of eager calls on CPUs, around the casts of the policy: see `patches.eager`.
 
 Each step takes the action that follows it, and the operator that it is made for, and returns an
 action: a function of MXNet's own `_imperative_invoke` and the arguments of a call.
@@ -39,7 +39,7 @@ VIEWS = (
 
 
 def build_view(original: Original) -> Original:
-    """Return a method for views; it marks the handles of bfloat16: arrays take no attributes."""
+    """Return a replacement of an array method that marks the bfloat16 views it returns."""
 
     @functools.wraps(original)
     def method(self: NDArray, *args: object, **keywords: object) -> NDArray:
@@ -54,7 +54,7 @@ def build_view(original: Original) -> Original:
 
 
 def copy_views(then: Action, _eager: EagerOperator) -> Action:
-    """Read copies of views: oneDNN falls back for some arrays, on kernels that read no views."""
+    """Copy inputs that are bfloat16 views: oneDNN may fall back to kernels that read no views."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
@@ -88,7 +88,7 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
 
 
 class _Calls(Parts):
-    """The parts of an equivalent, called at once instead of added to a graph."""
+    """Builder of a faster equivalent that calls its operators at once, without a graph."""
 
     def __init__(self, eager: EagerOperator, original: Invoke, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments
@@ -96,12 +96,12 @@ class _Calls(Parts):
         self._eager, self._original = eager, original
 
     def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
-        """Call an operator under the policy; return its output."""
+        """Call an operator of the equivalent under the policy; return its output."""
         return self._eager.call(self._original, op, inputs, attrs, self._is_np_op)
 
 
 def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
-    """Convolve color images, cast to bfloat16, with a fourth channel of zeros, as graphs do."""
+    """Convolve color images in bfloat16 with a fourth channel of zeros, on a faster kernel."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, _, _, out, *_ = arguments
@@ -120,7 +120,7 @@ def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
 
 
 def keep_layout(then: Action, eager: EagerOperator) -> Action:
-    """Call convolutions on a cast weight in training mode, in which oneDNN leaves it alone.
+    """Call convolutions on a cast weight in training mode, so that oneDNN leaves the weight alone.
 
     In inference oneDNN also writes the weight back in its own layout, for later calls. They never
     read this array, since each call casts the weight anew.

@@ -1,4 +1,4 @@
-"""oneDNN's memory layouts of a graph's tensors: blocked channels, and views of volumes.
+"""Memory layouts that oneDNN gives tensors of a graph: blocked channels, and views of volumes.
 
 From them, `shape_rules` decides which operators stay in float32 and which get a faster equivalent.
 """
@@ -43,7 +43,7 @@ def channel_counts(site: Site) -> tuple[int, int] | None:
 
 
 def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
-    """Return whether oneDNN has a blocked kernel for these numbers of input and output channels."""
+    """Return whether oneDNN has a blocked kernel for a convolution with these channel counts."""
     read, written = counts
     groups = int(site.attrs.get("num_group", "1"))
     if groups not in (1, read, written):
@@ -56,7 +56,7 @@ def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
 def has_blocked_output(
     site: Site, running: Node, op_class: str, blocked: Mapping[Output, bool]
 ) -> bool:
-    """Return whether an operator that may compute in bfloat16 has a blocked output then.
+    """Return whether an operator, if in bfloat16, has an output in a blocked memory layout.
 
     `running` is the node of the site, or the single operator that replaces it. `blocked` holds
     which outputs before it are blocked.
@@ -71,13 +71,13 @@ def has_blocked_output(
 
 
 def _keeps_layout(node: Node) -> bool:
-    """Return whether a node's output has the layout of its input."""
+    """Return whether the output of a node has the memory layout of its input."""
     # The rewrite removes the casts of an earlier conversion.
     return node.operator in with_trait("keeps_layout") or node.is_inserted_cast
 
 
 def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
-    """Return whether a node is a Concat of channels, or keeps the layout of a node `behind` one.
+    """Return whether a node is a Concat of channels, or keeps the layout of a node in `behind`.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
@@ -102,7 +102,7 @@ def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
 
 
 def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) -> frozenset[int]:
-    """Return the indexes of the nodes whose consumers all fit; the caller of the graph never does.
+    """Return the indexes of nodes that are no graph outputs and whose consumers all satisfy `fits`.
 
     `fits(consumer, position, found)` gets a consumer, the position of the input that it reads, and
     whether the consumer is itself one of the nodes to return.
@@ -168,7 +168,7 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
 def _volumes(
     nodes: Sequence[Node], usage: Usage, keeps: Callable[[Node], bool]
 ) -> tuple[set[int], set[int]]:
-    """Return the nodes that may hold a 3-D convolution's output, and the nodes that read them.
+    """Return the indexes of nodes that may hold a 3-D convolution's output, and of their readers.
 
     `keeps` says whether an input of five axes, or a node that reads a volume, may hold one.
     """
@@ -185,7 +185,7 @@ def _volumes(
 
 
 def _is_volume_product(node: Node) -> bool:
-    """Return whether a node is a 3-D convolution, maybe a fused one."""
+    """Return whether a node is a 3-D convolution, including one fused by oneDNN."""
     if node.operator not in CONVOLUTIONS:
         return False
     # An operator fused by oneDNN holds its convolution in a subgraph.

@@ -1,4 +1,4 @@
-"""A faster SGD step on CPUs: its arithmetic in NumPy, block by block.
+"""A faster SGD step on CPUs, computed by NumPy block by block.
 
 MXNet's kernel runs at a fraction of the memory's speed on one core. In-place work on blocks that
 fit the cache is up to 3 times as fast, and equal bit for bit: each operation rounds to float32 in
@@ -41,7 +41,7 @@ _float = np.float32
 def patched_update_impl(
     original: Original, self: SGD, indices: Any, *arrays: Any, multi_precision: bool = False
 ) -> None:
-    """Update in NumPy where that is faster; `arrays` are weights, gradients and states."""
+    """Do an SGD update in NumPy where faster; `arrays` are weights, gradients and states."""
     policy = current_policy()
     if policy is None or SGD_STEP not in policy.substitutions:
         original(self, indices, *arrays, multi_precision)
@@ -60,7 +60,7 @@ def patched_update_impl(
 
 
 def _is_large(weight: NDArray) -> bool:
-    """Return whether a weight has `_LEAST` elements; a mark of its handle saves the time."""
+    """Return whether a weight has at least `_LEAST` elements, cached on its handle."""
     handle = weight.handle
     if not hasattr(handle, "is_large"):
         handle.is_large = math.prod(shape_of(weight)) >= _LEAST
@@ -68,7 +68,7 @@ def _is_large(weight: NDArray) -> bool:
 
 
 def _is_faster(optimizer: SGD, *arrays: NDArray | None) -> bool:
-    """Return whether NumPy is faster on the arrays."""
+    """Return whether NumPy can do the SGD step on these arrays, and faster than MXNet."""
     used = [array for array in arrays if array is not None]
     return (
         type(optimizer) is SGD  # a subclass may compute something else
@@ -120,7 +120,7 @@ def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDAr
 
 @functools.lru_cache(maxsize=256)
 def _parsed_number(value: float) -> np.float32:
-    """Return a number as MXNet's operators parse it from text, where the last bit may differ.
+    """Return a number rounded to float32 as MXNet parses operator attributes from text.
 
     An operator computes 0 - value * -1, which is slow: cached.
     """

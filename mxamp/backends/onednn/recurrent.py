@@ -1,4 +1,4 @@
-"""MXNet's fused `RNN` operator as one per layer, or unrolled into steps.
+"""The fused `RNN` operator replaced by an `RNN` per layer, or by unrolled steps.
 
 MXNet's RNN has no bfloat16 kernel. The unrolled layer, for large states in inference, computes one
 product for the inputs of all steps, and one product per step for the state. Gates and cells are
@@ -36,7 +36,7 @@ _WIDE_ROW = 16
 
 
 def opened_inputs(graph: Graph, node: Node) -> list[Output]:
-    """Return a node's inputs; for an RNN with joined parameters, each parameter in their place.
+    """Return a node's inputs; for an RNN, the separate parameters in place of the joined vector.
 
     A parameter that is only reshaped to be joined is read before the reshape.
     """
@@ -72,7 +72,7 @@ def match_rnn(call: Call) -> Detail | None:
 
 
 def match_layers(call: Call) -> Detail | None:
-    """Return (rows, width, shaped) of an RNN that is faster as an RNN per layer; else None.
+    """Return (rows, width, shaped) of an RNN that is faster split by layer; else None.
 
     Each layer's parameters are tensors of their own, which rows can hold. `shaped` is that of
     `match_rnn`.
@@ -96,14 +96,14 @@ def match_layers(call: Call) -> Detail | None:
 
 
 def _is_special(attrs: Attributes) -> bool:
-    """Return whether an RNN has a projection, clips its cells or knows the sequences' lengths."""
+    """Return whether an RNN has a projection, cell state clipping or sequence lengths."""
     names = ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max")
     lengths = is_true(attrs.get("use_sequence_length", "False"))
     return lengths or any(attrs.get(name, "None") != "None" for name in names)
 
 
 def _are_shaped(call: Call) -> int | None:
-    """Return 1 if an RNN's parameters are matrices and biases, 0 if vectors, None if neither."""
+    """Return 1 if an RNN's parameters are matrices and biases, 0 if flat vectors; else None."""
     found = list(call.shapes[1 : -_state_count(call.attrs)])
     wanted = _shapes(call.attrs, (call.shape or ())[-1])
     if found == wanted:
@@ -112,7 +112,7 @@ def _are_shaped(call: Call) -> int | None:
 
 
 def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
-    """Return the width of rows that hold a layer's weights, of these shapes, and its biases.
+    """Return the row width of a matrix that holds a layer's weights and biases without padding.
 
     It is the width of the weights if that fits, so that they need no other shape.
     """
@@ -122,7 +122,7 @@ def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
 
 
 def match_parameters(call: Call) -> Detail | None:
-    """Return (width,) where the joined vectors can be matrices with rows of this width; else None.
+    """Return (row width,) if joining the parameter vectors by rows is faster; else None.
 
     The width is the greatest common divisor of the vectors' lengths.
     """
@@ -134,7 +134,7 @@ def match_parameters(call: Call) -> Detail | None:
 
 
 def joined_parameters(parts: Parts, detail: Detail) -> None:
-    """Before: vectors of parameters joined element by element. After: joined row by row."""
+    """Before: a Concat of parameter vectors by element. After: a Concat by rows of a matrix."""
     rows = f"(-1, {detail[0]})"
     matrices = [
         parts.add("Reshape", f"rows{k}", one, shape=rows) for k, one in enumerate(parts.inputs)
@@ -149,12 +149,12 @@ def _directions(attrs: Attributes) -> int:
 
 
 def _state_count(attrs: Attributes) -> int:
-    """Return the number of an RNN's states: a cell too in an LSTM."""
+    """Return the number of state tensors of an RNN: 2 for an LSTM (state and cell), else 1."""
     return 2 if attrs["mode"] == "lstm" else 1
 
 
 def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
-    """Return the shapes of an RNN's parameters in MXNet's order, for data of this width.
+    """Return the shapes of an RNN's parameters in MXNet's order, for data of `width` features.
 
     Each direction of a layer has a weight for the input and one for the state. The biases of all
     layers follow.
@@ -167,7 +167,7 @@ def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
 
 
 def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
-    """Before: an RNN. After: dense layers for the inputs of all steps, and for each step's state.
+    """Before: an RNN. After: a dense layer for the inputs of all steps, and one per step's state.
 
     Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
     is that of `match_rnn`.
@@ -183,7 +183,7 @@ def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
 
 
 def layers(parts: Parts, detail: Detail) -> _Tensors | None:
-    """Before: an RNN of several layers or directions. After: an RNN for each.
+    """Before: an RNN of several layers or directions. After: one RNN per layer and direction.
 
     Conditions: each parameter is a tensor of its own, and no elements drop between layers.
     `detail` is that of `match_layers`.
@@ -211,7 +211,7 @@ def _add_layers(
     sizes: Sequence[int],
     add_layer: Callable[[int, Tensor, _Tensors, _Tensors], tuple[Tensor, _Tensors]],
 ) -> _Tensors | None:
-    """Add all layers and the operator's outputs: also the last states, if it has them.
+    """Add all layers of an RNN; return its output and last states, None for an output alone.
 
     `sizes` are the last three numbers of `match_rnn`. `add_layer(k, below, own, begin)` adds layer
     k, directions counted as layers, which reads `below`. Its parameters are `own`, and `begin` is
@@ -251,12 +251,12 @@ def _add_layers(
 
 
 def _has_ends(attrs: Attributes) -> bool:
-    """Return whether an RNN has its last states among its outputs."""
+    """Return whether an RNN returns its last states too."""
     return is_true(attrs.get("state_outputs", "False"))
 
 
 def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[Shape]) -> Tensor:
-    """Add the vector of a layer's parameters `own`, joined row by row.
+    """Add the single vector of a layer's parameters `own`, joined row by row; return the vector.
 
     MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
     """
@@ -272,7 +272,7 @@ def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[Shape]
 
 
 def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor:
-    """Add a Concat of tensors, unless there is only one."""
+    """Add a Concat and return its output; return a single tensor as it is."""
     if len(tensors) == 1:
         return tensors[0]
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
@@ -281,7 +281,7 @@ def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor
 def _add_parameters(
     parts: Parts, tensors: _Tensors, shapes: Sequence[Shape], shaped: bool
 ) -> _Tensors:
-    """Add the parameters in their shapes, each from its own tensor or cut from a single vector.
+    """Add an RNN's parameters in their `shapes`, from separate tensors or slices of one vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
@@ -308,7 +308,7 @@ def _add_parameters(
 
 
 def _add_element(parts: Parts, name: str, tensor: Tensor, shaped: bool) -> Tensor:
-    """Add a vector of one element of a weight, which gets no gradient."""
+    """Add a vector of one element of a weight, without a gradient; return the vector."""
     begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
     element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
     element = parts.add("BlockGrad", f"{name}_constant", element)
@@ -316,12 +316,12 @@ def _add_element(parts: Parts, name: str, tensor: Tensor, shaped: bool) -> Tenso
 
 
 def _bounds(begin: int, end: int) -> Attributes:
-    """Return the attributes of a slice of the first axis."""
+    """Return the attributes of a slice_axis from `begin` to `end` on the first axis."""
     return {"axis": "0", "begin": str(begin), "end": str(end)}
 
 
 class _LayerSteps:
-    """Unrolls one direction of one RNN layer into operators; a step's tensors have first axis 1."""
+    """Unroller of one direction of one RNN layer into operators; a step's tensors have length 1."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
         self._parts, self._name = parts, name
@@ -329,7 +329,7 @@ class _LayerSteps:
         self._read, self._recur, self._read_bias, self._bias = weights
 
     def steps(self, data: Tensor, order: Sequence[int], begin: _Tensors) -> tuple[Any, _Tensors]:
-        """Add all steps; return the states by time, and the last state (and cell).
+        """Add the operators of all time steps; return the states by time, and the last state.
 
         `data` is the layer's input, and `begin` the state (and cell) before the first step.
         """
@@ -355,7 +355,7 @@ class _LayerSteps:
         return [states[t] for t in sorted(states)], state
 
     def _lstm(self, gates: Tensor, state: _Tensors) -> _Tensors:
-        """Add one LSTM step from the sum of both products; return the new state and cell."""
+        """Add an LSTM step, given the pre-activation gates; return the new state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
         new = self._add_activation(self._gate(gates, 2), "tanh")
@@ -364,7 +364,7 @@ class _LayerSteps:
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
     def _gru(self, from_input: Tensor, from_state: Tensor, state: _Tensors) -> _Tensors:
-        """Add one GRU step from the products of input and state; return the new state."""
+        """Add a GRU step, given the products of input and state; return the new state."""
         gates = self._add("elemwise_add", "gates", from_input, from_state)
         gates = self._add_activation(gates, "sigmoid")
         reset, update = self._gate(gates, 0), self._gate(gates, 1)
@@ -377,23 +377,23 @@ class _LayerSteps:
         return [self._add("elemwise_add", "state", new, part)]
 
     def _simple(self, total: Tensor) -> _Tensors:
-        """Add one relu or tanh step from the sum of both products; return the new state."""
+        """Add a relu or tanh step, given the pre-activation sum; return the new state."""
         return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
     def _add(self, op: str, name: str, *inputs: Tensor, **attrs: str) -> Tensor:
-        """Add a float32 operator with the layer's name before its own."""
+        """Add a float32 operator, its name prefixed with the layer's; return its output."""
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
     def _add_activation(self, tensor: Tensor, act_type: str) -> Tensor:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: Tensor, k: int) -> Tensor:
-        """Add the slice of gate k of all gates."""
+        """Add the slice of gate k from the tensor of all gates; return the slice."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
     def _product(self, name: str, tensor: Tensor, *parameters: Tensor) -> Tensor:
-        """Add a dense layer whose units are all gates, and maybe a bias."""
+        """Add a dense layer that computes all gates, with an optional bias; return its output."""
         attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
         attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
@@ -401,5 +401,5 @@ class _LayerSteps:
 
 
 def is_divided(node: Node) -> bool:
-    """Return whether a node is an RNN that `rnn_layers` may make several of."""
+    """Return whether `rnn_layers` may split a node: an RNN of several layers or directions."""
     return node.op == "RNN" and int(node.attrs["num_layers"]) * _directions(node.attrs) > 1

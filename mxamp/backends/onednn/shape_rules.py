@@ -1,4 +1,4 @@
-"""oneDNN's rules by shape: operators kept in float32, and which equivalents graphs get.
+"""Shape rules for oneDNN: operators kept in float32, and operators replaced by faster ones.
 
 Some bfloat16 kernels are fast or slow depending on shapes and on the memory layout of their input.
 The rules here keep a slow operator in float32, and the few that change results one that oneDNN gets
@@ -46,7 +46,7 @@ _TIMES_IN_CALLS = 8
 
 
 def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-    """Return why nodes of a graph stay in float32, and the matches of those to substitute."""
+    """Return two dicts by node index: reasons to stay in float32, and substitutions."""
     substituted = _matches(setting)
     sites = _Sites(setting, substituted)
     kept, small, excess = sites.walk({})
@@ -60,7 +60,7 @@ def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, M
 
 
 def _matches(setting: Setting) -> dict[int, Match]:
-    """Return the match of each node to substitute, by index; none when converting."""
+    """Return the substitution of each node that gets one, by node index; none when converting."""
     graph, policies, policy, usage, known = setting
     found: dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
@@ -84,12 +84,12 @@ def _matches(setting: Setting) -> dict[int, Match]:
 
 
 def _running(node: Node, match: Match | None) -> Node:
-    """Return a node, as an `Activation` if that replaces it."""
+    """Return the node, or an `Activation` if the substitution replaces the node with one."""
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
 class _Sites(Sites):
-    """The sites of a graph's operators, in the order of a walk that tracks blocked layouts."""
+    """The `Site` of each operator of a graph, with the blocked memory layouts of its inputs."""
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
         super().__init__(setting)
@@ -102,7 +102,7 @@ class _Sites(Sites):
     def walk(
         self, small_layers: Mapping[int, Reason]
     ) -> tuple[dict[int, Reason], dict[int, Reason], float]:
-        """Return the reasons of kept nodes, those of `small_layers`, and the sum of their excess.
+        """Return the reasons of kept nodes and of small layers, and how far these exceed the limit.
 
         The layers of the argument stay in float32. Their excess is that of the multiplications over
         the limit of the rule, relative to it.
@@ -134,7 +134,7 @@ class _Sites(Sites):
         return kept, small, excess
 
     def _in_layouts(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
-        """Return node i and its surroundings; `blocked` holds the outputs before it that are."""
+        """Return the `Site` of node i, given which earlier outputs are `blocked`."""
         return self.at(i)._replace(
             feeds_norm=i in self._norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
@@ -147,7 +147,7 @@ class _Sites(Sites):
 
 
 def _row_count(site: Site, data: tuple[int, ...]) -> int:
-    """Return the number of rows of a dense layer's data."""
+    """Return the number of rows of the data that a dense layer multiplies."""
     return data[0] if flattens_data(site.attrs) else math.prod(data[:-1])
 
 
@@ -188,12 +188,12 @@ def has_few_columns(site: Site, _limit: int = 0) -> bool:
 
 @rule(SMALL_LAYERS, in_calls=True)
 def is_small(site: Site, limit: int) -> bool:
-    """Return whether a layer is small. In graphs, all layers count together."""
+    """Return whether a layer has few multiplications. In graphs, all layers count together."""
     return _relative_size(site, limit * (_TIMES_IN_CALLS if site.in_call else 1)) < 1
 
 
 def _relative_size(site: Site, limit: int) -> float:
-    """Return the multiplications of a layer relative to a limit; infinity for unknown shapes.
+    """Return the multiplications of a layer divided by `limit`; infinity for unknown shapes.
 
     Of a convolution it is an upper bound, exact for strides of 1. It is at least 1 if the weight
     needs no cast, or many layers share its cast and the sum of its gradients.
@@ -210,7 +210,7 @@ def _relative_size(site: Site, limit: int) -> float:
 
 @rule("odd_channels")
 def has_odd_channels(site: Site, _limit: int = 0) -> bool:
-    """Return whether a convolution lacks a blocked bfloat16 kernel, where that costs most.
+    """Return whether a convolution's channels rule out a blocked kernel, where that costs most.
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
@@ -231,7 +231,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
 
 @rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
-    """Return whether places of a convolution's kernel may read only padding, in training.
+    """Return whether weights of a convolution's kernel may read only padding, in training.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
     stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
@@ -253,7 +253,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
 
 
 def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
-    """Return whether places of a kernel, or of a stride, read no data along one axis."""
+    """Return whether kernel weights, or data within a stride, go unread along one axis."""
     starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
     missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
     return stride > size or any(missed)
@@ -267,7 +267,7 @@ def has_plain_layout(site: Site, _limit: int = 0) -> bool:
 
 @rule("cast_weight", changes_results=True, in_calls=True, reads_weight=True)
 def casts_weight(site: Site, _limit: int = 0) -> bool:
-    """Return whether gradients may be computed for a weight that would be cast.
+    """Return whether a call would cast its weight while gradients may be computed.
 
     oneDNN's gradient for such a weight of a transposed convolution writes out of bounds.
     """
@@ -276,5 +276,5 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
 
 @rule("volume_views", changes_results=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
-    """Return whether a view may be of a 3-D convolution's output, which oneDNN can't read."""
+    """Return whether an input may be a blocked 3-D convolution's output; oneDNN can't view it."""
     return site.reads_volume
