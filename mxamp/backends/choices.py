@@ -232,8 +232,8 @@ class ChoosingBackend(Backend):
     def reads_unset_flag(self, rnn: Node) -> bool:
         """Return whether an RNN computes wrongly if MXNet leaves its training flag unset.
 
-        If that says training, an LSTM with a projection fails in inference with "No training
-        support", and an LSTM with dropout drops elements.
+        If the memory of the flag says training, an LSTM with a projection fails in inference with
+        "No training support", and an LSTM with dropout drops elements.
         """
         dropout, projection = rnn.attrs.get("p", "0"), rnn.attrs.get("projection_size", "None")
         return float(dropout) > 0 or projection != "None"

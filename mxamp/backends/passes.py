@@ -64,7 +64,7 @@ class Call:
         return self.shapes[1] if self.shapes[1:] else None
 
     def lowers(self, operator: str) -> bool:
-        """Return whether `operator` would compute in the target dtype in place of this call."""
+        """Return whether `operator`, in place of this call, would compute in the target dtype."""
         rule = self.policy.rule(operator)
         low = rule.op_class == "low" and not rule.no_kernel
         return low and not self.policy.keeps_layer(self.node.name)

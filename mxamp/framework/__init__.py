@@ -1,1 +1,1 @@
-"""Access to MXNet and the machine: import, registry, arrays, patching. Imports `errors`."""
+"""Access to MXNet and the machine: import, operators, arrays, patching. Imports `errors`."""

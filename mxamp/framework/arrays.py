@@ -47,7 +47,7 @@ cast_dtypes: Set[str] = set()
 
 
 def dtype_code(array: NDArray) -> int:
-    """Return MXNet's number for an array's dtype, eight times as fast as `array.dtype`."""
+    """Return the integer of an array's dtype in MXNet, eight times as fast as `array.dtype`."""
     code = _c_int()
     _get_dtype(array.handle, _byref(code))
     return code.value
@@ -61,7 +61,7 @@ def shape_of(array: NDArray) -> Tuple[int, ...]:
 
 
 def all_float32(arrays: Sequence[NDArray]) -> bool:
-    """Return whether all arrays are of float32, dense or sparse."""
+    """Return whether all arrays have the dtype float32, dense or sparse."""
     code = _c_int()
     pointer = _byref(code)
     for array in arrays:
@@ -77,12 +77,12 @@ def dtype_of(array: NDArray) -> str:
 
 
 def kind_code(array: NDArray) -> int:
-    """Return the key of `KIND_NAMES` for an array: its dtype's number, or that of "sparse"."""
+    """Return the integer of an array's dtype, or of "sparse": a key of `KIND_NAMES`."""
     return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
 
 
 def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
-    """Return the name of each array's dtype, or "sparse", for `policy.decision.decide`."""
+    """Return each array's dtype name, "sparse" for sparse arrays: input of `decision.decide`."""
     return tuple([KIND_NAMES.get(kind_code(array), "other") for array in arrays])
 
 
@@ -99,12 +99,12 @@ def plain_array(array: NDArray) -> NDArray:
 
 
 def as_float(number: Any) -> float:
-    """Return a number, or an array of one element, as a float."""
+    """Return a number or a one-element array as a Python float."""
     return float(plain_array(number).asscalar() if isinstance(number, NDArray) else number)
 
 
 def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArray:
-    """Return a copy by an operator, in the plain memory layout, recorded by autograd."""
+    """Return a copy of an array, recorded by autograd, in the plain memory layout."""
     if dtype_code(array) == _BFLOAT16 and array.ndim:
         # MXNet's copies fail on views of bfloat16 arrays; a slice of the whole array does not.
         keys, whole = ["axis", "begin", "end"], ["0", "0", "None"]
@@ -117,7 +117,7 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
 def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Sequence[int], is_np_op: bool
 ) -> List[NDArray]:
-    """Return `arrays` with float inputs at `positions` copied, so that backward can't crash.
+    """Return `arrays`, with float arrays at `positions` copied so that backward can't crash.
 
     `positions` are those of gradients that are zero by definition. If an array gets no gradient but
     such zeros, eager backward calls `zeros_like` on the inputs of the preceding operators, back to
@@ -165,7 +165,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
 
 
 class _LeafCasts(threading.local):
-    """The memory of the casts of leaves, in each thread, until its `autograd.record()` ends.
+    """Per-thread cache of the memory of casts of leaves, freed when `autograd.record()` ends.
 
     Autograd keeps the casts that operators have read, once for each use of a weight. So all casts
     of a leaf share the memory of the first. Each of them writes it: an operator reads the current
@@ -180,31 +180,31 @@ class _LeafCasts(threading.local):
         self._casts: Dict[Tuple[int, str], Tuple[NDArray, NDArray]] = {}
 
     def begin(self, scope: object) -> None:
-        """Keep casts until `scope` ends, if it is the first that records."""
+        """Cache casts of leaves until `scope` ends, unless an outer scope already does."""
         if self._scope() is None:
             self._casts.clear()
             self._scope = weakref.ref(scope)
 
     def end(self, scope: object) -> None:
-        """Free the casts if `scope` began to keep them."""
+        """Free the cached casts if `scope` is the one that started the cache."""
         if self._scope() is scope:
             self._scope = lambda: None
             self._casts.clear()
 
     def memory(self, leaf: NDArray, dtype: str) -> Optional[NDArray]:
-        """Return an array over the memory of the leaf's casts to `dtype`; None for the first."""
+        """Return an array over the memory of the leaf's earlier cast to `dtype`; None if none."""
         if not self._keeps():
             return None
         _, cast_before = self._casts.get((leaf.handle.value, dtype), (leaf, None))
         return None if cast_before is None else cast_before.detach()
 
     def keep(self, leaf: NDArray, dtype: str, result: NDArray) -> None:
-        """Keep the memory of the leaf's first cast to `dtype`, and the leaf, for its handle."""
+        """Cache the memory of the leaf's first cast to `dtype`, and keep the leaf alive."""
         if self._keeps():
             self._casts.setdefault((leaf.handle.value, dtype), (leaf, result.detach()))
 
     def _keeps(self) -> bool:
-        """Return whether casts share memory: in inference, oneDNN changes a weight's layout."""
+        """Return whether to cache casts: not in inference, where oneDNN changes layouts."""
         return self._scope() is not None and autograd.is_training()
 
 
@@ -230,7 +230,7 @@ def float32_parts(array: NDArray) -> Iterator[Values]:
 
 
 def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
-    """Write `source` into `target`, cast to its `dtype`; `castable`: amp_cast has both dtypes."""
+    """Write `source` into `target`, cast to `dtype`; `castable`: amp_cast supports both dtypes."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
 
@@ -245,7 +245,7 @@ def has_gradient(array: NDArray) -> bool:
 
 
 def _recorded_view(array: NDArray) -> NDArray:
-    """Return an NDArray over the same memory that autograd records as a reshape of `array`."""
+    """Return a view over the memory of `array` that autograd records as a reshape."""
     shape = array.shape
     if not shape or not all(shape):  # 0 stands for an unknown size in a reshape
         return copy(array)
@@ -256,14 +256,14 @@ def _recorded_view(array: NDArray) -> NDArray:
 
 
 def shallow_copy(array: NDArray) -> NDArray:
-    """Return a second NDArray over the same memory; to autograd both are one variable."""
+    """Return a second NDArray over the same memory, for autograd the same variable."""
     handle = ctypes.c_void_p()
     check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
     return type(array)(handle=handle, writable=array.writable)
 
 
 def address(array: NDArray) -> int:
-    """Return the address of an array's memory, 0 without memory. Waits for pending writes."""
+    """Return the address of an array's memory, 0 if it has none. Waits for pending writes."""
     array.wait_to_read()
     data = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
@@ -271,7 +271,7 @@ def address(array: NDArray) -> int:
 
 
 def flat_view(array: NDArray, dtype: Dtype, write: bool = False) -> Values:
-    """Return a flat NumPy view of a dense CPU array.
+    """Return a one-dimensional NumPy view of the memory of a dense CPU array.
 
     Waits for pending writes of the array, and with `write` for pending reads too. The view is valid
     while the array lives and keeps its layout.
@@ -284,14 +284,14 @@ def flat_view(array: NDArray, dtype: Dtype, write: bool = False) -> Values:
 
 
 def as_list(outputs: object) -> Sequence[Any]:
-    """Return the outputs of an operator or block, one array or several, as a list or tuple."""
+    """Return operator or block outputs, one array or several, as a list or tuple."""
     return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def map_arrays(
     value: object, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
 ) -> Any:
-    """Map nested lists, tuples and dicts: `function` on arrays, `otherwise` on other leaves.
+    """Apply `function` to arrays in nested lists, tuples and dicts, `otherwise` to other leaves.
 
     The result has the same containers.
     """

@@ -76,7 +76,7 @@ def _first_import() -> types.ModuleType:
 
 
 def prepare_import() -> None:
-    """Add the names to NumPy and `sys.modules` that MXNet imports, and let backends prepare."""
+    """Add missing names to NumPy and `sys.modules`, and load CUDA, before importing MXNet."""
     import numpy
 
     if not release(NUMPY_FROM) <= release(numpy.__version__) < release(NUMPY_BELOW):
@@ -87,7 +87,7 @@ def prepare_import() -> None:
 
 
 def release(version: str) -> Tuple[int, ...]:
-    """Return up to three leading numbers of a version, for comparisons.
+    """Return up to three leading numbers of a version string, for comparisons.
 
     >>> release("2.6.0rc1"), release("450.80.02"), release("8.6")
     ((2, 6, 0), (450, 80, 2), (8, 6))
@@ -96,7 +96,7 @@ def release(version: str) -> Tuple[int, ...]:
 
 
 def _restore_numpy(numpy: Any) -> None:
-    """Add removed names to NumPy, and make NumPy 2 print numbers as NumPy 1 does."""
+    """Add names that NumPy removed back to it, and make NumPy 2 print numbers as NumPy 1 does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy 1.20 to 1.23 have the names and deprecate them
         missing = {k: v for k, v in _numpy_names(numpy).items() if not hasattr(numpy, k)}
@@ -111,7 +111,7 @@ def _restore_numpy(numpy: Any) -> None:
 
 
 def _print_plain_numbers(numpy: types.ModuleType) -> None:
-    """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes as str()."""
+    """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes as text from str()."""
     numpy.set_printoptions(legacy="1.25")
     options = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)
     if isinstance(options, contextvars.ContextVar):
@@ -120,7 +120,7 @@ def _print_plain_numbers(numpy: types.ModuleType) -> None:
 
 
 def _numpy_names(numpy: types.ModuleType) -> Dict[str, Any]:
-    """Return the values of the names that MXNet reads and NumPy 1.24 to 2.5 removed, by name."""
+    """Return, by name, values for names that MXNet reads and NumPy 1.24 to 2.5 removed."""
 
     def removed(*_args: object, **_options: object) -> NoReturn:
         raise AttributeError("this function was removed from NumPy; see numpy_financial")

@@ -1,4 +1,4 @@
-"""`mxnet.contrib.amp` beside mxamp: both in one process would cast twice, so that is an error."""
+"""Protection against using `mxnet.contrib.amp` beside mxamp: both would cast, so that raises."""
 
 import sys
 from typing import List
@@ -34,7 +34,7 @@ def check_contrib_is_off() -> None:
 
 
 class _Refusal:
-    """A global of contrib's functions that makes them raise; as contrib's flag, False elsewhere.
+    """Stand-in for a global that contrib.amp's functions read: raises there, False elsewhere.
 
     A script may have imported the functions by name, so replacing them would not do: they read
     these globals wherever they were imported, and GluonNLP reads the flag. A check inside mxamp's
@@ -53,7 +53,7 @@ class _Refusal:
 
 
 def refusals() -> List[Patch]:
-    """Return the patches that make contrib's functions raise.
+    """Return the patches that make functions of `mxnet.contrib.amp` raise.
 
     `init` and `init_trainer` read the flag, `unscale` reads `trainer.Trainer`.
     """
@@ -62,7 +62,7 @@ def refusals() -> List[Patch]:
 
 
 class RefusedScale:
-    """A trainer's original scale, which contrib's `scale_loss` divides first: an error."""
+    """A trainer's original loss scale: raises when contrib.amp's `scale_loss` divides it."""
 
     def __truediv__(self, _scale: float) -> None:
         raise StateError(SCALED_BY_MXAMP)

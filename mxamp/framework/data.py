@@ -1,4 +1,4 @@
-"""mxamp's own data files in lists/, and TOML in every version of Python."""
+"""Reader of mxamp's own data files in lists/, and of TOML in every version of Python."""
 
 import sys
 from functools import lru_cache
@@ -12,14 +12,14 @@ else:
 
 
 def parse_toml(text: str) -> Dict[str, Any]:
-    """Return the tables of a TOML text; raise `ValueError` if it has another syntax."""
+    """Return the tables of a TOML text; raise `ValueError` if the syntax is wrong."""
     tables: Dict[str, Any] = tomllib.loads(text)
     return tables
 
 
 @lru_cache(maxsize=None)
 def own_tables(name: str) -> Mapping[str, Any]:
-    """Return the tables of lists/<name>.toml, which is in the package, or beside it in a clone."""
+    """Return the tables of mxamp's data file lists/<name>.toml, in the package or a clone."""
     package = Path(__file__).resolve().parent.parent
     folder = next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
     return parse_toml((folder / f"{name}.toml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The transports between workers: MXNet's distributed kvstores, and Horovod.
+"""Communication between workers: MXNet's distributed kvstores, and Horovod.
 
 mxamp never imports Horovod: it uses the module that the program has imported, if any.
 """
@@ -31,13 +31,13 @@ SEVERAL_DEVICES = (
 
 
 class Transport(NamedTuple):
-    """A transport between workers, and the dtypes that it can send."""
+    """A way to send arrays between workers, such as Horovod, and the dtypes that it can send."""
 
     name: str
     dtypes: Tuple[str, ...]
 
     def check_dtype(self, name: str, dtype: object) -> None:
-        """Raise `ArgumentError` if arrays of this dtype can't be sent."""
+        """Raise `ArgumentError` if the transport can't send arrays of this dtype."""
         given = dtype_name(dtype)
         if given not in self.dtypes:
             allowed = one_of(self.dtypes)
@@ -46,7 +46,7 @@ class Transport(NamedTuple):
             )
 
     def check_arrays(self, name: str, value: object) -> None:
-        """Raise `ArgumentError` if an array, alone or in nested lists, can't be sent."""
+        """Raise `ArgumentError` if the transport can't send an array, alone or nested."""
         map_arrays(value, lambda array: self.check_dtype(name, array.dtype), lambda other: other)
 
 
@@ -57,13 +57,13 @@ HOROVOD = Transport("Horovod", ("float32", "float16", "float64", "int8", "uint8"
 
 
 def is_distributed(kvstore: object) -> bool:
-    """Return whether a kvstore, given itself or by name, spans several processes."""
+    """Return whether a kvstore (object or type name) spans several processes."""
     return "dist" in str(getattr(kvstore, "type", kvstore))
 
 
 @functools.lru_cache(maxsize=1)
 def end_worker_on_errors() -> None:
-    """Make an uncaught exception end a parameter server's worker; a no-op in other processes.
+    """Make an uncaught exception end a parameter-server worker; a no-op in other processes.
 
     In plain MXNet the run hangs: the failing worker waits at exit until all workers free their
     kvstores, and these wait for its gradients.
@@ -73,7 +73,7 @@ def end_worker_on_errors() -> None:
 
 
 def _show_and_exit(original: Any, kind: type, error: object, traceback: object) -> None:
-    """Call the original `sys.excepthook`, then end the process unless Python is interactive."""
+    """Print an exception by the original `sys.excepthook`, then exit unless interactive."""
     original(kind, error, traceback)
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return
@@ -87,23 +87,23 @@ def _show_and_exit(original: Any, kind: type, error: object, traceback: object) 
 
 
 def _is_horovod_instance(value: object, class_name: str) -> bool:
-    """Return whether `value` is an instance of a class of `horovod.mxnet`, if that is imported."""
+    """Return whether `value` is an instance of `horovod.mxnet.<class_name>`, if imported."""
     kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def is_horovod_trainer(trainer: object) -> bool:
-    """Return whether Horovod sums the gradients of a trainer."""
+    """Return whether a trainer is Horovod's DistributedTrainer, which sums gradients."""
     return _is_horovod_instance(trainer, "DistributedTrainer")
 
 
 def is_horovod_optimizer(optimizer: object) -> bool:
-    """Return whether Horovod sums the gradients in each update of an optimizer."""
+    """Return whether an optimizer is Horovod's, which sums gradients in each update."""
     return _is_horovod_instance(optimizer, "DistributedOptimizer")
 
 
 class HorovodStore:
-    """A kvstore over Horovod, with the methods by which workers compare settings."""
+    """A kvstore interface over Horovod, by which workers compare mxamp's settings."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
@@ -111,16 +111,16 @@ class HorovodStore:
         self._sum: Any = None
 
     def init(self, key: str, value: NDArray) -> None:
-        """Do nothing: Horovod creates names on demand."""
+        """Do nothing: Horovod needs no keys declared in advance."""
 
     def push(self, key: str, value: NDArray) -> None:
-        """Sum an array over the workers, for the next `pull`."""
+        """Sum an array over all workers; the next `pull` returns the sum."""
         self._sum = sys.modules["horovod.mxnet"].allreduce(
             value, average=False, name=f"mxamp.{key}", process_set=self._process_set
         )
 
     def pull(self, key: str, out: NDArray) -> None:
-        """Write the sum of the last push to `out`."""
+        """Write the sum of the last `push` to `out`."""
         self._sum.copyto(out)
 
 

@@ -1,4 +1,4 @@
-"""Environment variables: the one that turns mixed precision on, and others set for a while."""
+"""Environment variables: MXNET_ENABLE_AUTO_MIXED_PRECISION, and temporary settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OFF_VALUES = ("", "0", "false", "off", "no")
 
 
 def automatic_value() -> str:
-    """Return the variable's value in lower case, "" where it leaves mixed precision off."""
+    """Return MXNET_ENABLE_AUTO_MIXED_PRECISION in lower case; "" if its value means off."""
     value = os.environ.get(AUTOMATIC, "").strip().lower()
     return "" if value in OFF_VALUES else value
 
 
 @contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable inside the `with` block; None leaves it as it is."""
+    """Set an environment variable inside the `with` block; a `value` of None changes nothing."""
     if value is None:
         yield
         return

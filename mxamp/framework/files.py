@@ -1,4 +1,4 @@
-"""Atomic file replacement: a crash or a full disk leaves the old files, none, or the new ones."""
+"""Atomic file writes: after a crash or a full disk, old files, new files, or none."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ NOT_THE_SAME = "the content read back differs from the content written"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
-    """Replace a file by `content` atomically, after reading the content back.
+    """Replace a file's content atomically, after reading the new content back to check it.
 
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
@@ -42,7 +42,7 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
 def replaced_files(
     paths: Sequence[Union[str, Path]], check: Callable[[List[Path]], None]
 ) -> Iterator[List[Path]]:
-    """Context that yields temporary paths to write to, which then replace `paths`.
+    """Context manager that yields temporary paths to write, whose files then replace `paths`.
 
     Before the replacement, the temporary files are synced to the disk and `check` reads them back.
     The targets of symbolic links are replaced, and the modes of the old files kept. Several old
@@ -79,7 +79,7 @@ def replaced_files(
 
 
 def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
-    """Move the `written` files to their places, several old ones aside first; undo an error."""
+    """Move the `written` files to `places`, setting several old ones aside; undo on an error."""
     old = [place for place in places if place.exists()] if len(places) > 1 else []
     moves = [*((place, _beside(place, _OLD)) for place in old), *reversed([*zip(written, places)])]
     done: List[Tuple[Path, Path]] = []
@@ -94,7 +94,7 @@ def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
 
 
 def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
-    """Return the old files that killed writes of `path` have left, or the new ones, sorted.
+    """Return, sorted, the old or new files that killed writes of `path` left in its folder.
 
     An old file may be the only copy.
     """
@@ -104,7 +104,7 @@ def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
 
 @contextmanager
 def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
-    """Context that turns an `OSError` into a `WriteError` about `path`."""
+    """Context manager that turns an `OSError` into a `WriteError` about `path`."""
     try:
         yield
     except WriteError:
@@ -115,7 +115,7 @@ def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
 
 
 def check_file_path(path: Union[str, Path]) -> None:
-    """Raise if `path` can't be the name of a file in an existing folder."""
+    """Raise if `path` is a folder, or its parent folder does not exist."""
     place = Path(os.path.realpath(path))
     with wrap_write_errors(path):
         if place.is_dir():
@@ -148,7 +148,7 @@ def checksum(path: Path) -> int:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Sync a file, or a folder's list of files, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

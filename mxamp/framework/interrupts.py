@@ -1,4 +1,4 @@
-"""Ends that Ctrl-C can't skip.
+"""Cleanup that runs even if Ctrl-C interrupts it.
 
 Python may raise KeyboardInterrupt before a `finally` or an `__exit__` of ours does anything.
 """
@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 
 
 def ending(function: Callable[..., Any], *args: object) -> ExitStack:
-    """Return a context that calls a function at its end, and again if that call is interrupted."""
+    """Return a context that calls `function` twice at its end: Ctrl-C may interrupt one call."""
     stack = ExitStack()
     for _ in range(2):
         stack.callback(function, *args)
@@ -19,16 +19,16 @@ def ending(function: Callable[..., Any], *args: object) -> ExitStack:
 
 
 def holding(lock: "threading.RLock") -> ContextDecorator:
-    """Return a decorator of functions that hold a lock, and release it whatever interrupts them."""
+    """Return a decorator of functions that hold `lock`, and release it even after Ctrl-C."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()
     return decorator
 
 
 def is_running(frame: FrameType, thread: Optional[int] = None) -> bool:
-    """Return whether a function still runs in a thread, the caller's by default.
+    """Return whether a stack frame is still running in a thread, by default the caller's.
 
-    What it has begun, and an interrupt has kept it from ending, is over if not.
+    If not, whatever the function began, and an interrupt kept it from ending, is over.
     """
     own = thread in (None, threading.get_ident())
     one = sys._getframe(1) if own else sys._current_frames().get(thread)  # type: ignore[arg-type]

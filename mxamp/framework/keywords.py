@@ -1,4 +1,4 @@
-"""What to write for an argument that a function does not have."""
+"""Errors for unknown keyword arguments that name the right one."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checked_call(function: Function) -> Function:
-    """Make an unknown keyword of a function an `UnknownNameError` with what to write.
+    """Decorate a function: an unknown keyword raises `UnknownNameError` with the right name.
 
     That is the advice of lists/spellings.toml for users of other libraries, else the closest
     parameter. Every other call that does not fit raises Python's own `TypeError`.

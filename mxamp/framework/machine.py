@@ -82,7 +82,7 @@ def _gpu_count() -> int:
 
 
 def threads() -> int:
-    """Return how many threads one of MXNet's CPU kernels uses (1.9.1, src/engine/openmp.cc)."""
+    """Return how many threads a CPU kernel of MXNet uses (1.9.1, src/engine/openmp.cc)."""
     most, limit = (os.environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
     if most.isdigit() and int(most):
         return int(most)
@@ -100,7 +100,7 @@ def processors() -> int:
 
 
 def threads_per_core() -> int:
-    """Return the number of logical processors in a core."""
+    """Return the number of logical processors (hyperthreads) in a CPU core."""
     siblings, cores = (_cpu_info().get(name, "") for name in ("siblings", "cpu cores"))
     both = siblings.isdigit() and cores.isdigit() and int(cores)
     return max(int(siblings) // int(cores), 1) if both else 1
@@ -108,7 +108,7 @@ def threads_per_core() -> int:
 
 @lru_cache(maxsize=None)
 def _cpu_info() -> Dict[str, str]:
-    """Return the first processor's entries of /proc/cpuinfo."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -24,7 +24,7 @@ from .wording import shown
 
 @dataclass(frozen=True)
 class Operator:
-    """One registered operator.
+    """One operator of MXNet's registry: its names, inputs and attributes.
 
     `inputs` are the names of its tensors in order; a variadic operator has one name for all.
     `attributes` are the names of its other arguments, `defaults` the printed defaults of optional
@@ -46,7 +46,7 @@ class Operator:
     decisive_attributes: Tuple[str, ...]
 
     def positions(self, names: Tuple[str, ...], attributes: Mapping[str, str]) -> Tuple[int, ...]:
-        """Return the positions of the inputs called `names` in a call with these `attributes`."""
+        """Return the positions of the inputs called `names` in a call with `attributes`."""
         inputs = self.inputs
         if self.name == "RNN" and attributes.get("mode", "lstm") != "lstm":
             # Only an LSTM takes a cell state; in other modes the inputs after it move up.
@@ -61,7 +61,7 @@ class Operator:
         return name
 
     def check_values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return an attribute's values as text; raise `UnknownNameError` for invalid ones."""
+        """Return an attribute's values as text; raise `UnknownNameError` if one is not allowed."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:
@@ -71,7 +71,7 @@ class Operator:
 
 @lru_cache(maxsize=None)
 def registry() -> Mapping[str, Operator]:
-    """Return every operator of the loaded MXNet by canonical name (30 ms, once)."""
+    """Return all operators of the loaded MXNet by canonical name (30 ms, cached)."""
     aliases: Dict[int, List[str]] = {}
     for name in sorted(mx.operator.get_all_registered_operators()):
         aliases.setdefault(handle_of(name), []).append(name)
@@ -81,18 +81,18 @@ def registry() -> Mapping[str, Operator]:
 
 @lru_cache(maxsize=None)
 def by_handle() -> Mapping[int, Operator]:
-    """Return every operator of the loaded MXNet by its handle in MXNet's C API."""
+    """Return all operators of the loaded MXNet by their handles in MXNet's C API."""
     return MappingProxyType({operator.handle: operator for operator in registry().values()})
 
 
 @lru_cache(maxsize=None)
 def _by_name() -> Mapping[str, Operator]:
-    """Return every operator by each of its names."""
+    """Return all operators by canonical name and by alias."""
     return {alias: op for op in registry().values() for alias in (*op.aliases, op.name)}
 
 
 def _plain_name(name: str) -> str:
-    """Return a name in small letters, without a module before it, underscores or "2d".
+    """Return a layer or operator name in lower case, without module, underscores or "2d".
 
     >>> _plain_name("nn.Conv2D"), _plain_name("batch_norm")
     ('conv', 'batchnorm')
@@ -122,7 +122,7 @@ def resolve(name: str) -> Operator:
 
 @lru_cache(maxsize=None)
 def with_trait(trait: str) -> AbstractSet[str]:
-    """Return the canonical names of the operators in a list of lists/operators.toml, in order.
+    """Return the canonical names of the operators in list `trait` of lists/operators.toml.
 
     >>> "sin" in with_trait("keeps_sparse"), "cos" in with_trait("keeps_sparse")
     (True, False)
@@ -131,14 +131,14 @@ def with_trait(trait: str) -> AbstractSet[str]:
 
 
 def handle_of(name: str) -> int:
-    """Return an operator's handle in MXNet's C API, by any of its names."""
+    """Return the handle in MXNet's C API of the operator called `name`, canonical or alias."""
     handle = ctypes.c_void_p()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
     return int(handle.value or 0)
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether an operator (canonical name) ignores the head gradient, as losses do.
+    """Return whether the gradient of an operator ignores the head gradient, as a loss's does.
 
     >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
     (True, False)
@@ -153,7 +153,7 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
 
 
 def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
-    """Return the operator that MXNet's C API describes under this handle."""
+    """Return the operator with a handle, as MXNet's C API describes it."""
     strings = ctypes.POINTER(ctypes.c_char_p)
     name, about, key_var, returns = (ctypes.c_char_p() for _ in range(4))
     count, names, types, texts = mx_uint(), strings(), strings(), strings()
@@ -203,7 +203,7 @@ _seen = 0
 
 
 def prop_class(op_type: str) -> Optional[type]:
-    """Return the `CustomOpProp` registered as `op_type`, or None.
+    """Return the `CustomOpProp` class registered as `op_type`; None if not registered.
 
     MXNet keeps the class only in the closure of the function behind a ctypes callback.
     """
@@ -226,7 +226,7 @@ def auxiliary_states(attributes: Mapping[str, Any]) -> int:
 
 
 def _custom_properties(attributes: Mapping[str, Any]) -> Tuple[bool, int]:
-    """Return whether `Custom` needs the head gradient, and its number of auxiliary states.
+    """Return whether a `Custom` operator needs head gradients, and its auxiliary state count.
 
     An unknown op_type needs it, and so does one whose constructor fails.
     """
@@ -238,7 +238,7 @@ def _custom_properties(attributes: Mapping[str, Any]) -> Tuple[bool, int]:
 
 @lru_cache(maxsize=1024)  # called at every eager call
 def _read_properties(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
-    """Return the result of `_custom_properties` for a class and its constructor's arguments."""
+    """Return need_top_grad and the auxiliary state count of a `CustomOpProp` class, cached."""
     try:
         prop = cls(**dict(arguments))
         return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())

@@ -25,7 +25,7 @@ Original = Callable[..., Any]
 
 
 def hold_during_forks(lock: "threading.RLock") -> None:
-    """Hold a lock during forks: a child would wait forever for one that another thread held."""
+    """Hold a lock during os.fork: a child would wait forever if another thread held it."""
     if hasattr(os, "register_at_fork"):
         release = lock.release
         os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
@@ -42,7 +42,7 @@ locked = holding(_lock)
 
 
 class Patch:
-    """One attribute of one owner, and the function that builds its replacement.
+    """Replacement of one attribute of an owner (module or class), and its builder `build`.
 
     `build` takes the original and returns its replacement. It is called again, with another
     original, when a patch below this one comes or goes.
@@ -56,7 +56,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Replace the attribute, below patches that are `on_top`."""
+        """Replace the attribute, below other patches that are `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current, stack = vars(self.owner)[self.name], _stacks.setdefault(self._key, [])
@@ -68,7 +68,7 @@ class Patch:
         _restack([self, *above], self.original)
 
     def undo(self) -> None:
-        """Restore the original, unless other code has replaced the attribute since.
+        """Restore the original attribute, unless other code has replaced it since.
 
         Idempotent: an interrupted call can be made again.
         """
@@ -86,7 +86,7 @@ class Patch:
 
     @property
     def _key(self) -> Tuple[int, str]:
-        """Key of the patches of this attribute in the stacks of installed patches."""
+        """Key of the attribute in `_stacks`, the patches by attribute."""
         return id(self.owner), self.name
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Patch:
 
 
 def _restack(patches: Sequence[Patch], original: object) -> None:
-    """Rebuild patches, bottom first, over `original`."""
+    """Rebuild and install patches of one attribute, bottom first, over `original`."""
     for patch in patches:
         patch.original, patch.ours = original, patch.build(original)
         setattr(patch.owner, patch.name, patch.ours)
@@ -102,7 +102,7 @@ def _restack(patches: Sequence[Patch], original: object) -> None:
 
 
 def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Return a `Patch.build` whose replacement calls `function(original, *args, **kwargs)`."""
+    """Return a `Patch.build` that wraps: calls go to `function(original, *args, **kwargs)`."""
 
     def build(original: Original) -> Original:
         @functools.wraps(original)
@@ -115,13 +115,13 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 
 def original(owner: object, name: str) -> Any:
-    """Return the value of an owner's attribute below all patches, for calls that bypass them."""
+    """Return an attribute of `owner` as it was before all patches, for calls that bypass them."""
     stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
 
 def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> List[Patch]:
-    """Return the patches of a function, in its module and in modules that have imported it."""
+    """Return patches of a function in its module and in all modules that imported it."""
     first, current = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     holding = [
@@ -133,7 +133,7 @@ def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> 
 
 
 class PatchSet:
-    """Patches that are installed together, and their state.
+    """Patches that are installed and undone together.
 
     A subclass keeps its state in attributes and drops it in `close`.
     """
@@ -144,17 +144,17 @@ class PatchSet:
         self._is_whole = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches to install: those given at construction, unless overridden."""
+        """Return the constructor's patches, which `open` installs; subclasses may override it."""
         return self._patches
 
     @property
     def is_open(self) -> bool:
-        """Whether the patches are installed."""
+        """Whether the patches of this set are installed."""
         return self in _open_sets and self._is_whole
 
     @locked
     def open(self) -> None:
-        """Install all patches, or none after an error; do nothing if they are installed.
+        """Install all patches of the set, or none after an error; a no-op if installed.
 
         Builds a set anew that Ctrl-C has left half installed.
         """
@@ -173,11 +173,11 @@ class PatchSet:
 
     @locked
     def close(self) -> None:
-        """Undo the patches; do nothing if they are not installed."""
+        """Undo all patches of the set; a no-op if not installed."""
         self._undo()
 
     def _undo(self) -> None:
-        """Undo the applied patches, last applied first; an interrupted call can be made again."""
+        """Undo the set's applied patches, last one first; safe to repeat after Ctrl-C."""
         self._is_whole = False
         while self._applied:
             self._applied[-1].undo()
@@ -187,11 +187,11 @@ class PatchSet:
 
 
 class FrontEnd(PatchSet):
-    """A patch set that `mxamp.shutdown()` closes."""
+    """A patch set of a public entry point, which `mxamp.shutdown()` closes."""
 
     @staticmethod
     def close_all() -> None:
-        """Close every open front end, last opened first.
+        """Undo the patches of every open front end, last opened first.
 
         Without the lock: some wait for MXNet, whose operators in Python may wait for the lock.
         """

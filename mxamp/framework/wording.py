@@ -1,4 +1,4 @@
-"""Words for messages: counts, values, and lists of names."""
+"""Text for messages: counts with nouns, shortened values, and lists of names."""
 
 import inspect
 from typing import Any, Iterable, Sequence
@@ -24,7 +24,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def one_of(allowed: Iterable[Any]) -> str:
-    """Return values as text: their `repr`, separated by commas and "or".
+    """Return the `repr` of each value as text, separated by commas and "or".
 
     >>> one_of(["cpu", "gpu"]), one_of(["a", "b", "c"])
     ("'cpu' or 'gpu'", "'a', 'b' or 'c'")
@@ -34,7 +34,7 @@ def one_of(allowed: Iterable[Any]) -> str:
 
 
 def shortened(names: Sequence[str], most: int = _NAMES) -> str:
-    """Return the first `most` names and the number of the rest, as text.
+    """Return the first `most` names and the count of the rest, as text.
 
     >>> shortened(["a", "b", "c", "d", "e"])
     'a, b, c and 2 others'
@@ -44,7 +44,7 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as short text on one line, for messages; an array as its shape and dtype.
+    """Return a value as one short line of text for messages; an array as its shape and dtype.
 
     >>> import mxnet as mx
     >>> shown("int8"), shown(np.float16), shown(dict), shown([mx.nd.ones(2)])

@@ -1,1 +1,1 @@
-"""GPUs. `backend` is the entry; `libraries` needs no MXNet, and prepares its import."""
+"""The backend of GPUs. `backend` is the entry; `libraries` runs before MXNet is imported."""

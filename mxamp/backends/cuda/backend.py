@@ -1,4 +1,4 @@
-"""The backend of GPUs: sums in half precision, MXNet's fusion, products that may use TF32.
+"""The backend of GPUs: float16 sums, MXNet's operator fusion, TF32 matrix products.
 
 float16 alone: MXNet has no bfloat16 kernel on GPUs.
 """
@@ -25,7 +25,7 @@ NO_GPU = (
 
 
 class Cuda(ChoosingBackend):
-    """The backend of GPUs."""
+    """The backend of GPUs, on CUDA kernels."""
 
     name = "CUDA"
     dtypes = ("float16",)

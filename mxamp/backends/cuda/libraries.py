@@ -1,4 +1,4 @@
-"""The requirements of mxnet-cu112, the CUDA libraries that are preloaded for it, and the GPU."""
+"""CUDA requirements of mxnet-cu112: libraries to preload, driver version, GPU capability."""
 
 import ctypes
 import importlib.util
@@ -53,7 +53,7 @@ NO_FUSION = (
 
 
 def preload() -> None:
-    """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no CUDA on the system.
+    """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no system CUDA.
 
     Turns MXNet's fusion of operators off if the driver can't load fused kernels. Raises
     `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
@@ -74,14 +74,14 @@ def preload() -> None:
 
 
 def driver_version() -> Tuple[int, int]:
-    """Return the version of CUDA that the driver is for."""
+    """Return the newest CUDA version that the NVIDIA driver supports, as (major, minor)."""
     number = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     return number.value // 1000, number.value % 1000 // 10
 
 
 def compiler_version() -> Tuple[int, int]:
-    """Return the version of NVRTC; (0, 0) if MXNet will find none either."""
+    """Return the version of NVRTC, CUDA's runtime compiler; (0, 0) if it can't be loaded."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     try:
         ctypes.CDLL("libnvrtc.so.11.2").nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -92,7 +92,7 @@ def compiler_version() -> Tuple[int, int]:
 
 @lru_cache(maxsize=None)
 def capability() -> Optional[Tuple[int, int]]:
-    """Return the compute capability of the first GPU; None without one."""
+    """Return the compute capability of the first GPU; None without a GPU."""
     if not _is_loaded("libcuda.so.1"):
         return None
     driver, found = ctypes.CDLL("libcuda.so.1"), (ctypes.c_int(), ctypes.c_int())
@@ -105,7 +105,7 @@ def capability() -> Optional[Tuple[int, int]]:
 
 
 def fast_dtype() -> str:
-    """Return float16 on a GPU with tensor cores, or where its capability is unknown."""
+    """Return float16 on a GPU with tensor cores or of unknown capability, else float32."""
     return "float32" if (capability() or TENSOR_CORES) < TENSOR_CORES else "float16"
 
 
@@ -119,7 +119,7 @@ def _has_wheel() -> bool:
 
 
 def _is_loaded(name: str) -> bool:
-    """Load a library of the system for all later ones; return whether that succeeded."""
+    """Load a shared library with its symbols global; return whether that succeeded."""
     try:
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         return True
@@ -128,7 +128,7 @@ def _is_loaded(name: str) -> bool:
 
 
 def _wheel_folders() -> List[Path]:
-    """Return the folders of the nvidia-* wheels' libraries: site-packages/nvidia/*/lib."""
+    """Return the library folders of the nvidia-* wheels: site-packages/nvidia/*/lib."""
     spec = importlib.util.find_spec("nvidia")
     places = spec.submodule_search_locations if spec is not None else None
     return sorted(lib for place in places or () for lib in Path(place).glob("*/lib"))

@@ -1,4 +1,4 @@
-"""Batched matrix products on GPUs: sums in float16, and products that may use TF32."""
+"""batch_dot on GPUs: float32 for long sums in half precision, and linalg.gemm2 for TF32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABOUT_GEMM2 = "float32 batch_dot by linalg.gemm2, with TF32 from compute capabil
 
 @rule("long_sums", changes_results=True, in_calls=True, reads_weight=True)
 def has_long_sums(site: Site, limit: int) -> bool:
-    """Return whether a matrix product may sum more than `limit` terms; True for unknown shapes.
+    """Return whether a matrix product may add more than `limit` terms; True for unknown shapes.
 
     Some kernels sum in half precision, which loses digits in long sums. A product of M by K and K
     by N sums K terms, and its gradients sum N and M.
@@ -28,7 +28,7 @@ def has_long_sums(site: Site, limit: int) -> bool:
 
 
 def match_long_products(call: Call) -> Detail | None:
-    """Return () for a batch_dot that stays in float32 for its long sums; else None."""
+    """Return () for a batch_dot that a shape rule keeps in float32 (long sums); else None."""
     rules = call.policy.rule(call.operator).by_shape
     kept = last_reason(Site(call.operator, call.attrs, call.shapes, call.training), rules)
     return () if kept is not None else None

@@ -1,1 +1,1 @@
-"""CPUs, whose fast kernels are oneDNN's. `backend` is the entry; `cpu` needs no MXNet."""
+"""The backend of CPUs, on oneDNN's kernels. `backend` is the entry; `cpu` needs no MXNet."""

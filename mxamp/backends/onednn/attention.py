@@ -38,7 +38,7 @@ _LOW = {"dtype": "bfloat16"}
 
 
 class _Projection(NamedTuple):
-    """Queries, keys or values: a dense layer's output, or a third of it, split into heads."""
+    """Queries, keys or values: the output of a dense layer, or a third of it, split into heads."""
 
     dense: int  #: the node
     third: int | None  #: None for the whole output
@@ -277,7 +277,7 @@ def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> 
 def _add_mixed(
     edit: Edit, name: str, heads: Output, shares: Output, count: dict[str, str]
 ) -> Output:
-    """Add oneDNN's product of shares, in float32, and the values of an interleaved array."""
+    """Add oneDNN's product of float32 attention weights and interleaved values; return it."""
     read = [mx.sym.var("heads"), mx.sym.var("shares")]
     mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*read, **count)
     body = Graph.from_symbol(mx.sym.amp_cast(mixed, dtype="float32"))

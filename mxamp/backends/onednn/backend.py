@@ -1,4 +1,4 @@
-"""The backend of CPUs: quirks of oneDNN's kernels, rules by shape, equivalents, fused models."""
+"""The backend of CPUs: oneDNN workarounds, shape rules, faster equivalents, fused models."""
 
 # ruff: noqa: D102  # `Backend` says what the methods do
 
@@ -35,7 +35,7 @@ def _is_dilated(attributes: Mapping[str, str]) -> bool:
 
 
 class OneDNN(ChoosingBackend):
-    """The backend of CPUs, whose fast kernels are oneDNN's."""
+    """The backend of CPUs, on the kernels of oneDNN."""
 
     name = "oneDNN"
     dtypes = ("bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""Batches of large matrix products as dense layers."""
+"""batch_dot of large matrices in bfloat16, as one dense layer per pair of matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST = 2**23
 
 
 def match_large_products(call: Call) -> Detail | None:
-    """Return (pairs, units) for a batch_dot of large matrices; else None.
+    """Return (pairs, output columns) for a batch_dot of large matrices; else None.
 
     The units are the columns of a product.
     """
@@ -28,7 +28,7 @@ def match_large_products(call: Call) -> Detail | None:
 
 
 def dense_products(parts: Parts, detail: Detail) -> None:
-    """Before: batch_dot. After: a dense layer without bias for each pair of matrices.
+    """Before: a batch_dot. After: a dense layer without bias for each pair of matrices.
 
     Conditions: training, large matrices, and dense layers compute in bfloat16.
     """
@@ -41,7 +41,7 @@ def dense_products(parts: Parts, detail: Detail) -> None:
     one_by_one = {"num_outputs": str(pairs), "axis": "0", "squeeze_axis": "True"}
 
     def split(name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Add the matrices of a batch in bfloat16."""
+        """Add a bfloat16 cast of a batch and its split into matrices; return the matrices."""
         low = parts.add("amp_cast", f"{name}_low", tensor, dtype="bfloat16")
         return parts.add_all("SliceChannel", f"{name}s", pairs, low, **one_by_one)
 

@@ -1,4 +1,4 @@
-"""The CPU as oneDNN uses it: its instructions, and the dtype that is fast."""
+"""The CPU as oneDNN sees it: its instruction sets, and the dtype that is fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOR_GPUS = ". For GPUs (--device gpu, Policy.default('float16', 'gpu')) a check 
 
 
 def onednn_features() -> frozenset[str]:
-    """Return the `cpu_features` that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
+    """Return the CPU features (such as avx512) that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
     # oneDNN ignores unknown names, lower-case ones included.
     limit, flags = os.environ.get(_MAX_ISA, "ALL"), machine.cpu_features()
     if limit in _BELOW_AVX512:
@@ -50,7 +50,7 @@ def onednn_features() -> frozenset[str]:
 
 @lru_cache(maxsize=None)
 def _may_use_amx() -> bool:
-    """Ask Linux for AMX's tiles; without them oneDNN's kernels end the process."""
+    """Request AMX tiles from Linux and return success; without them AMX kernels end the process."""
     # The system call arch_prctl with ARCH_REQ_XCOMP_PERM and the number of the tiles' state.
     return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(158, 0x1023, 18)
 
@@ -70,7 +70,7 @@ def fast_dtype() -> str:
 
 
 def float32_substitutions() -> Mapping[str, str]:
-    """Return the equivalents that gain in float32: lists/float32.toml, measured by instructions."""
+    """Return faster float32 equivalents and their gains on this CPU, from lists/float32.toml."""
     tables: Mapping[str, str] = own_tables("float32")[
         "avx512" if "avx512" in onednn_features() else "avx2"
     ]
@@ -89,7 +89,7 @@ def why_float32() -> str:
 
 
 def speed_warning(policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-    """Return the warning of a policy in float16, or in bfloat16 where that is slow."""
+    """Return (key, log line, *values) for a policy in float16 or slow bfloat16; else None."""
     if policy.target_dtype == "float16":
         return "float16", ONLY_TRUE, fast_dtype(), FOR_GPUS if of_model else ""
     if computes_bfloat16():

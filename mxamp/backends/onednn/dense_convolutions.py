@@ -1,4 +1,4 @@
-"""Large dense layers as 1x1 convolutions, in fused models.
+"""Large dense layers replaced by 1x1 convolutions, in models fused for inference.
 
 The rows of the data become the pixels of one image. oneDNN packs the weight of a convolution once,
 but the weight of a dense layer in each call, which takes longer than the product with a few rows.
@@ -30,7 +30,7 @@ _IMAGE, _MATRIX = "(-4, 1, -1, -4, -1, 1)", "(-3, -3)"
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
-    """Before: dense layers with large weights. After: convolutions, in bfloat16.
+    """Before: dense layers with large weights. After: 1x1 convolutions in bfloat16.
 
     Conditions: the policy does not keep the layer in float32, it flattens its data, and its weight
     has no other consumer. Activations between two convolutions read the image. Float32 models stay
@@ -54,7 +54,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
 
 
 def _large_weight(view: FusionView, node: Node) -> NDArray | None:
-    """Return the weight of a dense layer to replace; None for other nodes."""
+    """Return the weight of a dense layer if large enough to replace the layer; else None."""
     if node.op != "FullyConnected" or not flattens_data(node.attrs):
         return None
     name = view.own_parameter(node, 1)
@@ -67,7 +67,7 @@ def _large_weight(view: FusionView, node: Node) -> NDArray | None:
 
 
 def _as_convolution(dense: Node) -> Node:
-    """Return the 1x1 convolution with the inputs and units of a dense layer."""
+    """Return a 1x1 convolution node with the inputs and units of a dense layer."""
     attrs = {**dense.attrs, "kernel": "(1, 1)", "num_filter": dense.attrs["num_hidden"]}
     for name in ("num_hidden", "flatten"):  # a convolution has neither
         attrs.pop(name, None)
@@ -75,13 +75,13 @@ def _as_convolution(dense: Node) -> Node:
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether a node applies one function to each element."""
+    """Return whether a node applies the same function to each element."""
     kind = node.attrs.get("act_type", "leaky")
     return node.op in with_trait("elementwise") or (node.op == "LeakyReLU" and kind in _LEAKY)
 
 
 class _Images:
-    """Matrices as inputs of 1x1 convolutions, turned back where a reader needs a matrix."""
+    """Matrices reshaped to images for 1x1 convolutions, and back where consumers need matrices."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit
@@ -90,7 +90,7 @@ class _Images:
         self._on_images: set[int] = set()  # nodes of the source graph that read an image
 
     def restore_matrices(self) -> None:
-        """Turn images back into matrices for consumers that read no image."""
+        """Reshape images back to matrices for consumers that were not replaced."""
         for output, image in self.by_output.items():
             readers = self._view.consumers.get(output, [])
             if all(i in self._on_images and k == 0 for i, k in readers):
@@ -100,13 +100,13 @@ class _Images:
             self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
     def replace(self, i: int, node: Node, inputs: list[Output]) -> None:
-        """Replace node i of the source graph with `node`, whose output is an image."""
+        """Replace node i of the original graph with `node`, whose output is an image."""
         self._on_images.add(i)
         self.by_output[i, 0] = self._edit.add_node(node.with_inputs(inputs))
         self._edit.redirect((i, 0), self.by_output[i, 0])
 
     def of_matrix(self, data: Output, node: Node) -> Output:
-        """Return the image of the matrix `data` that `node` reads, adding it unless it exists."""
+        """Return the matrix `data` as an image, adding the reshape on its first use."""
         if data in self.by_output:
             return self.by_output[data]
         if data not in self._read:

@@ -1,4 +1,4 @@
-"""Equivalents of operators, made of operators with faster kernels on CPUs."""
+"""Faster equivalents of single operators, made of operators with faster CPU kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_NORM = 2**11
 
 
 def match_relu6(call: Call) -> Detail | None:
-    """Return whether to keep NaN, for a `clip` from 0 to 6 of an array with elements; else None."""
+    """Return (whether to keep NaN,) for a `clip` from 0 to 6 that `relu6` replaces; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     is_safe = not call.training or call.feeds_products
     fits = bounds == (0, 6) and is_safe and has_elements(call)
@@ -40,7 +40,7 @@ def relu6(parts: Parts, detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return () for a LayerNorm over the last axis, unless it is known to be small; else None."""
+    """Return () for a LayerNorm over the last axis, unless known to be too small; else None."""
     if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
         return None
     attrs = call.attrs
@@ -49,7 +49,7 @@ def match_layer_norm(call: Call) -> Detail | None:
 
 
 def layer_norm(parts: Parts, _detail: Detail) -> None:
-    """Before: LayerNorm(x). After: the same by products with vectors, for sums and broadcasts.
+    """Before: LayerNorm(x). After: its sums and broadcasts as matrix products with vectors.
 
     Conditions: training, the last axis, and nobody reads mean and variance.
 
@@ -77,7 +77,7 @@ def layer_norm(parts: Parts, _detail: Detail) -> None:
 
 
 def match_masked_softmax(call: Call) -> Detail | None:
-    """Return () for a softmax of rows with lengths, along the last axis; else None."""
+    """Return () for a softmax along the last axis with a length for each row; else None."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
     masked = is_true(attrs.get("use_length", "False"))
@@ -85,12 +85,12 @@ def match_masked_softmax(call: Call) -> Detail | None:
 
 
 def has_integer_lengths(dtypes: Sequence[str]) -> bool:
-    """Return whether the second input is integers, and the first castable floats."""
+    """Return whether the dtypes of a softmax are a castable float, and int32 or int64 lengths."""
     return dtypes[0] in CASTABLE and dtypes[1] in ("int32", "int64")
 
 
 def masked_softmax(parts: Parts, _detail: Detail) -> None:
-    """Before: softmax(x, lengths). After: oneDNN's softmax, which takes no lengths, and masks.
+    """Before: softmax(x, lengths). After: oneDNN's softmax, between two masks for the lengths.
 
     Conditions: inference, the last axis, no temperature and no other dtype.
 
@@ -115,7 +115,7 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
 
 
 def match_split(call: Call) -> Detail | None:
-    """Return (number of axes or 0, *bounds) for a split along the last axis; else None.
+    """Return (number of axes or 0, *slice bounds) for a split along the last axis; else None.
 
     Along the last axis, MXNet copies element by element. In training, equal parts are split along a
     new axis before the last one, so that the gradient is copied row by row: the gradient of slices
@@ -139,7 +139,7 @@ def match_split(call: Call) -> Detail | None:
 
 
 def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
-    """Before: a split along the last axis. After: slices, or a split along a new axis.
+    """Before: a split along the last axis. After: slices, or a split along a new outer axis.
 
     Conditions: no part is empty.
     """

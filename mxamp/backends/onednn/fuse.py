@@ -1,4 +1,4 @@
-"""Fusion for inference on CPUs: oneDNN's fused operators, made by MXNet's own pass.
+"""Fusion of models for inference on CPUs, by MXNet's own graph pass for oneDNN.
 
 `PASSES` prepare the graph for MXNet's pass. They rename activations to the operator that oneDNN
 fuses, fold each BatchNorm into the product before it, and pad channels.
@@ -32,7 +32,7 @@ from .substitutions import PASSES as RUNNING_PASSES
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
 ) -> tuple[Graph, Params, Policy]:
-    """Return a float32 model with oneDNN's fused operators, and a policy that lowers them.
+    """Return a float32 model with oneDNN's fused operators, and a policy that casts them.
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
@@ -60,7 +60,7 @@ def fused(
 def apply_pass(
     fusion_pass: Pass, graph: Graph, params: Params, policy: Policy
 ) -> tuple[Graph, Params]:
-    """Return the graph after a pass, and the parameters that it still reads."""
+    """Return the graph after a fusion pass, and the parameters that it still reads."""
     if fusion_pass.name is not None and fusion_pass.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
@@ -71,7 +71,7 @@ def apply_pass(
 
 
 def _without_shared_weights(graph: Graph) -> Graph:
-    """Return the graph with the original operators of fused dense layers that share a weight.
+    """Return the graph with dense layers that share a weight unfused again.
 
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
@@ -86,7 +86,7 @@ def _without_shared_weights(graph: Graph) -> Graph:
 
 
 def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: copies and Dropouts, no-ops in inference. After: none.
+    """Before: copies and Dropouts, no-ops in inference. After: their inputs.
 
     Conditions: one output is read, and no graph output would become an input itself.
 
@@ -106,7 +106,7 @@ def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: an array that is only arranged from parameters. After: a parameter of its own.
+    """Before: parameters reshaped or joined at each call. After: the result as a parameter.
 
     Conditions: the array is no graph output.
 
@@ -130,7 +130,7 @@ def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _call(node: Node, inputs: list[NDArray]) -> NDArray:
-    """Return the output of an operator for these inputs."""
+    """Run the operator of a graph node on arrays; return its first output."""
     attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
     handle = resolve(node.op).handle
     made = invoke(handle, inputs, list(attrs), list(attrs.values()), None, False, True)
@@ -138,7 +138,7 @@ def _call(node: Node, inputs: list[NDArray]) -> NDArray:
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: relu, sigmoid or tanh. After: `Activation`, which oneDNN fuses.
+    """Before: a relu, sigmoid or tanh node. After: an `Activation` node, which oneDNN fuses.
 
     Conditions: an operator of `mx.nd`, whose arrays are never empty.
     """
@@ -151,9 +151,9 @@ def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: a product and a BatchNorm. After: the product with other weight and bias.
+    """Before: a BatchNorm behind a convolution or dense layer. After: folded into its weights.
 
-    Conditions: the product and the parameters have no other consumer, and the policy does not keep
+    Conditions: the layer and the parameters have no other consumer, and the policy does not keep
     the BatchNorm in float32 by name.
 
     The values are folded in float32 and cast later: MXNet's own fusion folds in the dtype of the
@@ -178,13 +178,13 @@ def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _normalizes_channels(norm: Node, product: Node) -> bool:
-    """Return whether a BatchNorm's axis is the axis of a product's output channels."""
+    """Return whether a BatchNorm normalizes the output channels of a convolution or dense layer."""
     rows = product.op == "FullyConnected" and not flattens_data(product.attrs)
     return product.op in fusible.PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
 
 def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> tuple[Any, Any]:
-    """Return the factor and the summand of a BatchNorm with these `attrs` and `statistics`.
+    """Return scale and shift per channel of a BatchNorm with these `attrs` and `statistics`.
 
     `statistics` are gamma, beta, mean and variance.
     """
@@ -196,7 +196,7 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
 
 
 def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shift: Values) -> None:
-    """Multiply the output channels of product i by `scale` and add `shift`, in its parameters.
+    """Fold a scale and a shift per output channel into the parameters of layer i.
 
     `names` are the names of its weight and, if it has one, its bias.
     """
@@ -217,7 +217,7 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shif
 
 
 def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: convolutions of color images. After: of images with a fourth channel of zeros.
+    """Before: convolutions of color images. After: the images get a fourth channel of zeros.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -239,7 +239,7 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: narrow groups of convolutions. After: groups of 16 channels, with zeros between.
+    """Before: convolutions with narrow groups. After: with groups of 16 channels, zero-padded.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -256,12 +256,12 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _set_weight(edit: Edit, i: int, values: Values) -> None:
-    """Set the weight of node i to values of another shape."""
+    """Set the weight of node i to `values`, which may have another shape."""
     fusible.set_parameter(edit, edit.node(i).inputs[1][0], fusible.float32_array(values))
 
 
 def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:
-    """Yield the index and the weight of each convolution that a substitution fits.
+    """Yield the index and the weight of each convolution that `substitution` matches.
 
     The weights have no other consumers.
     """

@@ -1,4 +1,4 @@
-"""Limits of MXNet's fusion for oneDNN: what it can fuse, and barriers against its errors."""
+"""Limits of MXNet's fusion for oneDNN: models it can't fuse, and barriers against its errors."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _BARRIER = "BlockGrad"  # the identity in inference; MXNet runs it in place
 
 @dataclass(frozen=True)
 class FusionView(View):
-    """A float32 model that is being fused, and the policy that decides its precision."""
+    """A float32 model during fusion, with the policy that decides what stays in float32."""
 
     policy: Policy
 
     @cached_property
     def _kept_by_shape(self) -> frozenset[str]:
-        """The names of the operators that shape rules keep in float32."""
+        """The names of the layers that shape rules keep in float32."""
         shapes = {name: array.shape for name, array in self.params.items()}
         usage = Usage(shapes=shapes, converting=True)
         chosen = backend_of(self.policy.device).choose(self.graph, self.policy, usage)
         return frozenset(self.graph.nodes[i].name for i, _ in (chosen or Choices()).kept_float32)
 
     def stays_float32(self, node: Node) -> bool:
-        """Return whether the policy keeps a product `node` in float32, by class, shape or name."""
+        """Return whether the policy keeps a layer in float32, by class, shape or name."""
         if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
             return True
         if node.op not in PRODUCTS:
@@ -80,14 +80,14 @@ def float32_array(values: Values) -> NDArray:
 
 
 def set_parameter(edit: Edit, i: int, value: NDArray) -> None:
-    """Give the parameter of variable i a value, which may have another shape."""
+    """Set the parameter of variable i to `value`, which may have another shape."""
     variable = edit.node(i)
     edit.params[variable.name] = value
     edit.change(i, attrs=without_shape(variable))
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
-    """Raise where the device or dtype has no fused operators, or a parameter is float64."""
+    """Raise if the device or dtype has no fused operators, or a parameter is float64."""
     dtype = policy.target_dtype if policy.lowers else "float32"
     if policy.device != "cpu" or dtype == "float16":
         raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
@@ -99,7 +99,7 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 
 
 def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
-    """Raise if a fused operator that is not in `layers` has no kernel in bfloat16.
+    """Raise if a graph has fused operators outside `layers` without a bfloat16 kernel.
 
     The graph may have contained such operators before the conversion. In float32 they would run,
     but silently slower than the caller expects. With `layers` None, nothing lowers any of them.
@@ -115,7 +115,7 @@ def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = No
 
 
 def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
-    """Return whether a node outside `layers` is a fused operator without a bfloat16 kernel."""
+    """Return whether a node is a fused operator, not in `layers`, without a bfloat16 kernel."""
     # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
     fixed = any(is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized"))
     return fixed and node.op in FUSED and node.name not in layers
@@ -125,7 +125,7 @@ def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
 
 
 def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, AbstractSet[str]]:
-    """Return an inference graph with no-ops as barriers against wrong fusion, and their names.
+    """Return an inference graph with barriers (no-ops) against wrong fusion, and their names.
 
     MXNet fuses a product with the operator that reads it, in executors and in
     `get_backend_symbol`, even where the product is a graph output or has a second consumer. A
@@ -147,7 +147,7 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, Abst
 
 
 def without_barriers(graph: Graph, barriers: AbstractSet[str]) -> Graph:
-    """Return a graph without the barriers named in `barriers`."""
+    """Return the graph without the no-op nodes named in `barriers`."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.name in barriers:

@@ -120,7 +120,7 @@ def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDAr
 
 @functools.lru_cache(maxsize=256)
 def _parsed_number(value: float) -> np.float32:
-    """Return a number rounded to float32 as MXNet parses operator attributes from text.
+    """Return a number as MXNet's operators parse it from text to float32: the last bit may differ.
 
     An operator computes 0 - value * -1, which is slow: cached.
     """

@@ -30,7 +30,7 @@ _LARGEST = 1e4
 
 
 class Channels(NamedTuple):
-    """The channels of a tensor, on its axis 1."""
+    """The channels of a tensor (axis 1): original ones, with padding channels between or after."""
 
     runs: Runs
     added_by: frozenset[int] = frozenset()  #: the padded convolutions
@@ -38,17 +38,17 @@ class Channels(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The number of original channels."""
+        """The number of original channels of the tensor."""
         return sum(own for own, _ in self.runs)
 
     @property
     def added(self) -> int:
-        """The number of padding channels."""
+        """The number of padding channels of the tensor."""
         return sum(added for _, added in self.runs)
 
     @property
     def total(self) -> int:
-        """The number of all channels."""
+        """The number of original and padding channels of the tensor."""
         return self.own + self.added
 
 
@@ -57,7 +57,7 @@ Inputs = Sequence[Channels]  #: the channels of a node's inputs
 
 
 def concatenated_channels(parts: Inputs) -> Channels:
-    """Return the channels of a concatenation of tensors with channels `parts`."""
+    """Return the channels of tensors concatenated along the channel axis."""
     runs = [parts[0].runs[0]]
     for own, added in [run for part in parts for run in part.runs][1:]:
         before, between = runs[-1]
@@ -70,7 +70,7 @@ def concatenated_channels(parts: Inputs) -> Channels:
 
 
 def padded_weight(values: Any, axis: int, runs: Runs, fill: float) -> Any:
-    """Return a weight with padding channels on an axis, filled with `fill`."""
+    """Return a weight with padding channels of value `fill` inserted along `axis`."""
     sizes = [own + added for own, added in runs]
     starts = np.cumsum([0, *sizes[:-1]])
     own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
@@ -93,7 +93,7 @@ _ENLARGED_BY = {
 
 
 def _scalar(attrs: Attributes) -> float:
-    """Return the magnitude of an operator's scalar."""
+    """Return the magnitude of the attribute `scalar` of an operator."""
     return abs(float(attrs.get("scalar", "1")))
 
 
@@ -143,7 +143,7 @@ _ELEMENTWISE: Mapping[str, Callable[[Attributes, float], float]] = {
 
 
 def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
-    """Return the output channels of a node that treats all channels alike; else unknown ones."""
+    """Return the output channels of an operator that treats all channels alike; else `_UNKNOWN`."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
     if operator in with_trait("sums"):
@@ -171,7 +171,7 @@ _FLAT = frozenset({"Flatten", "Dropout"})
 
 
 def pad_channels(view: FusionView, edit: Edit) -> None:
-    """Before: any number of filters. After: multiples of 16, and padded weights of consumers.
+    """Before: convolutions of any filter count. After: multiples of 16, and padded consumers.
 
     Conditions: inference, and convolutions compute in the target dtype. Graph outputs and operators
     that reorder axes get a slice without the padding. A convolution with any other consumer that
@@ -187,7 +187,7 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
 
 
 class _Padding:
-    """The channels of each tensor, and the padding of parameters and attributes that they need."""
+    """Plan for padding: the channels of each tensor, and changes of parameters and attributes."""
 
     def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
@@ -210,7 +210,7 @@ class _Padding:
             self._refuse_inner_padding(output)
 
     def write(self, edit: Edit) -> None:
-        """Record the padding of the graph and its parameters in `edit`."""
+        """Apply the planned padding of parameters and attributes to the graph `edit`."""
         for i, paddings in self._paddings.items():
             array = self.view.params[self.graph.nodes[i].name].asnumpy()
             for padding in paddings:
@@ -226,7 +226,7 @@ class _Padding:
                 edit.set_head(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: dict[Output, Output], output: Output) -> Output:
-        """Return an output without padding, adding a slice to `slices` unless it has one."""
+        """Return a slice of an output without padding channels, cached in `slices`."""
         if output not in slices:
             name = f"{self.graph.nodes[output[0]].name}_channels"
             end = str(self._channels[output].own)
@@ -236,7 +236,7 @@ class _Padding:
     # ------------------------------------------------------------------ the walk over nodes
 
     def _propagate(self, i: int, node: Node) -> None:
-        """Record the output channels of node i, or slice or refuse padding that it can't read."""
+        """Record the output channels of node i; slice or refuse padding that it can't read."""
         inputs = [self._channels[output] for output in node.inputs]
         channels_after = self._CHANNELS_AFTER.get(node.operator, _Padding._channels_after_other)
         outputs = channels_after(self, i, node, inputs)
@@ -251,7 +251,7 @@ class _Padding:
                 self._refuse_inner_padding(output)
 
     def _refuse_inner_padding(self, output: Output) -> None:
-        """Refuse padding of `output` between original channels, which no single slice removes."""
+        """Refuse padding between the original channels of `output`: one slice can't remove it."""
         channels = self._channels[output]
         if channels.added and len(channels.runs) > 1:
             self.refused |= channels.added_by
@@ -261,7 +261,7 @@ class _Padding:
     # where the operator can't read its input's padding.
 
     def _channels_after_other(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of an operator without a weight."""
+        """Return the output channels of an operator that has no weight."""
         if not inputs or not all(one.runs for one in inputs):
             return _UNKNOWN
         if node.operator == "Flatten":
@@ -272,7 +272,7 @@ class _Padding:
         return _channels_after_elementwise(node, inputs)
 
     def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of a convolution, with or without groups."""
+        """Return the output channels of any convolution, grouped or not."""
         data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
@@ -284,7 +284,7 @@ class _Padding:
         return _UNKNOWN if data.added else Channels(((own, 0),))
 
     def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the output channels of a convolution without groups, padded to blocks of 16."""
+        """Return the output channels of an ungrouped convolution, padded to a multiple of 16."""
         if data.added:
             self._pad_input(node, 1, 1, data.runs)
         own = int(node.attrs["num_filter"])
@@ -297,7 +297,7 @@ class _Padding:
         return outputs
 
     def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the output channels of a depthwise convolution, padded as its input."""
+        """Return the output channels of a depthwise convolution, padded like its input."""
         each = int(node.attrs["num_filter"]) // data.own
         runs = tuple((own * each, added * each) for own, added in data.runs)
         outputs = Channels(runs, data.added_by)
@@ -307,7 +307,7 @@ class _Padding:
         return outputs
 
     def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of a dense layer."""
+        """Return the output channels of a dense layer, which get no padding."""
         data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
         if data.added:
@@ -317,7 +317,7 @@ class _Padding:
         return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else _UNKNOWN
 
     def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of a BatchNorm."""
+        """Return the output channels of a BatchNorm, padded like its input."""
         data = inputs[0]
         changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
         if node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
@@ -336,18 +336,18 @@ class _Padding:
     # ------------------------------------------------------------------ parameters
 
     def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: dict[str, str]) -> None:
-        """Pad axis 0 of convolution i's weight and bias for `outputs`, and change its `attrs`."""
+        """Pad the filters and bias of convolution i to match `outputs`, and set its `attrs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
             self._pad_input(node, k, 0, outputs.runs)
 
     def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
-        """Return the shape of a node's weight if no other node reads its parameters; else None."""
+        """Return the shape of a node's weight if no other node shares its parameters; else None."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
 
     def _pad_input(
         self, node: Node, position: int, axis: int, runs: Runs, fill: float = 0.0
     ) -> None:
-        """Record padding, along an axis, of the parameter that is input `position` of a node."""
+        """Record padding, along `axis`, of the parameter at input `position` of a node."""
         self._paddings.setdefault(node.inputs[position][0], []).append((axis, runs, fill))

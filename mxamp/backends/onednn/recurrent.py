@@ -321,7 +321,7 @@ def _bounds(begin: int, end: int) -> Attributes:
 
 
 class _LayerSteps:
-    """Unroller of one direction of one RNN layer into operators; a step's tensors have length 1."""
+    """Unroller of one direction of an RNN layer into operators on (1, rows, units) tensors."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
         self._parts, self._name = parts, name

@@ -58,7 +58,7 @@ def _summed_span(attrs: Attributes, axis_count: int) -> tuple[int, int] | None:
 
 
 def total(parts: Parts, detail: Detail) -> None:
-    """Before: a sum over axes. After: a product with a vector of ones.
+    """Before: a sum over axes. After: a matrix product with a vector of ones.
 
     Conditions: those of `match_sum`.
     """

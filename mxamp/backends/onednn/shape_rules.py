@@ -253,7 +253,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
 
 
 def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
-    """Return whether kernel weights, or data within a stride, go unread along one axis."""
+    """Return whether kernel weights read only padding, or the stride exceeds `size`, on an axis."""
     starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
     missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
     return stride > size or any(missed)
@@ -261,7 +261,7 @@ def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
 
 @rule("plain_layout")
 def has_plain_layout(site: Site, _limit: int = 0) -> bool:
-    """Return whether the first input of a normalization is not in oneDNN's blocked layout."""
+    """Return whether a normalization reads a tensor that is not in oneDNN's blocked layout."""
     return not site.blocked
 
 
@@ -276,5 +276,5 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
 
 @rule("volume_views", changes_results=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
-    """Return whether an input may be a blocked 3-D convolution's output; oneDNN can't view it."""
+    """Return whether a view may be of a blocked 3-D convolution output: oneDNN can't read that."""
     return site.reads_volume

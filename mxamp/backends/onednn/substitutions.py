@@ -1,4 +1,4 @@
-"""The table of substitutions: operators with faster equivalents on CPUs.
+"""The table of substitutions: operators that graphs on CPUs replace by faster equivalents.
 
 Some of MXNet's kernels are slow where oneDNN or BLAS has a fast one: `relu` against `Activation`,
 `clip(0, 6)`, LayerNorm in training, the mean over an axis. A graph gets the fast equivalents when
@@ -26,7 +26,7 @@ ACTIVATIONS = {
 
 
 def _activation(act_type: str) -> Pass:
-    """Return the substitution of an operator of `mx.nd` and of `mx.np` by an `Activation`."""
+    """Return the substitution of relu, sigmoid or tanh (`mx.nd` and `mx.np`) by `Activation`."""
 
     def match(call: Call) -> Detail | None:
         # Only arrays of mx.np may be empty.
@@ -34,7 +34,7 @@ def _activation(act_type: str) -> Pass:
         return () if known and has_elements(call) else None
 
     def apply(parts: Parts, _detail: Detail) -> None:
-        """Before: relu, sigmoid or tanh. After: Activation. Conditions: elements."""
+        """Before: relu, sigmoid or tanh. After: Activation. Conditions: x has elements."""
         parts.add("Activation", "", *parts.inputs, act_type=act_type)
 
     return Pass(act_type, apply, frozenset(ACTIVATIONS[act_type]), match)
