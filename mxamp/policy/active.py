@@ -130,9 +130,9 @@ def nearest_policy() -> PolicyChoice | None:
 
 
 def chose_float32() -> bool:
-    """Return whether float32 is chosen for the calling code: nothing is lowered or scaled."""
+    """Return whether float32 is the target dtype in force: no loss is scaled then."""
     policy = nearest_policy()
-    return policy is not None and not policy.lowers
+    return policy is not None and policy.target_dtype == "float32"
 
 
 def current_mark() -> RegionMark | None:
