@@ -24,7 +24,7 @@ OFF, ON = "off", "on"
 
 
 class RegionMark:
-    """The mark that graph nodes get in an `autocast` region, and whether a node has got it."""
+    """The mark of an `autocast` region: the text that its graph nodes carry as an attribute."""
 
     __slots__ = ("has_nodes", "is_off", "text")
 
@@ -33,7 +33,7 @@ class RegionMark:
 
 
 class Region:
-    """One region: the policy in force, the mark of graph nodes made in it, and the region around.
+    """An active region of code: its policy, its mark for new graph nodes, and the enclosing region.
 
     Without a mark, nodes are in no region: their graph runs under the policy around its calls. A
     region of a `frame` ends with it.
@@ -60,7 +60,7 @@ _autocast: ContextVar[Region | None] = ContextVar("mxamp_autocast", default=None
 
 
 def _current() -> Region | None:
-    """Return the innermost region, without those of functions that an interrupt has ended."""
+    """Return the innermost active region; drop regions whose function an interrupt has ended."""
     region = _innermost.get()
     while region is not None and region.frame is not None and not is_running(region.frame):
         region = region.outer
@@ -69,7 +69,7 @@ def _current() -> Region | None:
 
 
 class _Process:
-    """The state of the whole process, which `init` and `shutdown` write."""
+    """Process-wide state: the policy that `init` sets, and the operators lowered so far."""
 
     policy: PolicyChoice | None = None
 
@@ -83,7 +83,7 @@ process = _Process()
 
 
 def current_policy() -> Policy | None:
-    """Return the policy in force for the calling code, None where mixed precision is off.
+    """Return the policy in force for the calling code, or None where mixed precision is off.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
@@ -136,13 +136,13 @@ def chose_float32() -> bool:
 
 
 def current_mark() -> RegionMark | None:
-    """Return the mark of graph nodes made now, None for no mark."""
+    """Return the `autocast` region's mark for graph nodes made now, or None for no mark."""
     region = _current()
     return None if region is None else region.mark
 
 
 class in_force:
-    """Context in which a policy is in force for the calling thread or task; None casts nothing.
+    """Context manager that sets the policy of the current thread or task; None turns casts off.
 
     Nodes get the mark of the region around.
     """
@@ -163,7 +163,7 @@ class in_force:
 
 
 class suspended(in_force):
-    """Context in which casting is off, for mxamp's own computations.
+    """Context manager that turns casts off around mxamp's own computations.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
     """
@@ -175,7 +175,7 @@ class suspended(in_force):
 
 
 class tracing(in_force):
-    """Context for tracing a block: the policy stays, new nodes get no `autocast` region's mark."""
+    """Context manager to trace a block: same policy, but new graph nodes get no region's mark."""
 
     __slots__ = ()
 
@@ -187,7 +187,7 @@ class tracing(in_force):
 
 
 def autocast_region(policy: PolicyChoice | None, mark: RegionMark) -> Region:
-    """Return the region of an `autocast`; `autocast()` takes the mark of the one it continues."""
+    """Return a new region for an `autocast` call; a bare `autocast()` takes an enclosing mark."""
     if mark.text == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))
         mark = next((one for one in marks if one and not one.is_off), mark)
@@ -195,25 +195,25 @@ def autocast_region(policy: PolicyChoice | None, mark: RegionMark) -> Region:
 
 
 def begin(region: Region) -> None:
-    """Put the region of an `autocast` in force."""
+    """Make an `autocast` region the innermost one."""
     _autocast.set(region)
     _innermost.set(region)
 
 
 def end(region: Region) -> None:
-    """End the region of an `autocast` with those inside it, unless it has ended."""
+    """End an `autocast` region and all regions inside it; do nothing if it has already ended."""
     if region in _regions():
         _innermost.set(region.outer)
         _autocast.set(next((one for one in _regions() if one.frame is None), None))
 
 
 class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
-    """A context that calls its region's `close` at the end: `closing.__exit__` is Python's own."""
+    """Context that closes the innermost `autocast` region; `closing.__exit__` is Python's own."""
 
     thing = property(_autocast.get)
 
 
 def record_lowered(operator: str, dtype: str) -> None:
-    """Add an operator to `process.lowered` if it computed in float16 or bfloat16."""
+    """Record in `process.lowered` that an operator computed in float16 or bfloat16."""
     if dtype in ("float16", "bfloat16"):
         process.lowered.add(operator)

@@ -32,7 +32,7 @@ SPARSE_GRADIENT = "sparse_grad"
 
 @dataclass(frozen=True)
 class Decision:
-    """The casts around one call of an operator.
+    """The casts of inputs and outputs around one operator call, and the reason for them.
 
     `reads[i]` is the dtype that input i is cast to, None for no cast. With a dtype `emulated`, the
     operator computes in a wider one on rounded values: inputs are cast to `emulated` and then to
@@ -48,12 +48,12 @@ class Decision:
     copied: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether to round output number `output`, computed in `dtype`, to `emulated`."""
+        """Return whether to round output `output`, computed in `dtype`, to the emulated dtype."""
         return self.emulated is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
-        """Whether the call needs a cast."""
+        """Whether any input or output of the call is cast."""
         return self.emulated is not None or any(dtype is not None for dtype in self.reads)
 
 
@@ -126,7 +126,7 @@ def decide(
 def _reads(
     floats: Mapping[int, str], count: int, dtype: str, emulation: Emulation | None
 ) -> tuple[str | None, ...]:
-    """Return the dtype that each of `count` inputs is cast to, where `floats` are to be."""
+    """Return the dtype to cast each of `count` inputs to, or None; only `floats` are cast."""
     wanted = dtype if emulation is None else emulation.dtype
     cast = {i for i, found in floats.items() if emulation is not None or found != dtype}
     return tuple(wanted if i in cast else None for i in range(count))
@@ -135,7 +135,7 @@ def _reads(
 def _class_and_reason(
     rule: Rule, attributes: Mapping[str, str], policy: Policy, layer: str | None, kept: str | None
 ) -> tuple[str, str]:
-    """Return the class of an operator in this call, and the reason for it."""
+    """Return the precision class of one operator call (low, fp32, ...), and the reason for it."""
     sparse = is_true(attributes.get(SPARSE_GRADIENT, "False"))
     if sparse or rule.op_class == "untouched":
         return "untouched", SPARSE if sparse else rule.reason
@@ -158,7 +158,7 @@ def _class_and_reason(
 
 
 def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
-    """Return the attributes that a rule's conditions read, none of which holds: "axis=1"."""
+    """Return the attributes that a rule's unmet conditions test, as text such as "axis=1"."""
     values = {one.attribute: attributes.get(one.attribute, one.default) for one in rule.conditions}
     known = (f"{name}={value}" for name, value in values.items() if value not in (None, "None"))
     return ", ".join(known) or f"with this {', '.join(values)}"
@@ -167,7 +167,7 @@ def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
 def _compute_dtype(
     op_class: str, reason: str, floats: set[str], dtypes: set[str], target: str, given: bool
 ) -> tuple[str, str]:
-    """Return the dtype that an operator of this class computes in, and the reason.
+    """Return the dtype that an operator of class `op_class` computes in, and the reason.
 
     `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
     that the user gave the class.
@@ -193,7 +193,7 @@ def _compute_dtype(
 def _float_inputs(
     rule: Rule, attributes: Mapping[str, str], dtypes: Sequence[str]
 ) -> tuple[dict[int, str], set[str]]:
-    """Return the dtypes of the inputs that may be cast, and those that decide on the computation.
+    """Return the dtypes of the castable inputs, and the set of dtypes that pick the compute dtype.
 
     Statistics, indices and mutable inputs are never cast; `follow_inputs` decide nothing.
     """
@@ -210,7 +210,7 @@ def _float_inputs(
 
 
 def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
-    """Return whether the operator is an einsum that names an axis of one operand twice."""
+    """Return whether the operator is an einsum that repeats an axis letter within one operand."""
     if operator != "_npi_einsum":
         return False
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")

@@ -1,4 +1,4 @@
-"""Operator lists: TOML files, read as one rule for each operator of MXNet's registry.
+"""Operator lists: read TOML files and build one precision rule for each MXNet operator.
 
 mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`; the tests prove what only they
 could get wrong. docs/policy-files.md describes the format.
@@ -46,7 +46,7 @@ _FORMER = ("exempt", "slower")
 
 
 class OperatorList(NamedTuple):
-    """A list resolved against MXNet's registry, for one kind of device and set of CPU features."""
+    """The precision rules of an operator list, for one kind of device and set of CPU features."""
 
     rules: Mapping[str, Rule]  #: by canonical operator name
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
@@ -60,7 +60,7 @@ class OperatorList(NamedTuple):
 
 @lru_cache(maxsize=None)
 def own_data(dtype: str) -> str:
-    """Return mxamp's own operator list for a target dtype (lists/<dtype>.toml), as JSON."""
+    """Return mxamp's built-in operator list for a target dtype (lists/<dtype>.toml), as JSON."""
     return json.dumps(own_tables(dtype), sort_keys=True)
 
 
@@ -95,12 +95,12 @@ def check_data(data: Table) -> None:
 
 
 def _label(kind: str, number: int) -> str:
-    """Return the label of a repeated table for error messages, counted from 1."""
+    """Return the error-message label of table `number` of [[kind]], counted from 1."""
     return f"[[{kind}]] table {number + 1}"
 
 
 def _check_keys(given: Table, keys: Table) -> None:
-    """Raise unless a table has the required `keys`, and no others, with valid values."""
+    """Raise unless a TOML table has all required `keys`, no unknown ones, and valid values."""
     known = {name.rstrip("?"): kind for name, kind in keys.items()}
     for name in given:
         if name not in known:
@@ -113,7 +113,7 @@ def _check_keys(given: Table, keys: Table) -> None:
 
 
 def _fits(value: object, kind: str | list[str]) -> bool:
-    """Return whether a value is of a kind in lists/schema.toml."""
+    """Return whether a value has the type `kind`, as named in lists/schema.toml."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
     allowed = _KINDS[kind]
@@ -125,7 +125,7 @@ def _fits(value: object, kind: str | list[str]) -> bool:
 
 
 def _words(kind: str | list[str]) -> str:
-    """Return what a value of a kind must be, for error messages: "a string", "'cpu' or 'gpu'"."""
+    """Return an error message's words for the type `kind`: "a string", "'cpu' or 'gpu'"."""
     if isinstance(kind, list):
         return f"a list of {kind[0]}s"
     allowed = _KINDS[kind]
@@ -139,7 +139,7 @@ def _words(kind: str | list[str]) -> str:
 def list_from_json(
     text: str, device: str, features: frozenset[str], custom: CustomClasses
 ) -> OperatorList:
-    """Return the operator list that checked tables describe, for a kind of device.
+    """Return the operator list for a kind of device from a list's checked tables, as JSON text.
 
     `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
     """
@@ -155,7 +155,7 @@ def list_from_json(
 
 
 def without_casts_down(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
-    """Return the list for float32 of one that lowers nothing, with other substitutions.
+    """Return `listed` without its rules about half precision, with the substitutions `gains`.
 
     Rules about kernels that the half precision lacks have no meaning in float32.
     """
@@ -190,7 +190,7 @@ class _RuleBuilder:
             self._amend_rule("Custom", by_op_type=custom if lowers else not_lowered(custom))
 
     def _add_class(self, table: Table, names: list[str]) -> None:
-        """Add the rules of a [[group]] or [[conditional]] table.
+        """Add one rule for each operator of a [[group]] or [[conditional]] table.
 
         Several [[conditional]] tables may add conditions to the rule of one operator.
         """
@@ -222,13 +222,13 @@ class _RuleBuilder:
                 self._amend_rule(name, conditions=(*there.conditions, *conditions))
 
     def _add_missing(self, table: Table, names: list[str]) -> None:
-        """Record in the rules the kernels that a [[missing]] table says are missing here."""
+        """Mark a [[missing]] table's operators as lacking a kernel in the target dtype."""
         why = backend_of(self._device).said(table["reason"])
         for name in names:
             self._amend_rule(name, no_kernel=why, emulated_in=table.get("computes", "float32"))
 
     def _add_by_shape(self, table: Table, names: list[str]) -> None:
-        """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
+        """Add a [[by_shape]] table's shape rule to the rules of its operators."""
         kind, checks = table["rule"], shape_checks()
         if kind not in checks:
             raise unknown("rule", kind, checks)
@@ -240,7 +240,7 @@ class _RuleBuilder:
             self._amend_rule(name, by_shape=(*before, rule))
 
     def _add_exceptions(self) -> None:
-        """Record inputs and outputs of [keep_inputs], [follow_inputs] and [keep_outputs]."""
+        """Add the inputs and outputs of [keep_inputs], [follow_inputs], [keep_outputs] to rules."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if name == "CuDNNBatchNorm" and name not in registry():
@@ -252,13 +252,13 @@ class _RuleBuilder:
                 self._amend_rule(name, **{kind: tuple(kept)})
 
     def _amend_rule(self, name: str, **changes: Any) -> None:
-        """Change fields of an operator's rule, by default those of an unlisted operator."""
+        """Replace fields of operator `name`'s rule, which is `UNLISTED`'s if it has none yet."""
         there = self.by_name.get(name, replace(UNLISTED, operator=name))
         self.by_name[name] = replace(there, **changes)
 
 
 def _operator_names(patterns: Iterable[str]) -> list[str]:
-    """Return the names of the operators that canonical names and patterns ending in * match."""
+    """Return the names of operators that match: canonical names, or prefixes ending in *."""
     names: list[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
@@ -269,7 +269,7 @@ def _operator_names(patterns: Iterable[str]) -> list[str]:
 
 
 def _operator_called(name: str) -> Operator:
-    """Return the operator of this canonical name; raise for an alias."""
+    """Return the operator with the canonical name `name`; raise for an alias."""
     operator = resolve(name)
     if operator.name != name:
         raise ArgumentError(f"{name!r} is an alias; write {operator.name!r}")

@@ -1,4 +1,4 @@
-"""Changes to a policy: checks of the given operators and layers, and the changed rules."""
+"""Changes to a policy: check the arguments of `Policy.override`, and compute the changed rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def exact_pattern(name: str) -> str:
 
 
 def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
-    """Return the name patterns of each given layer: one for a name, several for a block."""
+    """Return name patterns for each item of `layers`: one for a name, several for a block."""
     if isinstance(layers, (str, Block)):
         layers = [layers]
     if layers is None:
@@ -51,13 +51,13 @@ def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
 
 
 def unknown_layers(patterns: Iterable[str], layers: Sequence[str]) -> list[UnknownNameError]:
-    """Return an error for each pattern that matches none of the names `layers`."""
+    """Return an error for each pattern in `patterns` that matches no name in `layers`."""
     unmatched = (pattern for pattern in patterns if not fnmatch.filter(layers, pattern))
     return [unknown("layer", pattern, layers, LAYER_NAMES) for pattern in unmatched]
 
 
 def _block_patterns(argument: str, block: Block) -> Sequence[str]:
-    """Return name patterns that match the operators of a block and its children.
+    """Return layer-name patterns that match the operators of a block and its children.
 
     Gluon names an operator after the block whose code calls it: its prefix comes first.
     """
@@ -78,7 +78,7 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
 
 
 def _is_plain_sequence(block: Block) -> bool:
-    """Return whether a block is a Gluon sequence with Gluon's own forward function."""
+    """Return whether a block is a `(Hybrid)Sequential` that doesn't override its forward method."""
     forward: tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
     own = getattr(type(block), "hybrid_forward", None), type(block).forward
     return isinstance(block, (Sequential, HybridSequential)) and any(one in forward for one in own)
@@ -94,7 +94,7 @@ TRIPLES = "a list of (operator, attribute, [values]), as ('Activation', 'act_typ
 
 @dataclass(frozen=True)
 class Change:
-    """One step from a policy to another: the arguments of `Policy.override`, or a name for a step.
+    """One change of a policy: the arguments of an `override` call, or a flag such as `untuned`.
 
     Operators are canonical names, sorted; None stands for a list that is not given.
     """
@@ -114,12 +114,12 @@ class Change:
     operator_list: str | None = None  #: a whole list in place of the one before, as JSON
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that say something, by name."""
+        """Return the fields that differ from their defaults, by name."""
         kept = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
         return {name: value for name, value, default in kept if value != default}
 
     def apply(self, before: OperatorList, dtype: str, device: str) -> OperatorList:
-        """Return `before` with this change; raise for an operator in two lists."""
+        """Return the operator list `before` with the change; raise for an operator in two lists."""
         rules, layers, substitutions = before
         rules = {name: self._changed_rule(rule) for name, rule in rules.items()}
         rules.update(self._given_rules(rules, dtype))
@@ -136,12 +136,12 @@ class Change:
 
     @property
     def _lists(self) -> dict[str, tuple[str, ...]]:
-        """The lists of operators that are given, by class."""
+        """The operators that this change puts in class low, fp32 or widest, by class."""
         lists = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
         return {op_class: names for op_class, names in lists.items() if names is not None}
 
     def _changed_rule(self, rule: Rule) -> Rule:
-        """Return how the change alters the rule of an operator that none of its lists name."""
+        """Return the changed rule of an operator that the change doesn't name."""
         if self.untuned:
             needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
             return replace(rule, by_shape=needed)
@@ -159,7 +159,7 @@ class Change:
         return rule
 
     def _given_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
-        """Return the rules of the operators in the given lists; raise for one in two lists."""
+        """Return the new rules of operators that the change names; raise for one in two lists."""
         classes: dict[str, str] = {}
         for op_class, names in self._lists.items():
             for name in names:
@@ -185,29 +185,29 @@ class Change:
 
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
-    """Return `rule` in another class: without conditions, and with its missing kernels."""
+    """Return `rule` moved to class `op_class`, without conditions but with missing kernels."""
     fields = {"conditions": (), "by_shape": _missing_kernels(rule), **more}
     return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
 def _missing_kernels(rule: Rule) -> tuple[ShapeRule, ...]:
-    """Return the rules by shape that stand for kernels missing in the target dtype."""
+    """Return the shape rules of `rule` that stand for kernels missing in the target dtype."""
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 
 def checked_substitutions(names: Names) -> tuple[str, ...] | None:
-    """Return names of substitutions, sorted; `Change.apply` raises for unknown ones."""
+    """Return names of substitutions, sorted; only `Change.apply` raises for unknown ones."""
     return None if names is None else tuple(sorted(set(_listed("substitutions", names)), key=str))
 
 
 def checked_layers(layers: LayerArgument) -> tuple[str, ...]:
-    """Return the name patterns of `fp32_layers`, without repetitions."""
+    """Return the layer-name patterns of an `fp32_layers` argument, each once."""
     patterns = layer_patterns("fp32_layers", layers)
     return tuple(dict.fromkeys(one for few in patterns for one in few))
 
 
 def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
-    """Return the canonical names of the operators given for a class; raise for unknown ones."""
+    """Return the canonical names of operators listed for `op_class`; raise for unknown ones."""
     if names is None:
         return None
     listed = _listed(f"the {op_class} operators", names)
@@ -215,7 +215,7 @@ def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
 
 
 def _listed(argument: str, names: object, kind: str = "a list of names") -> list[Any]:
-    """Return an argument as a list; raise for a string, and for what is no iterable."""
+    """Return an argument as a list; raise for a string or a non-iterable."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"{argument} must be {kind}, not {shown(names)}")
     return list(names)
@@ -224,7 +224,7 @@ def _listed(argument: str, names: object, kind: str = "a list of names") -> list
 def checked_conditional(
     conditional: Iterable[Conditional] | None,
 ) -> tuple[tuple[str, str, tuple[str, ...]], ...] | None:
-    """Return `Policy.override`'s `conditional` with canonical names and values as text."""
+    """Return the argument `conditional` with operators' canonical names, and values as text."""
     if conditional is None:
         return None
     checked = []

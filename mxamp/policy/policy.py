@@ -1,4 +1,4 @@
-"""A policy: which precision each operator computes in, as an immutable value."""
+"""Policies: an immutable value says in which precision each operator computes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _policies: weakref.WeakValueDictionary[Any, Policy] = weakref.WeakValueDictionar
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """Which precision every operator computes in, on one kind of device.
+    """An immutable choice of the precision of every operator, for one kind of device.
 
     >>> policy = Policy.default("float16", device="cpu")
     >>> policy.rule("Convolution").op_class
@@ -88,7 +88,7 @@ class Policy:
 
     @cached_property
     def _list(self) -> OperatorList:
-        """The operator list that mxamp's own list and all changes give."""
+        """The operator list in effect: mxamp's built-in list with all changes applied."""
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None and self.target_dtype == "float32":
@@ -104,21 +104,21 @@ class Policy:
 
     @cached_property
     def rules(self) -> Mapping[str, Rule]:
-        """The class of each operator, and its exceptions, by canonical name."""
+        """The precision rule of each operator (its class and exceptions), by canonical name."""
         return self._list.rules
 
     @cached_property
     def fp32_layers(self) -> tuple[str, ...]:
-        """The layers that stay in float32: names of nodes, * and ? stand for any characters."""
+        """The names of layers that stay in float32; * and ? are wildcards."""
         return self._list.fp32_layers
 
     @cached_property
     def substitutions(self) -> Mapping[str, str]:
-        """The faster equivalents of operators that graphs may use, each with its measured gain."""
+        """The faster operator equivalents that graphs may use, each with its measured gain."""
         return self._list.substitutions
 
     def rule(self, operator: str) -> Rule:
-        """Return the rule of an operator, by any of its names.
+        """Return the precision rule of an operator; aliases work too.
 
         `operator` is any name of an MXNet operator. Raises `UnknownNameError` for an operator that
         MXNet does not have.
@@ -127,12 +127,12 @@ class Policy:
         return found if found is not None else self.rules.get(resolve(operator).name, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
-        """Return whether `fp32_layers` keep the graph node `name` in float32."""
+        """Return whether `fp32_layers` keeps the graph node `name` in float32."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether graphs depend on operators' shapes and neighbors."""
+        """Whether the rewrite of a graph depends on its operators' shapes and neighbors."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
@@ -142,7 +142,7 @@ class Policy:
         return half and any(rule.lowers for rule in self.rules.values())
 
     def operators(self, op_class: str) -> list[str]:
-        """Return the operators of one class, sorted.
+        """Return the names of the operators in one precision class, sorted.
 
         >>> "Convolution" in Policy.default("float16", "cpu").operators("low")
         True
@@ -185,7 +185,7 @@ class Policy:
     @classmethod
     @checked_call
     def load(cls, path: str | Path, device: Device | None = None) -> Policy:
-        """Read a policy from a TOML file: one that `save` wrote, or your own operator list.
+        """Read a policy from a TOML file: one written by `save`, or your own operator list.
 
         ::
 
@@ -214,7 +214,7 @@ class Policy:
 
     @checked_call
     def save(self, path: str | Path) -> None:
-        """Write the policy to a TOML file, from which `load` makes the same policy.
+        """Write the policy to a TOML file that `load` reads back as the same policy.
 
         ::
 
@@ -230,17 +230,17 @@ class Policy:
         write_file(path, self.to_toml().encode())
 
     def to_toml(self) -> str:
-        """Return the text of the policy's file."""
+        """Return the text that `save` writes to a policy file."""
         return HEAD + tomli_w.dumps({**self._data, **_provenance(self.target_dtype)})
 
     @cached_property
     def text(self) -> str:
-        """The policy as one line, from which `policy_from_data` makes it again."""
+        """The policy as one line of JSON, which `policy_from_data` reads back."""
         return json.dumps(self._data)
 
     @property
     def _data(self) -> dict[str, Any]:
-        """The tables of the policy's file."""
+        """The content of the policy's TOML file, as a dict."""
         changes = [one.given() for one in self.changes]
         data: dict[str, Any] = {"format": 2, "dtype": self.target_dtype, "device": self.device}
         if changes and "operator_list" in changes[0]:
@@ -248,7 +248,7 @@ class Policy:
         return {**data, "change": changes} if changes else data
 
     def _warn_of_file(self, path: str | Path, data: Mapping[str, Any]) -> None:
-        """Log lists that have changed since the file was written, and kernels that it lacks."""
+        """Warn if a policy file builds on other operator lists, or lowers to missing kernels."""
         if not self.changes or self.changes[0].operator_list is None:
             if data.get("lists") not in (None, _provenance(self.target_dtype)["lists"]):
                 logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
@@ -271,7 +271,7 @@ class Policy:
         fp32_layers: LayerArgument = (),
         substitutions: Iterable[str] | None = None,
     ) -> Policy:
-        """Return a policy with some operators in other classes, given by any of their names.
+        """Return a copy of the policy with some operators moved to other precision classes.
 
         >>> policy = Policy.default("float16", "cpu").override(fp32=["Convolution"])
         >>> policy.rule("Convolution").op_class
@@ -302,7 +302,7 @@ class Policy:
         return self.changed(change)
 
     def untuned(self) -> Policy:
-        """Return the policy without substitutions and without rules by shape for speed.
+        """Return the policy without substitutions and shape rules that serve only speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -312,7 +312,7 @@ class Policy:
         return self.changed(Change(untuned=True))
 
     def in_float32(self) -> Policy:
-        """Return the policy with nothing lowered: every operator of class low is in class fp32.
+        """Return the policy with every operator of class low moved to class fp32.
 
         >>> Policy.default("bfloat16").in_float32().operators("low")
         []
@@ -323,7 +323,7 @@ class Policy:
         return self.changed(Change(in_float32=True))
 
     def changed(self, change: Change) -> Policy:
-        """Return the policy after one more change; itself where that changes nothing."""
+        """Return the policy with one more change applied, or itself if that alters nothing."""
         changes = *self.changes, change
         policy = policy_of(self.target_dtype, self.device, changes, self._surroundings)
         return self if policy._list == self._list else policy
@@ -331,18 +331,18 @@ class Policy:
 
 @lru_cache(maxsize=None)
 def _provenance(dtype: str) -> Mapping[str, str]:
-    """Return the keys by which a file says which mxamp, and which of its lists, it changes."""
+    """Return a policy file's keys for mxamp's version and the checksum of its operator list."""
     return {"mxamp": __version__, "lists": f"{zlib.crc32(own_data(dtype).encode()):08x}"}
 
 
 class PerPolicy(Generic[Value]):
-    """Values that a module derives from policies: made when first asked for, freed with them."""
+    """A cache of a value derived from each policy: made on first use, freed with the policy."""
 
     def __init__(self, make: Callable[[Policy], Value]) -> None:
         self._make, self._name = make, f"_derived_{id(self)}"
 
     def __call__(self, policy: Policy) -> Value:
-        """Return the value for a policy."""
+        """Return the value derived from `policy`, made on first use."""
         # In the policy itself: a value may refer to the policy, and so would keep a weak key alive.
         try:
             return policy.__dict__[self._name]  # type: ignore[no-any-return]
@@ -353,7 +353,7 @@ class PerPolicy(Generic[Value]):
 def policy_of(
     dtype: str, device: str, changes: tuple[Change, ...] = (), now: Surroundings | None = None
 ) -> Policy:
-    """Return the policy with these fields: the existing object if there is one."""
+    """Return the policy with these fields; reuse the existing object if there is one."""
     key = (dtype, device, changes, surroundings(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
@@ -364,7 +364,7 @@ _own_policy = lru_cache(maxsize=None)(policy_of)
 
 
 def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
-    """Return the policy of a file's tables, or of `Policy.text`; raise for any mistake.
+    """Return the policy that a policy file's tables or `Policy.text` describe; raise if invalid.
 
     `device` is the kind of device that is asked for. A file may hold a whole operator list.
     """
@@ -394,7 +394,7 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
 
 
 class _PlainFloat32:
-    """The type of `PLAIN_FLOAT32`: the choice of "auto" where no half precision is fast."""
+    """The type of `PLAIN_FLOAT32`, which "auto" chooses where neither half precision is fast."""
 
     target_dtype, lowers = "float32", False
 
@@ -413,7 +413,7 @@ PolicyChoice = Union[Policy, _PlainFloat32]
 
 
 def float32_choice(device: str) -> PolicyChoice:
-    """Return the choice of "auto" where no half precision is fast."""
+    """Return the float32 policy for `device`, or `PLAIN_FLOAT32` if it has no substitutions."""
     policy = Policy.default("float32", device)
     return policy if policy.substitutions else PLAIN_FLOAT32
 
@@ -421,7 +421,7 @@ def float32_choice(device: str) -> PolicyChoice:
 def requested_policy(
     target_dtype: Dtype, *lists: Any, policy: Policy | None = None, ctx: Device | None = None
 ) -> Policy:
-    """Return the policy that the arguments of `convert_*` describe.
+    """Return the policy that the arguments of a `convert_*` function describe.
 
     That is `policy` if given; else the default policy for `target_dtype` and the kind of device of
     `ctx`, with each given operator list (low, fp32, widest, conditional) in place of its own.

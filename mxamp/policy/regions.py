@@ -1,4 +1,4 @@
-"""Regions in graphs: `autocast` in a model's own code, as attributes of nodes.
+"""`autocast` regions in a model's own code, recorded as attributes of graph nodes.
 
 `autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
 made, not while they run. So each node made in a region gets a mark, an attribute that names the
@@ -35,7 +35,7 @@ _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "p
 
 
 def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> RegionMark:
-    """Return the mark of an `autocast` region with these arguments."""
+    """Return the mark for graph nodes made in an `autocast` region with these arguments."""
     if not enabled:
         return RegionMark(OFF, is_off=True)
     if isinstance(given, Policy):
@@ -47,7 +47,7 @@ def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> Reg
 
 
 def policy_inside(dtype: str | None, outer: PolicyChoice | None) -> PolicyChoice:
-    """Return the policy of an `autocast(dtype)` region in code under the policy `outer`."""
+    """Return the policy inside `autocast(dtype)` where the policy around it is `outer`."""
     dtype = fast_dtype() if is_auto(dtype) else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
@@ -61,7 +61,7 @@ _policies_inside: PerPolicy[dict[str, Policy]] = PerPolicy(lambda _policy: {})
 
 
 def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool = False) -> Policy:
-    """Return the policy for a graph node with these attributes, in a graph under `policy`.
+    """Return the policy for a node with attributes `attrs`, in a graph that runs under `policy`.
 
     With `regions_only`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
@@ -82,7 +82,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
 def argument_dtype(
     policy: Policy, attrs: Mapping[str, str], regions_only: bool = False
 ) -> str | None:
-    """Return the dtype for a node that copies an argument of a `float_function` or its like.
+    """Return the dtype that a node casts a `float_function` (or similar) argument to, if any.
 
     None for any other node, and where mixed precision is off.
     """
@@ -94,7 +94,7 @@ def argument_dtype(
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
-    """Return the policy that a mark stands for in a graph under `policy`; None for no casts."""
+    """Return the policy that a region's mark means in a graph under `policy`; None for no casts."""
     if mark in (OFF, ON):
         return policy if mark == ON else None
     if mark.startswith(_POLICY):
@@ -111,7 +111,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
 
 @lru_cache(maxsize=64)
 def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
-    """Return the policy that a mark holds as text."""
+    """Return the policy whose text a region's mark contains."""
     try:
         return policy_from_data(json.loads(mark[len(_POLICY) :]))
     except ValueError:
@@ -120,7 +120,7 @@ def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
 
 
 def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
-    """Return `decision` with the `autocast` region of a graph node named in its reason."""
+    """Return `decision` with its reason naming the `autocast` region of the graph node."""
     mark = attrs.get(REGION, ON)
     if not attrs.keys() & {REGION, CAST} or _policy_of_mark(policy, mark) is None:
         return decision
@@ -131,7 +131,7 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Pol
 
 
 def region_reason(mark: str, policy: Policy) -> str:
-    """Return the text about an `autocast` region that begins the reasons of its nodes' casts."""
+    """Return a reason's opening words, which name the `autocast` region that a mark stands for."""
     if mark == OFF:
         return "autocast(enabled=False) in the model's code: runs as without mxamp"
     given = "policy=..." if mark.startswith(_POLICY) else "" if mark == ON else repr(mark)
@@ -144,12 +144,12 @@ def region_reason(mark: str, policy: Policy) -> str:
 
 
 def marks_of(attributes: Iterable[Mapping[str, str]]) -> frozenset[str]:
-    """Return the marks of `autocast` regions among the attributes of a graph's nodes."""
+    """Return the distinct marks of `autocast` regions among the attributes of graph nodes."""
     return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
-    """Return the policy for graph nodes in regions with these marks while mixed precision is off.
+    """Return a policy for a graph's `autocast` regions while mixed precision is off around them.
 
     None if mixed precision is on, and if no region casts anything.
     """

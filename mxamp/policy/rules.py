@@ -1,4 +1,4 @@
-"""Rules: the class of each operator, its exceptions, and the reasons."""
+"""Precision rules: the class of each operator (low, fp32, ...), its exceptions and reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CustomClasses = Tuple[Tuple[str, str], ...]
 
 
 def not_lowered(custom: CustomClasses) -> CustomClasses:
-    """Return the classes of custom operators with fp32 in place of low."""
+    """Return `custom`, the classes of custom operators, with class low replaced by fp32."""
     return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
 
 
@@ -23,7 +23,7 @@ _custom_classes: dict[str, str] = {}
 
 
 def set_custom_class(op_type: str, op_class: str) -> None:
-    """Set the class ("low", "fp32" or "widest") of a custom operator, for policies made later."""
+    """Set the class ("low", "fp32" or "widest") of a custom operator for policies made later."""
     _custom_classes[op_type] = op_class
 
 
@@ -37,7 +37,7 @@ Surroundings = Tuple[FrozenSet[str], CustomClasses]
 
 
 def surroundings(device: str) -> Surroundings:
-    """Return what policies made now for a kind of device depend on beside their fields."""
+    """Return the CPU or GPU features and custom operators' classes that new policies depend on."""
     return backend_of(device).features(), custom_classes()
 
 
@@ -51,7 +51,7 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which an operator is fp32: `attribute` has one of `values`.
+    """An attribute test that makes an operator call compute in float32: its value is in `values`.
 
     With `beyond_range` instead: its number is beyond the range of `dtype`.
     """
@@ -64,7 +64,7 @@ class Condition:
     reason: str | None = None  #: None: the rule's reason
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
-        """Return whether a call with these attributes, else the default, meets the condition."""
+        """Return whether a call with these attributes meets the condition; defaults fill gaps."""
         value = attributes.get(self.attribute, self.default)
         if value is None:
             return False
@@ -74,7 +74,7 @@ class Condition:
 
 
 class Reason(NamedTuple):
-    """Why shapes or neighbors keep one call of an operator in float32."""
+    """Why an operator call stays in float32, for its shapes or its neighbors in the graph."""
 
     kind: str  #: the name of a rule by shape, or "substitution"
     text: str  #: for reports; never compared
@@ -83,20 +83,20 @@ class Reason(NamedTuple):
 
 
 class ShapeRule(NamedTuple):
-    """A rule that, depending on shapes and neighbors, keeps one operator in float32."""
+    """A rule that keeps an operator in float32, by its shapes and its neighbors in the graph."""
 
     reason: Reason
     limit: int = 0  #: the longest sum of `long_sums`, or the multiplications of `small_layers`
 
     @property
     def name(self) -> str:
-        """The rule's name."""
+        """The shape rule's name in the operator list, such as "long_sums"."""
         return self.reason.kind
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The class of one operator, and its exceptions."""
+    """The precision class of one operator, with its exceptions and reason."""
 
     operator: str
     op_class: str  #: one of `CLASSES`
@@ -113,16 +113,16 @@ class Rule:
 
     @property
     def lowers(self) -> bool:
-        """Whether the operator may compute in the target dtype where its inputs do not."""
+        """Whether the operator may compute in the target dtype on float32 inputs."""
         return self.op_class == "low" or any(one == "low" for _, one in self.by_op_type)
 
     @property
     def shown_class(self) -> str:
-        """The class, or "conditional"."""
+        """The operator's class for reports: "conditional" if it depends on an attribute."""
         return "conditional" if self.conditions else self.op_class
 
     def has_shape_rule(self, shape_rule: str) -> bool:
-        """Return whether the operator has the shape rule of this name."""
+        """Return whether the operator has a shape rule named `shape_rule`."""
         return any(one.name == shape_rule for one in self.by_shape)
 
 

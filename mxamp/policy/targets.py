@@ -1,4 +1,4 @@
-"""Checks of arguments: target dtypes, kinds of devices, classes of operators."""
+"""Check arguments that name target dtypes, kinds of devices, or `ctx`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_DTYPE = (
 
 
 class _Default(str):
-    """A default that differs by identity from the same string given by a caller."""
+    """A str that marks an argument left at its default: compared by identity, not by value."""
 
     __slots__ = ()
 
@@ -46,17 +46,17 @@ def fast_dtype() -> str:
 
 
 def default_dtype(device: str | None = None) -> str:
-    """Return the dtype to compute in on a kind of device, by default on the default device."""
+    """Return the preferred half precision of a kind of device, by default the default device."""
     return backend_of(device or default_device()).dtypes[0]
 
 
 def is_auto(dtype: object) -> bool:
-    """Return whether a target dtype is "auto"."""
+    """Return whether the target dtype `dtype` is "auto"."""
     return isinstance(dtype, str) and dtype == AUTO
 
 
 def check_target(dtype: object, allowed: Sequence[str] = DTYPES) -> str:
-    """Return the name of a target dtype; raise `ArgumentError` unless it is `allowed`.
+    """Return the name of a target dtype; raise `ArgumentError` if it is not in `allowed`.
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
     """
@@ -80,7 +80,7 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_device(dtype: str, device: str | None) -> str:
-    """Return "cpu" or "gpu" for a policy in `dtype`; raise if that device lacks the dtype."""
+    """Return "cpu" or "gpu" for a policy in `dtype`; raise if the device lacks that dtype."""
     if device is None:
         kinds = (default_device(), *DEVICES)
         return next(kind for kind in kinds if dtype in (*backend_of(kind).dtypes, "float32"))
@@ -91,7 +91,7 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def device_type(ctx: object, argument: str = "ctx") -> str | None:
-    """Return "cpu" or "gpu" for a context, a device name or a list of them; None for None.
+    """Return "cpu" or "gpu" for a context, a device name, or a list of either; None for None.
 
     `argument` is the name of the public argument, for messages.
     """
@@ -106,7 +106,7 @@ def device_type(ctx: object, argument: str = "ctx") -> str | None:
 
 
 def check_same_target(own_dtype: str, own_device: str, target_dtype: object, ctx: object) -> None:
-    """Raise if `target_dtype` or `ctx`, given beside a policy, differs from the policy's own."""
+    """Raise if `target_dtype` or `ctx` contradicts the policy passed with it."""
     dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
     for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):
         if given != own:

@@ -1,4 +1,4 @@
-"""Attribute values of operators, which MXNet keeps as text, and the ranges of dtypes."""
+"""Parse and compare operators' attribute values, which MXNet keeps as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Mapping, NamedTuple
 
 
 class _Range(NamedTuple):
-    """The magnitudes between which a dtype holds numbers with all digits."""
+    """The largest and smallest magnitudes that a dtype holds at full precision."""
 
     largest: float
     smallest: float  #: normal number: below it, digits are lost
@@ -30,7 +30,7 @@ _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
 
 
 def same_value(one: str, other: str) -> bool:
-    """Return whether MXNet reads two attribute texts as the same value.
+    """Return whether MXNet parses two attribute texts to the same value.
 
     >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
     (True, True, True)
@@ -39,7 +39,7 @@ def same_value(one: str, other: str) -> bool:
 
 
 def is_true(text: str) -> bool:
-    """Return whether MXNet reads an attribute's text as true: "True", "true" or "1".
+    """Return whether an attribute's text is true to MXNet: "True", "true" or "1".
 
     >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
     (True, True, True, False)
@@ -53,7 +53,7 @@ def flattens_data(attrs: Mapping[str, str]) -> bool:
 
 
 def out_of_range(text: str, dtype: str) -> bool:
-    """Return whether `text` is a number that becomes infinite or zero in `dtype`, or loses digits.
+    """Return whether `text` is a number that overflows, vanishes or loses digits in `dtype`.
 
     Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
     zero and texts that are not numbers are not out of range.
@@ -66,7 +66,7 @@ def out_of_range(text: str, dtype: str) -> bool:
 
 
 def _parse_value(text: str) -> object:
-    """Return an attribute text as None, a number (0, 1 for booleans), a tuple, or unchanged."""
+    """Parse an attribute's text to None, a number (booleans are 0 and 1), a tuple, or a string."""
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -79,7 +79,7 @@ def _parse_value(text: str) -> object:
 
 
 def _as_tuples(value: object) -> object:
-    """Return nested lists as tuples, and a list of one item as the item, as MXNet reads it."""
+    """Return nested lists as tuples, and a one-item list as its item, as MXNet reads them."""
     if not isinstance(value, (list, tuple)):
         return value
     items = tuple(_as_tuples(item) for item in value)
@@ -87,7 +87,7 @@ def _as_tuples(value: object) -> object:
 
 
 def _equal_values(one: object, other: object) -> bool:
-    """Return whether two parsed values are equal; fractions as float32, recursively."""
+    """Return whether two parsed attribute values are equal; fractions are compared in float32."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_equal_values, one, other))
     if isinstance(one, float) and isinstance(other, float) and not one.is_integer():
