@@ -1,4 +1,4 @@
-"""Log lines: whether mixed precision is on, and whether it is fast on this machine."""
+"""Log lines that say whether mixed precision is on, and whether it is fast on this machine."""
 
 import logging
 from typing import Set
@@ -28,21 +28,21 @@ _logged: Set[str] = set()
 
 
 def announce(policy: Policy) -> None:
-    """Log that mixed precision is on under `policy`, and warn once if it won't be faster here."""
+    """Log that mixed precision is on under `policy`; warn once if that isn't faster here."""
     dtype = policy.target_dtype if policy.lowers else "float32"
     logger.info("mixed precision is on: %s on %s", dtype, policy.device)
     warn_of_speed(policy)
 
 
 def announce_float32(choice: PolicyChoice, advice: str = ADVICE) -> None:
-    """Warn once that "auto" is float32 here, why, and what that changes."""
+    """Warn once that "auto" means float32 on this machine, with the cause and the effect."""
     backends = [backend_of(device) for device in (default_device(), *DEVICES)]
     why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
     warn_once("auto", AUTO_FLOAT32, why, EQUIVALENTS if choice else PLAIN, advice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
-    """Warn once that mixed precision under `policy` is no faster than float32 here, if so.
+    """Warn once if mixed precision under `policy` is no faster than float32 on this machine.
 
     Of a model that is explained or converted, say what that means for the model.
     """
@@ -52,7 +52,7 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
 
 
 class _Seen:
-    """The layers of graphs that ran under a policy, and whether `fp32_layers` were compared."""
+    """Names of layers in graphs that ran under a policy, to find unknown ones in `fp32_layers`."""
 
     def __init__(self, _policy: Policy) -> None:
         self.layers: Set[str] = set()
@@ -63,13 +63,13 @@ _seen = PerPolicy(_Seen)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:
-    """Record the layers of a graph that is about to run under a policy with `fp32_layers`."""
+    """Record the layer names of a graph that will run, if its policy has `fp32_layers`."""
     if policy.fp32_layers:
         _seen(policy).layers.update(graph.layer_names)
 
 
 def warn_of_unknown_layers(policy: Policy) -> None:
-    """Warn, once a policy, of names in its `fp32_layers` that no graph so far has.
+    """Warn, once a policy, of each name in `fp32_layers` that no graph run so far contains.
 
     A policy may serve several graphs, so call this when graphs begin to run again.
     """
@@ -81,7 +81,7 @@ def warn_of_unknown_layers(policy: Policy) -> None:
 
 
 def warn_once(key: str, line: str, *values: object) -> None:
-    """Log a warning unless the process has logged the one of this key."""
+    """Log a warning, unless this process has already logged one with the same `key`."""
     if key not in _logged:
         _logged.add(key)
         logger.warning(line, *values)

@@ -1,4 +1,4 @@
-"""Mixed precision on and off: for the process by `init`, for a region of code by `autocast`.
+"""Turn mixed precision on and off: `init` for the process, `autocast` for a region of code.
 
 MXNet's functions are patched while either is in force, and restored afterwards. If a graph contains
 regions while mixed precision is off around it, the patches stay until `shutdown`.
@@ -111,7 +111,7 @@ def init(
 
 @locked
 def switch_on(wanted: PolicyChoice) -> bool:
-    """Turn mixed precision on without a log line; return False if it is on with this policy.
+    """Turn mixed precision on without a log line; return False if `wanted` was already on.
 
     `PLAIN_FLOAT32` is recorded, but patches nothing.
     """
@@ -151,14 +151,14 @@ def shutdown() -> None:
 
 
 def switch_off() -> bool:
-    """Do what `shutdown` does without a log line; return False if mixed precision was off."""
+    """Turn mixed precision off as `shutdown`, without a log line; return False if it was off."""
     FrontEnd.close_all()
     return _end_policy()
 
 
 @locked
 def _end_policy() -> bool:
-    """End the policy of `init`; return False without one."""
+    """Unset the policy that `init` has set; return False if there is none."""
     casting.release(GRAPHS)
     before, active.process.policy = active.process.policy, None
     casting.release(active.process)
@@ -212,7 +212,7 @@ class autocast(active.Regional):
         self._enabled = check_bool("enabled", enabled)
 
     def __enter__(self) -> "autocast":
-        """Begin the region; reentrant. Its end restores the policy that was in force before."""
+        """Enter the `autocast` region; may be nested. Its end restores the policy around it."""
         policy = self._policy if self._enabled else None
         if self._enabled and policy is None:
             policy = regions.policy_inside(self._dtype, active.nearest_policy())
@@ -233,7 +233,7 @@ class autocast(active.Regional):
         return self
 
     def __call__(self, function: Function) -> Function:
-        """Return `function` with a region around each call."""
+        """Decorate `function`: each call runs in an `autocast` region."""
         check_runs_at_once(function)
 
         @functools.wraps(function)
@@ -245,7 +245,7 @@ class autocast(active.Regional):
 
 
 def _leave(region: active.Region) -> None:
-    """End a region, and keep patches for the graphs that were made in it."""
+    """End an `autocast` region; keep patches installed for graphs with nodes made in it."""
     active.end(region)
     marked = region.mark is not None and region.mark.has_nodes
     if region.policy and marked and active.current_policy() is None:
@@ -262,13 +262,13 @@ _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 def check_runs_at_once(function: Any) -> None:
-    """Raise `ArgumentError` for a generator or coroutine: its code runs after the call."""
+    """Raise `ArgumentError` for a generator or coroutine function: its body runs after the call."""
     if any(is_one(function) or is_one(function.__call__) for is_one in _RUN_LATER):
         raise ArgumentError(RUNS_LATER.format(given=shown(function)))
 
 
 def policy_for(dtype: Optional[Dtype], policy: Optional[Policy]) -> Policy:
-    """Return the policy in force inside `autocast(dtype, policy=policy)`; raise without one."""
+    """Return the policy inside `autocast(dtype, policy=policy)`; raise if there is none."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:

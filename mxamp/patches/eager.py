@@ -1,4 +1,4 @@
-"""Eager calls: inputs are cast as the policy decides.
+"""Patches for eager calls: cast an operator's inputs as the policy decides.
 
 All of `mx.nd`, `mx.np` and `mx.npx`, the methods of arrays and Python's operators end in one
 function, `_imperative_invoke`, looked up at call time in three modules. Replacing it there also
@@ -49,7 +49,7 @@ Out = Union[None, NDArray, Sequence[NDArray]]
 
 
 class Arguments(NamedTuple):
-    """The arguments of an eager call; mostly a plain tuple, which takes less time to make."""
+    """The arguments of `_imperative_invoke`; mostly passed as a plain tuple, which is faster."""
 
     handle: int
     arrays: Sequence[NDArray]
@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
 
     @property
     def attrs(self) -> dict[str, str]:
-        """The operator's attributes as text."""
+        """The operator's attributes by name, with values as text."""
         return dict(zip(self.keys, map(str, self.vals)))
 
 
@@ -83,7 +83,7 @@ INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
 def build_invoke(original: Invoke) -> Invoke:
-    """Return an `_imperative_invoke` that casts its inputs as the policy decides."""
+    """Return an `_imperative_invoke` that casts operators' inputs as the policy decides."""
     original = _invoke if original is mx_arrays.invoke else original
 
     def _imperative_invoke(*arguments: Any) -> object:
@@ -99,7 +99,7 @@ def build_invoke(original: Invoke) -> Invoke:
 
 
 def _encode(*texts: str) -> object:
-    """Return texts as C strings."""
+    """Return an array of C strings with these texts."""
     encoded = (ctypes.c_char_p * len(texts))()
     encoded[:] = [text.encode() for text in texts]  # faster than to make it of them
     return encoded
@@ -112,7 +112,7 @@ _encoded = functools.lru_cache(MANY)(_encode)
 def _invoke(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Out, is_np: bool, many: bool
 ) -> object:
-    """Call an operator as MXNet's function does, in four fifths of the time."""
+    """Call an operator as MXNet's `_imperative_invoke` does, in four fifths of its time."""
     # A call with `out` is mostly an optimizer's, with other numbers each time.
     encode = _encoded if out is None else _encode
     texts = len(keys), _encoded(*keys), encode(*map(str, vals))
@@ -123,7 +123,7 @@ def _invoke(
 def call_library(
     call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Out
 ) -> object:
-    """Call a function of MXNet's library on arrays; return the outputs that it makes, or `out`."""
+    """Call a C function of MXNet's library on arrays; return its new outputs, or `out`."""
     size, count, memory, kinds = len(arrays), _c_int(), _Handles(), _Kinds()
     inputs = c_handle_array(arrays)
     if isinstance(out, NDArray):
@@ -142,7 +142,7 @@ def call_library(
 
 
 class _Actions(Dict[int, Optional[Action]]):
-    """The actions of one policy on eager calls by operator handle, made on demand.
+    """One policy's replacements for eager operator calls, by operator handle, made on demand.
 
     None stands for MXNet's own call. Without a policy, only the losses of output operators are
     scaled, since the backward pass is scaled all the same.
@@ -171,12 +171,12 @@ _actions_of: PerPolicy[_Actions] = PerPolicy(_Actions)
 
 
 def _plain(original: Invoke, arguments: Sequence[Any]) -> object:
-    """Call MXNet's own function."""
+    """Call MXNet's original function."""
     return original(*arguments)
 
 
 def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
-    """Return what calls of an operator do in turn before MXNet's own call."""
+    """Return the wrappers around an operator's original call under `policy`, outermost first."""
     loss = LOSS_OUTPUT_HANDLES.get(operator.handle)
     # Without a policy, custom operators scale their results themselves.
     scales = loss is not None and (policy is not None or loss not in with_trait("calls_python"))
@@ -197,7 +197,7 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
 
 
 def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
-    """Let the gradients that an output operator starts carry the loss scale, while recording."""
+    """Return an action that scales an output operator's gradients while autograd records."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if autograd.is_recording():
@@ -210,7 +210,7 @@ def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
 
 
 def copy_inputs(then: Action, eager: EagerOperator) -> Action:
-    """Let an operator read copies of the inputs whose gradients are zeros by definition."""
+    """Return an action that first copies the inputs whose gradients are zero by definition."""
     positions = eager.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
@@ -229,7 +229,7 @@ def copy_inputs(then: Action, eager: EagerOperator) -> Action:
 
 
 def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
-    """Copy or cast an array, bfloat16 by way of float32.
+    """Return an action that copies or casts an array, bfloat16 by way of float32.
 
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
     """
@@ -245,7 +245,7 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
 
 
 def keep_float32(then: Action, eager: Any) -> Action:
-    """Call MXNet's own operator where policy or shapes leave float32 inputs as they are."""
+    """Return an action that skips the casts where policy or shapes keep float32 inputs."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
@@ -256,7 +256,7 @@ def keep_float32(then: Action, eager: Any) -> Action:
 
 
 def cast_inputs(_then: Action, eager: Any) -> Action:
-    """Last step: call MXNet's own operator on inputs that are cast as the policy decides."""
+    """Return the last action: cast inputs as the policy decides, call MXNet's own operator."""
     return eager.cast  # type: ignore[no-any-return]
 
 
@@ -268,7 +268,7 @@ STEPS: Mapping[str, Sequence[Step]] = {"FullyConnected": (separate_bias,)}
 
 
 def _may_cast(operator: Operator, policy: Policy) -> bool:
-    """Return whether a policy may cast inputs or outputs of an operator in eager calls."""
+    """Return whether a policy may cast an operator's inputs or outputs in eager calls."""
     rule = policy.rule(operator.name)
     if policy.target_dtype == "float32" and not rule.given:
         return False  # as in plain MXNet
@@ -278,7 +278,7 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
 
 
 class _EagerOperator:
-    """An operator in eager calls under one policy: its casts, cached by input dtypes."""
+    """An operator in eager calls under one policy, with cast decisions cached by input dtypes."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self.operator, self.policy = operator, policy
@@ -294,7 +294,7 @@ class _EagerOperator:
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
     def cast(self, original: Invoke, arguments: Sequence[Any]) -> object:
-        """Call the operator on inputs that are cast as the policy decides."""
+        """Call the operator on its inputs cast as the policy decides; round outputs."""
         call = Arguments(*arguments)
         decision = self._decide(call)
         if decision is None:
@@ -303,7 +303,7 @@ class _EagerOperator:
         return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
     def reason_to_keep(self, arguments: Sequence[Any]) -> Reason | None:
-        """Return why the shapes of a call keep it in float32, or None; cached."""
+        """Return, from a cache, why a call's shapes keep it in float32; None if they don't."""
         if not (self._by_shape and arguments[1][1:]):
             return None  # without a weight MXNet raises an error of its own
         _, arrays, keys, vals, *_ = arguments
@@ -324,7 +324,7 @@ class _EagerOperator:
     def _reason(
         self, arrays: Sequence[NDArray], attrs: dict[str, str], training: bool
     ) -> Reason | None:
-        """Return why the backend keeps a call in float32, uncached."""
+        """Ask the backend why a call's shapes keep it in float32; None if they don't."""
         casts = training and dtype_code(arrays[1]) != self._target
         shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
         site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
@@ -334,7 +334,7 @@ class _EagerOperator:
             return None  # MXNet raises an error of its own
 
     def _decide(self, call: Arguments) -> Decision | None:
-        """Return the decision on a call; None without a cast."""
+        """Return the cast decision for an eager call; None if nothing is cast."""
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: tuple[tuple[str, str], ...] = ()
@@ -354,7 +354,7 @@ class _EagerOperator:
     def _decide_anew(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
-        """Return the decision for inputs with these dtype codes, uncached; None without a cast."""
+        """Return the cast decision for inputs with these dtype codes, uncached; None: no cast."""
         dtypes = [KIND_NAMES.get(code, "other") for code in codes]
         name, policy = self.operator.name, self.policy
         decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)
@@ -364,14 +364,14 @@ class _EagerOperator:
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> object:
-        """Call another operator, named `op`, under the policy."""
+        """Call the operator named `op`, another than this one, under the same policy."""
         handle = handle_of(op)
         action = _actions_of(self.policy)[handle] or _plain
         return action(original, (handle, inputs, [*attrs], [*attrs.values()], None, np, False))
 
     @staticmethod
     def write(outputs: object, out: object) -> object:
-        """Return `outputs`, or `out` with them written to its arrays in their dtypes."""
+        """Cast `outputs` into the arrays `out` and return `out`, or just return `outputs`."""
         if out is None:
             return outputs
         for result, target in zip(as_list(outputs), as_list(out)):
@@ -382,7 +382,7 @@ class _EagerOperator:
 
 
 def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
-    """Return `arrays` cast to the dtypes that an operator reads by `decision`."""
+    """Return `arrays` cast to the dtypes that `decision` has an operator read."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is not None:
@@ -394,7 +394,7 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
 
 
 def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
-    """Return an operator's outputs, rounded to the dtype that `decision` computes through."""
+    """Return an operator's outputs rounded to the dtype that `decision` emulates, if any."""
     if decision.emulated is None:
         return outputs
     rounded = [
@@ -408,7 +408,7 @@ def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
 
 
 def patched_setitem(original: Original, self: NDArray, key: object, value: Any) -> object:
-    """Write values into an array; into one of bfloat16 in plain MXNet, rounded.
+    """Write values into an array; round them if the array is in bfloat16.
 
     MXNet would write NumPy's numbers as raw bits, and `mx.np` would take no numbers at all.
     """
@@ -426,7 +426,7 @@ def patched_setitem(original: Original, self: NDArray, key: object, value: Any) 
 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) -> object:
-    """Cast the inputs of `tensordot` as the policy decides."""
+    """Call `tensordot` on inputs that are cast as the policy decides."""
     actions = _OFF if (policy := current_policy()) is None else _actions_of(policy)
 
     def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: object) -> object:
@@ -437,7 +437,7 @@ def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) 
 
 
 def patched_asnumpy(original: Original, self: NDArray) -> object:
-    """Return float32 values for bfloat16 arrays."""
+    """Return an array as a NumPy array, a bfloat16 array in float32."""
     if current_policy() is not None and dtype_code(self) == _BFLOAT16:
         with autograd.pause():
             return original(cast(self, "float32"))
@@ -445,14 +445,14 @@ def patched_asnumpy(original: Original, self: NDArray) -> object:
 
 
 def patched_scope_enter(original: Original, scope: autograd._RecordingStateScope) -> object:
-    """Begin a scope of autograd, that of `record()` with shared casts of leaves."""
+    """Enter an autograd scope; under `record()`, share the casts of each leaf array."""
     if scope._enter_is_record and mx_arrays.cast_dtypes:
         mx_arrays.leaf_casts.begin(scope)
     return original(scope)
 
 
 def build_scope_exit(original: Original) -> property:
-    """Return the end of autograd's scopes, as `patched_scope_enter` begins them.
+    """Return an autograd scope's `__exit__` that matches `patched_scope_enter`.
 
     Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
     of them can't leave autograd recording.

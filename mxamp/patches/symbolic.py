@@ -1,4 +1,4 @@
-"""Executors: a symbol's graph is rewritten when it is bound, and again when it is reshaped.
+"""Patches for executors: rewrite a symbol's graph when it is bound or reshaped.
 
 Dtypes and device are known only when a symbol is bound. The program's symbol is never changed. A
 rewrite may depend on shapes, so a reshaped executor gets a newly rewritten graph.
@@ -69,7 +69,7 @@ def patched_bind(
     *rest: object,
     **options: object,
 ) -> object:
-    """Bind the graph rewritten for the policy in force."""
+    """Bind a symbol, as `Symbol.bind`, with its graph rewritten for the policy in force."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req, args_grad)
     policy = _policy_to_bind(self, ctx, grad_reqs)
@@ -93,7 +93,7 @@ def patched_simple_bind(
     *rest: object,
     **options: Any,
 ) -> object:
-    """Bind the graph rewritten for the policy in force."""
+    """Bind as `Symbol.simple_bind`, with the graph rewritten for the policy in force."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req)
     policy = _policy_to_bind(self, ctx, grad_reqs)
@@ -116,12 +116,12 @@ def patched_simple_bind(
 
 
 def _device_groups(rest: Sequence[Any], options: Mapping[str, Any]) -> object:
-    """Return `group2ctx` among the last arguments of `bind` or `simple_bind`."""
+    """Return the argument `group2ctx` of `bind` or `simple_bind`."""
     return rest[1] if len(rest) > 1 else options.get("group2ctx")
 
 
 class _Binding:
-    """A bound symbol, the usage that its rewrites depend on, and the rewrites by `Choices`."""
+    """A symbol bound under a policy, with a cache of its rewrites for different shapes."""
 
     def __init__(
         self, symbol: Symbol, policy: Policy, grad_reqs: dict[str, str], dtypes: dict[str, str]
@@ -140,7 +140,7 @@ class _Binding:
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
-        """Return the symbol rewritten for these shapes; the symbol itself if nothing changes."""
+        """Return the symbol rewritten for arguments of these shapes, or itself if unchanged."""
         usage = replace(self._usage, shapes=dict(shapes))
         choices = self._backend.choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
@@ -154,7 +154,7 @@ class _Binding:
         return self._symbols[choices]
 
     def bind(self, call: Callable[[], Executor], groups: object) -> Executor:
-        """Return the executor that `call` binds, as if it were one of the original symbol."""
+        """Return the executor that `call` binds, presented as one of the original symbol."""
         with self._backend.binding(groups):
             executor = call()
         executor.__class__ = _RewrittenExecutor
@@ -163,14 +163,14 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):
-    """An executor of a rewritten graph, also after mixed precision is switched off."""
+    """An executor of a rewritten graph; remains so after mixed precision is switched off."""
 
     _binding: _Binding
 
     def reshape(
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: object
     ) -> Executor:
-        """Return an executor for other shapes, as MXNet's `reshape`, with its graph rewritten."""
+        """Return an executor for other shapes, as MXNet's `reshape`; rewrite its graph anew."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
         # Ignore names that the symbol lacks, as MXNet's `reshape`.
         given = {name: shape for name, shape in kwargs.items() if name in names}
@@ -206,7 +206,7 @@ class _RewrittenExecutor(Executor):
 def _resized(
     name: str, array: NDArray, shape: Shape, ctx: mx.Context, is_free: bool, may_grow: bool
 ) -> NDArray:
-    """Return an array of `shape`: `array`, a view of it, or zeros; raise if not allowed."""
+    """Return `array`, a view of it, or new zeros, in `shape`; raise if the options forbid it."""
     if array.shape == shape:
         return array
     size, option = math.prod(shape), "allow_up_sizing" if is_free else "partial_shaping"
@@ -220,7 +220,7 @@ def _resized(
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Context in which executors can be bound to train in float16: the caller scales losses."""
+    """Context manager to bind executors that train in float16: the caller scales the loss."""
     before = _scaled.set(True)
     try:
         yield
@@ -229,7 +229,7 @@ def scaled_executors() -> Iterator[None]:
 
 
 def _policy_to_bind(symbol: Symbol, ctx: object, grad_reqs: Mapping[str, str]) -> Policy | None:
-    """Return the policy to rewrite a symbol for; None to bind it as it is.
+    """Return the policy to rewrite a symbol for as it is bound; None to leave it unchanged.
 
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
     the policy's, and for training in float16 with unscaled losses.
@@ -261,7 +261,7 @@ def _grad_reqs(names: Sequence[str], grad_req: GradReq, args_grad: Any = ()) -> 
 def patched_symbol_creator(
     original: Original, handle: int, args: object, kwargs: Any, keys: Any, vals: Any, *rest: object
 ) -> object:
-    """Mark a new node with the `autocast` region around it."""
+    """Create a symbol's node, marked with the `autocast` region that it is made in."""
     mark = active.current_mark()
     if mark is not None and handle in _UNMARKED:
         # MXNet passes every attribute of such a node to the operator's constructor.

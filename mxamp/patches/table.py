@@ -1,4 +1,4 @@
-"""The patches that cast, in one table; those of loss scaling are in `scaling.backward_passes`.
+"""The table of all patches that cast; those of loss scaling are in `scaling.backward_passes`.
 
 `init` and each `autocast` region install the whole table or nothing; the last user removes it.
 Comments say why MXNet's own attributes are not enough.
@@ -32,7 +32,7 @@ from . import cached_op, eager, symbolic
 
 
 def _patched_call(original: Original, self: autograd.Function, *inputs: object) -> object:
-    """Call a function on float32 inputs; its backward runs under forward's policy."""
+    """Call an `autograd.Function` on float32 inputs; backward runs under forward's policy."""
     policy, backward = current_policy(), self.backward
     if policy is not None:
         # As Custom operators do: what a user writes by hand seldom takes mixed dtypes.
@@ -51,14 +51,14 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: object) 
 
 
 def _wide(value: object) -> object:
-    """Return a half-precision array in float32, and anything else as it is."""
+    """Return a half-precision array cast to float32, and any other value unchanged."""
     if not isinstance(value, NDArray) or dtype_of(value) not in HALVES:
         return value
     return cast(value, "float32", isinstance(value, mx.np.ndarray))
 
 
 def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
-    """Make batches without mixed precision."""
+    """Yield a data loader's batches, each made with mixed precision off."""
     batches, end = original(self), object()
     while True:
         # Suspend only the loader: the code that runs during the yield is the script's.
@@ -70,7 +70,7 @@ def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
 
 
 def _patched_thread_worker(original: Original, *args: object, **kwargs: object) -> object:
-    """Run a data loader's worker without mixed precision."""
+    """Run a data loader's worker function with mixed precision off."""
     with suspended():
         return original(*args, **kwargs)
 
@@ -78,7 +78,7 @@ def _patched_thread_worker(original: Original, *args: object, **kwargs: object) 
 def _patched_store_call(
     original: Original, self: KVStore, key: object, value: object, *args: object, **kwargs: object
 ) -> object:
-    """Call a `KVStore` method; raise on arrays that parameter servers can't take."""
+    """Call a `KVStore` method; raise on dtypes that parameter servers can't take."""
     if is_distributed(self):
         PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
     return original(self, key, value, *args, **kwargs)
@@ -134,27 +134,27 @@ GRAPHS = "graphs"
 
 
 class _CastingPatches(PatchSet):
-    """The patches of `ALL`: installed while they have a user."""
+    """The patches of table `ALL`: installed while any user, such as a region, needs them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
-        """Return new patches for the rows of `ALL`, and those that refuse contrib's functions."""
+        """Return the patches of table `ALL`, and those that make contrib's AMP functions raise."""
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in ALL), *refusals()]
 
     @locked
     def acquire(self, user: object) -> None:
-        """Add a user of the patches, and install them for the first."""
+        """Register `user` as needing the casting patches; the first user installs them."""
         check_contrib_is_off()
         self._users.add(user)
         self.open()
 
     @locked
     def release(self, user: object) -> None:
-        """Remove a user of the patches, if it is one, and undo them after the last."""
+        """Unregister `user`, if registered; without any user left, undo the casting patches."""
         self._users.discard(user)
         if not self._users:
             self.close()
