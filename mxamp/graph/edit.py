@@ -1,4 +1,4 @@
-"""The view of a graph that a pass reads, and the edit that it records.
+"""`View`, a graph as a rewrite pass reads it, and `Edit`, the changes that the pass records.
 
 The view counts the consumers of every output, the caller among them. The edit is applied in one
 walk, which drops nodes without consumers.
@@ -23,18 +23,18 @@ _CALLER = -1
 
 
 class UniqueNames:
-    """The names in use; makes new names unique."""
+    """A set of names in use, which makes new names unique."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._counts: dict[str, int] = {}  #: the number last appended to a name
 
     def reserve(self, name: str) -> None:
-        """Count a name as in use."""
+        """Add a name to those in use."""
         self._taken.add(name)
 
     def make_unique(self, name: str) -> str:
-        """Return `name`, with a number appended if it is in use, and reserve the result."""
+        """Return `name`, numbered if it is already in use, and reserve the result."""
         unique, count = name, self._counts.get(name, 0)
         while unique in self._taken:
             count += 1
@@ -46,7 +46,7 @@ class UniqueNames:
 
 @dataclass(frozen=True)
 class View:
-    """A graph with its consumers and the known values of its parameters."""
+    """A graph with an index of each output's consumers, and the known values of its parameters."""
 
     graph: Graph
     params: Mapping[str, NDArray]
@@ -68,12 +68,12 @@ class View:
 
     @cached_property
     def _reads(self) -> Mapping[int, int]:
-        """The number of reads of each node, by any of its outputs."""
+        """How many inputs and graph outputs read each node, any of its outputs."""
         return Counter(i for (i, _), readers in self.consumers.items() for _ in readers)
 
     @cached_property
     def _reads_by_name(self) -> Mapping[str, int]:
-        """The number of reads of each name: variables of one name are one parameter."""
+        """How many inputs and graph outputs read each name; same-named variables count as one."""
         counts: dict[str, int] = Counter()
         for i, count in self._reads.items():
             counts[self.graph.nodes[i].name] += count
@@ -81,24 +81,24 @@ class View:
 
     @cached_property
     def head_nodes(self) -> set[int]:
-        """The indexes of nodes with a graph output."""
+        """The indexes of nodes that produce a graph output."""
         return {i for i, _ in self.graph.heads}
 
     @cached_property
     def multi_output_nodes(self) -> set[int]:
-        """The indexes of nodes with a consumer of an output other than the first."""
+        """The indexes of nodes that have an output other than the first in use."""
         return {i for i, k in self.consumers if k}
 
     def is_read_once(self, i: int) -> bool:
-        """Return whether node i has a single consumer, which is not the caller."""
+        """Return whether node i has exactly one consumer and produces no graph output."""
         return self._reads.get(i, 0) == 1 and i not in self.head_nodes
 
     def reads(self, i: int) -> int:
-        """Return the number of reads of node i, graph outputs included."""
+        """Return how many inputs and graph outputs read node i."""
         return self._reads.get(i, 0)
 
     def own_parameter(self, node: Node, position: int) -> str | None:
-        """Return the name of an input if it is a float32 parameter with no other consumer."""
+        """Return the name of a node's input if it is a float32 parameter that only it reads."""
         if position >= len(node.inputs):
             return None
         variable = self.graph.nodes[node.inputs[position][0]]
@@ -108,7 +108,7 @@ class View:
         return variable.name if self._reads_by_name[variable.name] == 1 else None
 
     def own_parameters(self, node: Node) -> list[str] | None:
-        """Return `own_parameter` of all inputs but the first; None if any of them is None."""
+        """Return the names of inputs 1 onwards if each is a node's own parameter, else None."""
         names = [self.own_parameter(node, k) for k in range(1, len(node.inputs))]
         return None if None in names else [name for name in names if name is not None]
 
@@ -133,7 +133,7 @@ class Edit:
         return UniqueNames([*(node.name for node in self._graph.nodes), *self.params])
 
     def unique_name(self, name: str) -> str:
-        """Return `name`, with a number appended if a node or a parameter has it; reserve it."""
+        """Return `name`, numbered if a node or a parameter has it already; reserve the result."""
         return self._used_names.make_unique(name)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
@@ -141,7 +141,7 @@ class Edit:
         return self.add_node(Node(op, self.unique_name(name), attrs, list(inputs)))
 
     def add_node(self, node: Node) -> Output:
-        """Add a node with its final name; return its first output.
+        """Add a node that already has a unique name; return its first output.
 
         Its inputs are resolved now, so that a later `redirect` can put the node behind one of them.
         It runs on the device of its first input: MXNet's fusion for GPUs ends the process at nodes
@@ -153,7 +153,7 @@ class Edit:
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with a unique name based on `name`; return its variable's output.
+        """Add a parameter with a unique name based on `name`; return the output of its variable.
 
         Its shape is recorded, because MXNet infers no shape from an addition or a product.
         """
@@ -162,7 +162,7 @@ class Edit:
         return self.add_node(Node("null", name, {"__shape__": str(value.shape)}))
 
     def change(self, i: int, **fields: Any) -> None:
-        """Replace fields of node i, such as its `op`, `attrs` or `inputs`."""
+        """Replace fields of node i, such as `op`, `attrs` or `inputs`."""
         self._changed[i] = replace(self.node(i), **fields)
 
     def node(self, i: int) -> Node:
@@ -177,15 +177,15 @@ class Edit:
         self.change(i, inputs=inputs)
 
     def redirect(self, output: Output, target: Output) -> None:
-        """Connect all consumers of `output`, the caller included, to `target`."""
+        """Make `target` replace `output` in all consumers and graph outputs."""
         self._targets[output] = target
 
     def set_head(self, place: int, output: Output) -> None:
-        """Replace graph output number `place`."""
+        """Replace the graph's output number `place` by another output."""
         self._heads[place] = output
 
     def applied(self) -> Graph:
-        """Return the changed graph without nodes that have no consumers, or the unchanged graph."""
+        """Return the changed graph without unused nodes, or the original graph if unchanged."""
         source = self._graph
         if not (self._changed or self._targets or self._heads):
             return source
@@ -203,14 +203,14 @@ class Edit:
         return Graph(made, [(places[i], k) for i, k in heads], source.attrs)
 
     def resolve(self, output: Output) -> Output:
-        """Return the output that consumers of `output` read after all redirections."""
+        """Return the output that `output` has been redirected to, or itself."""
         while output in self._targets:
             output = self._targets[output]
         return output
 
 
 def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int) -> list[int]:
-    """Return the indexes of nodes that `heads` depend on, inputs before their consumers.
+    """Return the indexes of all nodes that `heads` depend on, in topological order.
 
     The first `source_count` nodes keep their order.
     """
@@ -239,14 +239,14 @@ def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int)
 
 
 def without_shape(variable: Node) -> dict[str, str]:
-    """Return a variable's attributes without `__shape__`, in which Gluon records its shape."""
+    """Return a variable's attributes without `__shape__`, where Gluon records the shape."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}
 
 
 def without_fused_operators(
     graph: Graph, where: Callable[[Node], bool] = lambda _node: True
 ) -> Graph:
-    """Return the graph with the operators that were fused to one in place of it, `where` true."""
+    """Return the graph with each fused node that meets `where` split into its operators."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_fused and where(node):

@@ -1,4 +1,4 @@
-"""Tensors, operators and casts of a graph: for tools."""
+"""Inspect a graph for tools: types of its tensors, and counts of its operators and casts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TensorType(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements; 0 if the shape is unknown."""
+        """The number of elements in the tensor; 0 if its shape is unknown."""
         return 0 if self.shape is None else prod(self.shape)
 
 
 class Census(NamedTuple):
-    """Counts of operators by (operator, dtype), and of casts and their bytes by (from, to)."""
+    """Counts of operators by (name, dtype), and of casts and their bytes by (source, target)."""
 
     operators: Counter[tuple[str, str]]
     casts: Counter[tuple[str, str]]
@@ -37,23 +37,23 @@ class Census(NamedTuple):
 
     @classmethod
     def empty(cls) -> Census:
-        """Return an empty census."""
+        """Return a census in which all counts are zero."""
         return cls(Counter(), Counter(), Counter())
 
     def add(self, other: Census, times: int = 1) -> None:
-        """Add the counts of another census, multiplied by `times`."""
+        """Add the counts of `other`, multiplied by `times`, to this census."""
         for mine, theirs in zip(self, other):
             for key, number in theirs.items():
                 mine[key] += number * times
 
     def add_cast(self, source: str, target: str, size: int) -> None:
-        """Count a cast from dtype `source` to `target` of `size` elements."""
+        """Count one cast of `size` elements from dtype `source` to `target`, and its bytes."""
         self.casts[source, target] += 1
         self.bytes[source, target] += size * (_BYTES.get(source, 4) + _BYTES.get(target, 4))
 
 
 def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]) -> Census:
-    """Return the census of one run of a graph, for inputs of these dtypes and shapes.
+    """Count operators and casts in one run of a graph, for inputs of these dtypes and shapes.
 
     Bodies of `foreach` count once per step. Bodies of `while_loop` and `cond` don't count, since
     only MXNet knows how often they run. Where a shape depends on values, casts count without
@@ -77,12 +77,12 @@ def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Sh
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether `source` and `target` are different float dtypes."""
+    """Return whether a cast from `source` to `target` joins two different float dtypes."""
     return source != target and {source, target} <= FLOATS
 
 
 def precision_of_node(graph: Graph, i: int, values: Mapping[Output, TensorType]) -> str:
-    """Return the dtype that node i computes in, where `values` are the tensors of the graph.
+    """Return the dtype that node i computes in; `values` are the types of all tensors.
 
     It is the recorded one, or that of the node's first floating-point tensor.
     """
@@ -93,7 +93,7 @@ def precision_of_node(graph: Graph, i: int, values: Mapping[Output, TensorType])
 
 
 def _census_of_step(node: Node, inputs: Sequence[TensorType]) -> Census:
-    """Return the census of one step of a `foreach` loop with these inputs."""
+    """Return the census of one step of a `foreach` loop, for inputs of these types."""
     body = node.subgraphs[0]
     usage = ir.body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
     return take_census(
@@ -104,7 +104,7 @@ def _census_of_step(node: Node, inputs: Sequence[TensorType]) -> Census:
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[Output, TensorType]:
-    """Return the dtype and shape of every node's outputs, as far as MXNet can infer them."""
+    """Return the dtype and shape of all nodes' outputs, where MXNet can infer them."""
     entries, symbol = graph.all_outputs
     arguments = set(symbol.list_arguments())
     inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})

@@ -1,4 +1,4 @@
-"""The graph of a symbol: nodes by index, their dtypes, and the usage that passes read."""
+"""The graph of a symbol as indexed nodes, their inferred dtypes and shapes, and its `Usage`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..policy.values import parse_integers
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context in which Python's garbage collector is off; restores it afterwards.
+    """Context manager that pauses Python's garbage collector, and restores its state.
 
     A graph consists of many small long-lived objects. Whenever their number grew by a quarter, the
     collector would scan all objects of the process.
@@ -44,7 +44,7 @@ Shape = Tuple[int, ...]
 
 @dataclass(frozen=True)
 class Usage:
-    """The use of a graph: dtypes and shapes of its variables, and whether it is trained.
+    """How a graph is used: its variables' dtypes and shapes, and whether it is trained.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ ROLE = "__mxamp__"
 
 @dataclass
 class Node:
-    """One node: a variable (`op` "null") or an operator called by any of its names."""
+    """One node of a graph: a variable (`op` is "null") or an operator; `op` may be an alias."""
 
     op: str
     name: str
@@ -113,41 +113,41 @@ class Node:
 
     @property
     def call(self) -> tuple[Any, ...]:
-        """The operator and its attributes without hidden ones: a key that equal calls share."""
+        """The operator and its visible attributes, as a cache key that equal operators share."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     @property
     def is_fused(self) -> bool:
-        """Whether the node is several operators that a backend of MXNet has fused to one."""
+        """Whether the node stands for several operators that an MXNet backend fused."""
         return bool(self.subgraphs) and self.operator not in LOOPS
 
     @property
     def is_inserted_cast(self) -> bool:
-        """Whether a conversion or another rewrite has inserted the node as a cast."""
+        """Whether the node is a cast that a conversion or another rewrite inserted."""
         return self.attrs.get(ROLE) == "cast"
 
     @property
     def is_inserted_copy(self) -> bool:
-        """Whether a conversion or another rewrite has inserted the node as a copy before casts."""
+        """Whether the node is a copy that a conversion or another rewrite inserted before casts."""
         return self.attrs.get(ROLE) == "copy"
 
     @property
     def hidden_attrs(self) -> dict[str, str]:
-        """The attributes whose names begin with __, such as marks: operators ignore them."""
+        """The node's attributes named __*, which operators ignore, such as marks of regions."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
     @property
     def device_group(self) -> dict[str, str]:
-        """The attribute that places the node on a device of `group2ctx`; empty without one."""
+        """The attribute that assigns the node to a device in `group2ctx`; empty if it has none."""
         names = ("__ctx_group__", "ctx_group")
         return {name: self.attrs[name] for name in names if name in self.attrs}
 
     def with_inputs(self, inputs: list[Output]) -> Node:
-        """Return a copy of the node that reads `inputs`."""
+        """Return a copy of the node with other inputs."""
         return Node(self.op, self.name, self.attrs, inputs, self.subgraphs, self.num_outputs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the node as a dict in the format of a symbol's JSON."""
+        """Return the node as a dict in MXNet's symbol JSON format."""
         data: dict[str, Any] = {"op": self.op, "name": self.name}
         if self.attrs:
             data["attrs"] = self.attrs
@@ -161,7 +161,7 @@ class Node:
 
 @dataclass
 class Graph:
-    """Nodes in topological order, and the outputs of the graph."""
+    """A symbol's graph: its nodes in topological order, and its outputs."""
 
     nodes: list[Node]
     heads: list[Output]
@@ -170,7 +170,7 @@ class Graph:
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> Graph:
-        """Return the graph of a symbol, `amp_cast` nodes included."""
+        """Return the graph of a symbol, with its `amp_cast` nodes."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
         graph = cls.from_json(json.loads(text, strict=False))
         _recognize_by_name(graph)
@@ -178,7 +178,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """Return the graph of a symbol's JSON, parsed to a dict."""
+        """Return the graph from a symbol's JSON, already parsed to a dict."""
         ends = data["node_row_ptr"]
         nodes = [
             Node(
@@ -195,7 +195,7 @@ class Graph:
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the graph as a dict in the format of a symbol's JSON, without optional fields."""
+        """Return the graph as a dict in MXNet's symbol JSON format, without optional fields."""
         return {
             "nodes": [node.to_json() for node in self.nodes],
             "arg_nodes": [i for i, node in enumerate(self.nodes) if node.is_variable],
@@ -210,60 +210,60 @@ class Graph:
 
     @cached_property
     def all_outputs(self) -> tuple[list[Output], Symbol]:
-        """The outputs of all nodes, hidden ones included, and a symbol that lists them."""
+        """All nodes' outputs, hidden ones included, and a symbol with these outputs."""
         outputs = [(i, k) for i, node in enumerate(self.nodes) for k in range(node.num_outputs)]
         return outputs, replace(self, heads=outputs).to_symbol()
 
     @property
     def variables(self) -> list[Node]:
-        """The input nodes; for a graph read from a symbol, in the order of `list_inputs`."""
+        """The graph's variable nodes; if read from a symbol, in the order of `list_inputs`."""
         return [node for node in self.nodes if node.is_variable]
 
     @property
     def input_names(self) -> list[str]:
-        """The names of the input nodes, in the same order."""
+        """The names of the graph's variables, in the order of `variables`."""
         return [node.name for node in self.variables]
 
     @property
     def recorded_dtypes(self) -> dict[str, str]:
-        """The dtypes in the `__dtype__` attributes of the input nodes, by name."""
+        """The dtypes that variables record in their attribute `__dtype__`, by variable name."""
         codes = {node.name: int(node.attrs.get("__dtype__", "-1")) for node in self.variables}
         return {name: DTYPE_NAMES[code] for name, code in codes.items() if code in DTYPE_NAMES}
 
     @property
     def all_nodes(self) -> list[Node]:
-        """All nodes, followed by the nodes in bodies of loops."""
+        """The graph's nodes, followed by all nodes in the subgraphs of its loops and branches."""
         inner = [one for node in self.nodes for body in node.subgraphs for one in body.all_nodes]
         return [*self.nodes, *inner]
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The marks of `autocast` regions on operators, bodies of loops included."""
+        """The distinct marks of `autocast` regions on operators, also in loops' bodies."""
         return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
 
     @property
     def is_converted(self) -> bool:
-        """Whether a conversion has inserted casts into the graph."""
+        """Whether a conversion to mixed precision has inserted casts into the graph."""
         return any(node.is_inserted_cast for node in self.nodes)
 
     @property
     def has_fused_operators(self) -> bool:
-        """Whether the graph holds fused operators, bodies of loops included."""
+        """Whether the graph, or the body of a loop in it, contains fused operators."""
         return any(node.is_fused for node in self.all_nodes)
 
     @property
     def operators(self) -> frozenset[str]:
-        """The names of all operators as called, bodies of loops included."""
+        """The names by which the graph calls operators, also in loops' bodies."""
         return frozenset(node.op for node in self.all_nodes if not node.is_variable)
 
     @property
     def layer_names(self) -> list[str]:
-        """The names of all operator nodes, each once, bodies of loops included."""
+        """The distinct names of operator nodes, also in loops' bodies."""
         return list(dict.fromkeys(node.name for node in self.all_nodes if not node.is_variable))
 
 
 def emulated_dtype(attrs: Mapping[str, str]) -> str | None:
-    """Return the dtype that an operator with these attributes emulates in a wider one, if any."""
+    """Return the dtype that a wider computation emulates for an operator, from its attributes."""
     role = attrs.get(ROLE)
     return role if role in DTYPE_CODES else None
 
@@ -277,7 +277,7 @@ _TAKES_EMPTY = "__mxamp_takes_empty__"
 
 
 def _recognize_by_name(graph: Graph) -> None:
-    """Set the role of casts in a graph that an earlier version or MXNet itself has converted.
+    """Identify, by name, casts that MXNet's or an older conversion inserted; set their role.
 
     Only their names tell such casts. A model's own cast may have such a name too, but a model that
     was not converted records other dtypes.
@@ -294,7 +294,7 @@ def _recognize_by_name(graph: Graph) -> None:
 
 
 def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
-    """Return whether a graph records dtypes as conversions do that have inserted these casts.
+    """Return whether recorded dtypes fit a conversion that inserted these casts.
 
     An earlier version recorded those of all variables that a cast depends on. MXNet's own
     conversion does for the parameters, which it casts in the graph or has cast offline.
@@ -313,7 +313,7 @@ def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
 
 
 def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
-    """Return the casts and copies with the names that conversions give them, bodies included.
+    """Return casts and copies named as conversions name them, in loops' bodies too.
 
     With each comes its index, or the index of the loop that holds it.
     """
@@ -339,7 +339,7 @@ def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
 
 
 def _may_be_inserted(node: Node, dtype: str | None, dtypes: Mapping[Output, str]) -> bool:
-    """Return whether conversions insert a node like `node` as a cast to `dtype`, or as a copy.
+    """Return whether conversions insert such a node as a cast to `dtype` (None: as a copy).
 
     Conversions take `Cast` for float64, and for arrays that may be empty.
     """
@@ -357,7 +357,7 @@ def _may_be_inserted(node: Node, dtype: str | None, dtypes: Mapping[Output, str]
 
 
 def infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shape | None]:
-    """Return the shape of every output, for variables of these `shapes`; None where unknown."""
+    """Return the shape of all nodes' outputs, for variables of these `shapes`; None if unknown."""
     outputs, symbol = graph.all_outputs
     try:
         given = {name: shapes[name] for name in graph.input_names if name in shapes}
@@ -392,7 +392,7 @@ VERSION = {"mxnet_version": ["int", 10901]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtype of each output of `node`, hidden ones included, for inputs of `dtypes`.
+    """Return the dtypes of a node's outputs, hidden ones included, for inputs in `dtypes`.
 
     MXNet infers them on a graph of that node alone (0.1 ms, cached).
     """
@@ -414,7 +414,7 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes that MXNet infers for the outputs of `node`; float32 where it can't."""
+    """Return the dtypes that MXNet infers for a node's outputs; float32 where it can't."""
     nodes = [
         Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
         for i, dtype in enumerate(dtypes)
@@ -427,7 +427,7 @@ def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
 
 
 def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
-    """Return the dtype of every output, as MXNet infers it without mxamp."""
+    """Return the dtype of all nodes' outputs, as MXNet infers them without mxamp."""
     found: dict[Output, str] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
@@ -439,7 +439,7 @@ def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
 
 
 def variable_dtype(node: Node, usage: Usage) -> str:
-    """Return the dtype of a graph's input, or "sparse"."""
+    """Return the dtype of a variable node under `usage`, or "sparse"."""
     dense = node.attrs.get("__storage_type__", "0") == "0"
     return usage.dtypes.get(node.name, "float32") if dense else "sparse"
 
@@ -447,7 +447,7 @@ def variable_dtype(node: Node, usage: Usage) -> str:
 def infer_types(
     symbol: Symbol, known: Mapping[str, str] | None = None, partial: bool = False
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Return the inferred dtypes of a symbol's arguments, outputs and auxiliary states.
+    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, as MXNet infers.
 
     `known` maps names of arguments to dtypes. With `partial`, unknown dtypes are "other"; otherwise
     returns None where MXNet can't infer all dtypes.
@@ -475,7 +475,7 @@ def infer_types(
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the dtype of every argument of `symbol`, by name; float32 where unknown."""
+    """Return the dtype of each argument of `symbol`, by name; float32 where unknown."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
     names = symbol.list_arguments()
     inferred = infer_types(symbol, known)
@@ -488,7 +488,7 @@ def argument_dtypes(symbol: Symbol, type_dict: Mapping[str, Any] | None) -> dict
 
 
 def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
-    """Return the handle of a new symbol for a graph in the format of a symbol's JSON."""
+    """Create a symbol from a graph in MXNet's symbol JSON format; return its handle."""
     handle = SymbolHandle()
     # MXNet's JSON reader is slow and knows few escapes.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
@@ -499,7 +499,7 @@ def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    """Return the character of a matched escape that MXNet can't read, and others unchanged."""
+    """Return the character of a matched JSON escape that MXNet can't read; others unchanged."""
     text = escape.group()
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
 
@@ -514,7 +514,7 @@ _BODIES = {"_while_loop": ("cond", "func"), "_cond": ("cond", "then", "else")}
 
 
 def rewrites_bodies(node: Node, training: bool) -> bool:
-    """Return whether rewriting the subgraphs of `node` is safe: a loop's or a branch's.
+    """Return whether a node is a loop or branch whose subgraphs can be rewritten safely.
 
     The subgraphs of oneDNN's fused operators stay as they are.
     """
@@ -522,7 +522,7 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return the usage of body `position` of a loop, given the `dtypes` of the loop's inputs.
+    """Return the `Usage` of a loop's subgraph `position`; `dtypes` are those of the loop's inputs.
 
     A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
     steps.
@@ -540,7 +540,7 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
 
 
 def step_shapes(node: Node, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
-    """Return the known shapes of the inputs of a `foreach` body, by name.
+    """Return the known shapes of the inputs of a `foreach` loop's body in one step, by name.
 
     `shapes` are the shapes of the node's inputs, data first: a step reads one slice of each.
     """
@@ -554,7 +554,7 @@ def step_shapes(node: Node, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
 
 
 def body_inputs(node: Node, position: int) -> dict[int, int]:
-    """Return the position of the loop's input that each input of a body reads, by position."""
+    """Return a map from input positions of a loop's body to input positions of the loop."""
     if node.operator == "_foreach":
         # Positions in the body, in the order of the node's inputs.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")
@@ -568,5 +568,5 @@ def body_inputs(node: Node, position: int) -> dict[int, int]:
 
 
 def _positions(node: Node, attribute: str) -> list[int]:
-    """Return the integers in an attribute of a loop; none if it lacks the attribute."""
+    """Return the integers in a loop's attribute; an empty list if it lacks the attribute."""
     return parse_integers(node.attrs.get(attribute, "[]"))

@@ -1,1 +1,1 @@
-"""Casts in graphs: inserted for a policy, and made offline in converted models."""
+"""Casts in a symbol's graph: inserted for a policy, and made offline in converted models."""

@@ -1,4 +1,4 @@
-"""Builder of a rewritten graph: unique names, and one cast per tensor and dtype."""
+"""Builder of a rewritten graph, with unique node names and one cast per tensor and dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ir import HALVES, ROLE, Graph, Node, Output
 
 
 class NewOutput(NamedTuple):
-    """An output in the new graph, its dtype, and its `source`: the entry that it casts up, if any.
+    """An output in the rewritten graph, its dtype, and the output that it was cast up from.
 
     An entry is in float32 `for_speed` if a rule about speed alone has kept it there. Where the
     other inputs of an operator are in the target dtype, it is cast down, and does not widen them.
@@ -24,7 +24,7 @@ class NewOutput(NamedTuple):
 
 
 class Builder:
-    """Nodes added to a new graph, with unique names and one cast for each output and dtype.
+    """Collects the nodes of a rewritten graph: unique names, one cast for each output and dtype.
 
     To undo a cast up, consumers read its source: values are never cast down again.
     """
@@ -43,12 +43,12 @@ class Builder:
         self._roots: dict[int, str] = {}
 
     def add(self, node: Node) -> int:
-        """Append a node with its final name; return its index."""
+        """Append a node to the rewritten graph under its own name; return its index."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def cast(self, entry: NewOutput, dtype: str, old: Node | None = None) -> NewOutput:
-        """Return `entry` in `dtype`, adding a cast unless one exists.
+        """Return an output cast to `dtype`; add a cast node unless one exists.
 
         The cast takes the name and the role of `old`, a cast of the old graph that it stands for.
         """
@@ -78,13 +78,13 @@ class Builder:
         return made
 
     def add_copy(self, output: Output) -> Output:
-        """Return a copy of an output, adding a `_copy` node unless one exists."""
+        """Return a copy of an output; add a `_copy` node unless one exists."""
         if output not in self._copies:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {ROLE: "copy"}), 0)
         return self._copies[output]
 
     def add_plain_layout(self, entry: NewOutput) -> NewOutput:
-        """Return a float32 entry copied to MXNet's plain layout by a slice; others unchanged."""
+        """Return a float32 output sliced to get MXNet's plain layout; other dtypes unchanged."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None", ROLE: "layout"}
@@ -93,7 +93,7 @@ class Builder:
         )
 
     def _input_of_cast(self, entry: NewOutput, dtype: str) -> Output:
-        """Return the output for a cast of `entry` to read: a copy if its gradient may be added up.
+        """Return the output that a cast of `entry` reads: a copy if its gradient may accumulate.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
         kernel never commits the sum. A copy before the cast accumulates the gradient instead.
@@ -105,7 +105,7 @@ class Builder:
         return entry.output
 
     def _insert(self, op: str, output: Output, suffix: str, attrs: dict[str, str]) -> int:
-        """Add an operator that reads `output`, named after its producer; return its index."""
+        """Add an operator node that reads `output`, named after its producer; return its index."""
         producer = self.nodes[output[0]]
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.

@@ -1,4 +1,4 @@
-"""The graph rewrite: inserts `amp_cast` where the policy's decisions ask for other dtypes.
+"""Rewrite a graph for a policy: insert `amp_cast` where an operator must read another dtype.
 
 The rewrite walks the nodes once, inputs first. It maps each output of the old graph to its dtype
 without mxamp ("plain") and to an entry of the new graph. Nodes are identified by index, because a
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rewrite:
-    """A new graph, and the decision for each operator in it, by index of the new node."""
+    """A rewritten graph, and the cast decision for each of its operators, by node index."""
 
     graph: Graph
     decisions: dict[int, Decision] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Rewrite:
     bodies: dict[int, list[Rewrite]] = field(default_factory=dict)
 
     def decided(self) -> Iterator[tuple[Graph, Node, Decision]]:
-        """Yield (graph, node, decision) for each operator; bodies of loops follow their loop."""
+        """Yield (graph, node, decision) for each operator; a loop precedes its body's operators."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
@@ -46,7 +46,7 @@ class Rewrite:
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None = None) -> Rewrite:
-    """Return a copy of a graph with the casts that `policy` decides on for this usage.
+    """Return a copy of a graph with the casts that `policy` decides on for `usage`.
 
     `choices` are those of the policy's backend for the graph; None to choose them here.
     """
@@ -56,7 +56,7 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None =
 
 
 def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
-    """Return a copy of a graph with casts, for the reasons of its nodes to stay in float32."""
+    """Return a copy of a graph with casts, where nodes already say why they stay in float32."""
     to_widen: AbstractSet[str] = frozenset()
     # The dtypes of a promote_function's arguments are known only after a walk. Where they differ,
     # the next walk widens them.
@@ -70,14 +70,14 @@ def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
 
 
 class _Value(NamedTuple):
-    """The new entry for an output of the old graph, and its dtype without mxamp."""
+    """An old graph's output: its counterpart in the new graph, and its dtype without mxamp."""
 
     entry: NewOutput
     plain: str
 
 
 class _CastPlan(NamedTuple):
-    """How one operator is added: its policy, its class, and the casts around it."""
+    """The casts to add around one operator, with the policy and the class that they follow."""
 
     policy: Policy
     op_class: str
@@ -87,7 +87,7 @@ class _CastPlan(NamedTuple):
 
 
 class _Rewriter:
-    """A walk over the nodes of one graph, which adds them and their casts to a new graph."""
+    """One walk over a graph's nodes that adds them, with casts, to a new graph."""
 
     def __init__(self, graph: Graph, policy: Policy, usage: Usage) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
@@ -101,7 +101,7 @@ class _Rewriter:
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, to_widen: AbstractSet[str]) -> Rewrite:
-        """Return the rewritten graph, widening arguments of promote_functions `to_widen`."""
+        """Return the rewritten graph; widen the arguments of promote_functions in `to_widen`."""
         self.to_widen = to_widen
         for i, node in enumerate(self.graph.nodes):
             for k, value in enumerate(self._add_node(node)):
@@ -113,7 +113,7 @@ class _Rewriter:
         return self.result
 
     def _add_node(self, node: Node) -> Sequence[_Value]:
-        """Add the new nodes for a node of the old graph; return the values of its outputs."""
+        """Add an old node, with its casts, to the new graph; return its outputs' values."""
         if node.is_variable:
             plain = ir.variable_dtype(node, self.usage)
             held = self.policy.target_dtype if node.name in self.usage.stored else plain
@@ -136,7 +136,7 @@ class _Rewriter:
         return self._add_operator(node, inputs)
 
     def _add_cast(self, node: Node, source: _Value) -> _Value | None:
-        """Return the value of a cast in the old graph; None to add the cast as an operator.
+        """Return the value of an old graph's cast; None if it must be added as an operator.
 
         Inserted casts are left out. But one that widens half precision other than the target dtype
         stays: operators would compute in float32 on it, since they read no two half dtypes.
@@ -153,7 +153,7 @@ class _Rewriter:
         return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Return an argument of a decorated user function, cast to the dtype that it requires."""
+        """Return arguments of a user's decorated function in the dtype that it asks for."""
         dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.regions_only)
         cast = node.attrs[CAST]
         if cast.startswith(regions.WIDEST_INSIDE):
@@ -167,7 +167,7 @@ class _Rewriter:
     # ------------------------------------------------------------------ operators
 
     def _add_operator(self, node: Node, inputs: Sequence[_Value]) -> list[_Value]:
-        """Add an operator with the casts around it; return the values of its outputs."""
+        """Add an operator, with the casts around it, to the new graph; return its outputs."""
         bodies = self._rewrite_bodies(node, inputs)
         plan = self._plan(node, inputs)
         reads = self._cast_inputs(node, plan, inputs)
@@ -194,7 +194,7 @@ class _Rewriter:
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
     def _plan(self, node: Node, inputs: Sequence[_Value]) -> _CastPlan:
-        """Return how to add an operator, by its policy and the dtypes of its inputs."""
+        """Return the casts to add around an operator, by its policy and its inputs' dtypes."""
         policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
         entries = [value.entry for value in inputs]
@@ -206,7 +206,7 @@ class _Rewriter:
         return _CastPlan(policy, op_class, to_lower, self.decided[key], key)
 
     def _decide(self, policy: Policy, node: Node, dtypes: Sequence[str]) -> Decision:
-        """Return a call's decision; its reason names the region and the replaced operator."""
+        """Return an operator's cast decision; its reason names a region and a replaced operator."""
         original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
         decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept_float32)
@@ -219,7 +219,7 @@ class _Rewriter:
     def _cast_inputs(
         self, node: Node, plan: _CastPlan, inputs: Sequence[_Value]
     ) -> list[NewOutput]:
-        """Return the entries that an operator reads, adding their casts."""
+        """Add the casts of an operator's inputs; return the outputs that it then reads."""
         if plan.op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
@@ -234,7 +234,7 @@ class _Rewriter:
         return reads
 
     def _cast_input(self, entry: NewOutput, decision: Decision, position: int) -> NewOutput:
-        """Return the entry that the operator reads as input `position`, adding its casts."""
+        """Add the casts of input `position`; return the output that the operator then reads."""
         dtype = decision.reads[position]
         if dtype is None:
             return entry
@@ -247,7 +247,7 @@ class _Rewriter:
     def _round_outputs(
         self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
-        """Return an operator's outputs `made` in the dtypes that its plan names, adding casts."""
+        """Return an operator's new outputs `made`, cast to the dtypes that `plan` asks for."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.emulated
         if through is not None:
             return [
@@ -264,14 +264,14 @@ class _Rewriter:
         return [cast(entry, "float32") if entry.dtype in others else entry for entry in made]
 
     def _restore(self, value: _Value) -> NewOutput:
-        """Return the entry of a value in the dtype that it has without mxamp, adding a cast."""
+        """Return a value's new output, cast to the dtype that it has without mxamp."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
         return self.builder.cast(entry, plain)
 
     def _rewrite_bodies(self, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
-        """Return the rewritten bodies of a loop or a branch, unchanged where that is not safe."""
+        """Return the rewritten subgraphs of a loop or branch, unchanged where that is unsafe."""
         if not ir.rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
@@ -284,7 +284,7 @@ class _Rewriter:
 def _call_key(
     policy: Policy, node: Node, inputs: Sequence[_Value], dtypes: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return a key that calls share within a graph if their decisions and dtypes are the same."""
+    """Return a cache key, equal for operators in a graph with the same decision and dtypes."""
     original = node.stands_for
     return (
         id(node) if node.subgraphs else node.call,
@@ -300,13 +300,13 @@ def _call_key(
 
 
 def _kept_for_speed(entries: Sequence[NewOutput], target: str) -> frozenset[int]:
-    """Return which entries speed alone keeps in float32, if all other floats are in `target`."""
+    """Return positions of inputs in float32 only for speed, if other floats are in `target`."""
     others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.for_speed}
     return frozenset(k for k, e in enumerate(entries) if e.for_speed and others == {target})
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:
-    """Return whether all values are float16, bfloat16 or float32 without mxamp."""
+    """Return whether all values are in float16, bfloat16 or float32 without mxamp."""
     return {value.plain for value in values} <= CASTABLE
 
 
@@ -327,7 +327,7 @@ OTHER_ORDER = (
 
 
 def region_marks(symbol: Symbol) -> frozenset[str]:
-    """Return the marks of the `autocast` regions in a symbol.
+    """Return the distinct marks of `autocast` regions on a symbol's nodes.
 
     A converted symbol has none: its casts are part of it.
     """
@@ -339,7 +339,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
 
 @ir.collector_paused()
 def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen) -> Graph:
-    """Return a graph to run, with casts and recorded precisions, or `graph` without changes."""
+    """Return a runnable graph with casts and recorded precisions; `graph` itself if unchanged."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
         record_lowered(node.operator, decision.precision)
@@ -352,7 +352,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen)
 
 
 def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:
-    """Return the symbol of a rewritten graph; raise if its inputs are not in order `inputs`."""
+    """Return the symbol of a rewritten graph; raise unless its inputs are in the order `inputs`."""
     symbol = graph.to_symbol(symbol_class)
     after = symbol.list_inputs()
     if after != list(inputs):

@@ -1,4 +1,4 @@
-"""Variables of a converted graph: recorded dtypes, and casts made offline."""
+"""Variables of a converted graph: record their dtypes, and cast parameters offline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOAT32_CODE = str(DTYPE_CODES["float32"])
 
 
 def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Return the graph with the dtypes of variables that casts depend on in their `__dtype__`.
+    """Return the graph with `__dtype__` set on each variable whose dtype casts depend on.
 
     MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
@@ -33,13 +33,13 @@ def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
 
 
 def _contains_cast(node: Node) -> bool:
-    """Return whether a node is a cast, or has casts in its bodies."""
+    """Return whether a node is a cast, or a loop or branch with a cast in its subgraphs."""
     inner = any(_contains_cast(one) for body in node.subgraphs for one in body.nodes)
     return inner or node.op in CASTS
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Graph, dict[str, str]]:
-    """Return the graph without casts of variables that all consumers cast to `dtype`.
+    """Return the graph without the casts of variables that every consumer casts to `dtype`.
 
     Each such variable gets the dtype itself, recorded in its `__dtype__`. Also returns the new
     dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
@@ -49,7 +49,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
     nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts_behind(i: int) -> list[int] | None:
-        """Return the casts between node i and its consumers; None if any reads another dtype."""
+        """Return the casts between node i and its consumers; None if one reads another dtype."""
         found: list[int] = []
         if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
@@ -76,7 +76,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
 
 
 def names_cast_to(graph: Graph, dtype: str) -> set[str]:
-    """Return the names of the nodes that a graph casts to `dtype`, directly or by `_copy`."""
+    """Return the names of nodes whose output is cast to `dtype`, directly or through a `_copy`."""
     casts = [node for node in graph.nodes if node.op in CASTS and node.attrs.get("dtype") == dtype]
     sources = [graph.nodes[cast.inputs[0][0]] for cast in casts]
     return {(graph.nodes[one.inputs[0][0]] if one.op == "_copy" else one).name for one in sources}
@@ -90,7 +90,7 @@ def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
     """
 
     def reads_through_copy(node: Node) -> bool:
-        """Return whether a node casts a variable to or from bfloat16."""
+        """Return whether a node is a cast of a variable to or from bfloat16."""
         variable = graph.nodes[node.inputs[0][0]] if node.op in CASTS else node
         between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
         return variable is not node and variable.is_variable and "bfloat16" in between
@@ -108,7 +108,7 @@ def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
 
 
 def without_copies_before_casts(graph: Graph) -> Graph:
-    """Return the graph without the copies that `with_copies_before_casts` has inserted."""
+    """Return the graph without the copies that `with_copies_before_casts` inserts."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_inserted_copy and graph.nodes[node.inputs[0][0]].is_variable:
@@ -117,7 +117,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
 
 
 def with_merged_variables(graph: Graph) -> Graph:
-    """Return the graph with variables of equal name merged, since they are one parameter."""
+    """Return the graph with same-named variables merged, since each name is one parameter."""
     edit = Edit(graph, {})
     first: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):

@@ -1,4 +1,4 @@
-"""Half precision taken out of a graph: the float32 graph of a model in float16 or bfloat16."""
+"""Turn the graph of a float16 or bfloat16 model into a float32 graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IN_FLOAT32.update({str(DTYPE_CODES[one]): FLOAT32_CODE for one in HALVES})
 
 
 class Widened(NamedTuple):
-    """A graph without half precision, and what has changed.
+    """A graph turned to float32, the variables that changed dtype, and the casts that stay.
 
     `variables` are the variables whose dtype became float32, and `roundings` the casts to half
     precision that stay: see `_rounds`.
@@ -33,7 +33,7 @@ class Widened(NamedTuple):
 
 
 def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
-    """Return whether a graph's casts or constants, or any of `dtypes`, are half precision."""
+    """Return whether a graph's casts, constants or `dtypes` contain float16 or bfloat16."""
     return not HALVES.isdisjoint(dtypes.values()) or any(
         node.operator == "amp_multicast" or _with_float32(node.attrs) != node.attrs
         for node in graph.all_nodes
@@ -74,7 +74,7 @@ def widened(
 
 
 def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> tuple[str, ...]:
-    """Take half precision out of a graph's operators; return the names of casts that stay.
+    """Replace half precision by float32 in a graph's operators; return names of casts that stay.
 
     `found` are the dtypes of all outputs.
     """
@@ -97,7 +97,7 @@ def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> t
 
 
 def without_lowering_regions(graph: Graph) -> Graph:
-    """Return the graph without the marks of `autocast` regions that turn mixed precision on."""
+    """Return the graph without marks of `autocast` regions that turn mixed precision on."""
 
     def unmarked(node: Node) -> Node:
         bodies = [without_lowering_regions(body) for body in node.subgraphs]
@@ -108,7 +108,7 @@ def without_lowering_regions(graph: Graph) -> Graph:
 
 
 def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
-    """Return whether a cast to half precision rounds on purpose.
+    """Return whether node i is a cast to half precision whose one purpose is to round.
 
     That is a `Cast` of float32 or float64 in the model's own code that only casts back read: no
     operator computes in half precision between them, so their one effect is to round.
@@ -125,7 +125,7 @@ def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
 
 
 def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
-    """Return a body of a loop without half precision; `dtypes` are those of the loop's inputs."""
+    """Return a loop's subgraph `position` in float32; `dtypes` are those of the loop's inputs."""
     body = node.subgraphs[position]
     names = body.input_names
     inputs = {names[inner]: dtypes[outer] for inner, outer in body_inputs(node, position).items()}
@@ -139,7 +139,7 @@ def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
 
 
 def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> dict[str, str]:
-    """Return attributes with float32 in place of half precision."""
+    """Return operator attributes with float32 in place of float16 and bfloat16."""
     return {
         name: _IN_FLOAT32.get(text, text) if name in names else text for name, text in attrs.items()
     }
