@@ -1,4 +1,4 @@
-"""The policy in force: the process's policy, or that of the innermost region.
+"""The policy in force for the calling code: that of its innermost region, else that of `init`.
 
 Regions are one stack for each execution context (`contextvars`): each thread and each asyncio task
 has its own. The patches call `current_policy` at every operator call.

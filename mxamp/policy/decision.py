@@ -1,4 +1,4 @@
-"""Decisions: which dtype each input of an operator is cast to, and why.
+"""Cast decisions: which dtype each input of an operator call is cast to, and why.
 
 `decide` is a pure function of names and dtypes. Eager calls, graphs about to run and saved graphs
 all call it, so that they agree bit for bit.
@@ -69,7 +69,7 @@ def decide(
     layer: str | None = None,
     kept_float32: Reason | None = None,
 ) -> Decision:
-    """Return the casts of `policy` for a call of `operator` with inputs of these `dtypes`.
+    """Return the casts that `policy` requires for a call of `operator` with inputs in `dtypes`.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ def set_custom_class(op_type: str, op_class: str) -> None:
 
 
 def custom_classes() -> CustomClasses:
-    """Return (`op_type`, class) of each custom operator that has a class, sorted."""
+    """Return the sorted pairs (`op_type`, class) of all custom operators with a class set."""
     return tuple(sorted(_custom_classes.items()))
 
 

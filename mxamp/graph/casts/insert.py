@@ -70,7 +70,7 @@ def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
 
 
 class _Value(NamedTuple):
-    """An old graph's output: its counterpart in the new graph, and its dtype without mxamp."""
+    """An output of the old graph: its counterpart in the new one, and its dtype without mxamp."""
 
     entry: NewOutput
     plain: str
