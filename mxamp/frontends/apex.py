@@ -122,7 +122,7 @@ def initialize(
 def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
     """Return the policy of `initialize`, or the float32 policy of an enclosing region."""
     policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
-    return policy if around is None or around.lowers else around
+    return around if around is not None and around.target_dtype == "float32" else policy
 
 
 def _turn_on(
@@ -157,7 +157,7 @@ def _as_list(name: str, value: object, cls: type) -> List[Any]:
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
     """Raise `StateError` if mixed precision is on, or nets or trainers were prepared before."""
     around = current_policy()
-    if around is not None and around.lowers:
+    if around is not None and around.target_dtype != "float32":
         raise StateError(
             "initialize turns mixed precision on, and init() or another API has done so already: "
             "use one of the two, or call mxamp.shutdown() before"

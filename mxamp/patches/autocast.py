@@ -100,7 +100,7 @@ def init(
     lists = target_precision_ops, fp32_ops, widest_ops, conditional_fp32_ops
     wanted = chosen_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     if isinstance(wanted, Policy) and not tuned:
-        wanted = wanted.untuned() if wanted.lowers else PLAIN_FLOAT32
+        wanted = PLAIN_FLOAT32 if wanted.target_dtype == "float32" else wanted.untuned()
     end_worker_on_errors()
     is_new = switch_on(wanted)
     if is_auto(target_dtype) and not wanted.lowers:

@@ -109,7 +109,7 @@ def is_enabled() -> bool:
     False
     """
     policy = current_policy()
-    return policy is not None and policy.lowers
+    return policy is not None and policy.target_dtype != "float32"
 
 
 def _regions() -> Iterator[Region]:
