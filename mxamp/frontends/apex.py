@@ -24,11 +24,9 @@ from ..framework.keywords import checked_call
 from ..framework.machine import DTYPE_CODES, Device, Dtype, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
-from ..patches.announcements import announce_float32
-from ..patches.autocast import init, switch_on
+from ..patches.autocast import turn_on
 from ..policy.active import current_policy, nearest_policy
 from ..policy.policy import Policy, PolicyChoice, chosen_policy
-from ..policy.targets import is_auto
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
@@ -103,7 +101,7 @@ def initialize(
     for trainer in optimizers:
         check_skippable(trainer, scaler)
     if opt_level != "O0":
-        _turn_on(policy, dtype, opt_level, optimizers)
+        turn_on(_o3_policy(policy, optimizers) if opt_level == "O3" else policy, dtype)
     if not policy.lowers:
         opt_level, scaler = "O0", NoScaler()
     if opt_level in ("O2", "O3") and not in_float16:
@@ -123,18 +121,6 @@ def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
     """Return the policy of `initialize`, or the float32 policy of an enclosing region."""
     policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
     return around if around is not None and around.target_dtype == "float32" else policy
-
-
-def _turn_on(
-    policy: PolicyChoice, dtype: object, opt_level: str, optimizers: Sequence[Trainer]
-) -> None:
-    """Turn mixed precision on with the policy of a level, or float32 with faster equivalents."""
-    if is_auto(dtype) and not policy.lowers:
-        if switch_on(policy):
-            announce_float32(policy)
-    elif isinstance(policy, Policy):
-        is_o3 = policy.target_dtype == "float16" and opt_level == "O3"
-        init(policy=_o3_policy(policy, optimizers) if is_o3 else policy)
 
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
@@ -174,16 +160,17 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
                 raise StateError(f"parameter {name!r} is float16 already: was it cast before?")
 
 
-def _o3_policy(policy: Policy, trainers: Sequence[Trainer] = ()) -> Policy:
-    """Return O3's policy: "fp32" operators with a float16 kernel run in their inputs' dtype.
+def _o3_policy(choice: PolicyChoice, trainers: Sequence[Trainer] = ()) -> PolicyChoice:
+    """Return O3's float16 policy: "fp32" operators with a float16 kernel follow their inputs.
 
-    Raises if the optimizer of a trainer can't update float16 weights.
+    Any other choice is unchanged. Raises if a trainer's optimizer can't update float16 weights.
     """
-    kept = [name for name in policy.operators("fp32") if policy.rule(name).no_kernel is not None]
-    policy = policy.override(fp32=kept, replace_lists=True)
+    if not isinstance(choice, Policy) or choice.target_dtype != "float16":
+        return choice
+    kept = [name for name in choice.operators("fp32") if choice.rule(name).no_kernel is not None]
     for trainer in trainers:
         check_float16_update(trainer, casts=True)
-    return policy
+    return choice.override(fp32=kept, replace_lists=True)
 
 
 def _cast_to_float16(net: Block, is_o2: bool) -> None:

@@ -17,7 +17,7 @@ from ..errors import ArgumentError
 from ..framework.environment import AUTOMATIC, OFF_VALUES, automatic_value
 from ..framework.patching import FrontEnd, Original, Patch, wrapping
 from ..framework.wording import counted
-from ..patches.announcements import announce, announce_float32
+from ..patches.announcements import announce
 from ..patches.autocast import switch_off, switch_on
 from ..policy.active import process
 from ..policy.policy import Policy, chosen_policy
@@ -87,10 +87,8 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
         front_end.open()
     if scaling:
         backward_patches.default_scale = SharedScale(LossScaler(), AUTOMATIC)
-    if policy is None and dtype in (None, AUTO) and not chosen.lowers:
-        announce_float32(chosen, f"{AUTOMATIC}=bfloat16 chooses bfloat16")
-    elif isinstance(chosen, Policy):
-        announce(chosen)
+    wanted = dtype or AUTO if policy is None else None
+    announce(chosen, wanted, advice=f"{AUTOMATIC}=bfloat16 chooses bfloat16")
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:

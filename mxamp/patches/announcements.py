@@ -8,6 +8,7 @@ from ..framework.machine import default_device
 from ..graph.ir import Graph
 from ..policy.overrides import unknown_layers
 from ..policy.policy import PerPolicy, Policy, PolicyChoice
+from ..policy.targets import is_auto
 
 logger = logging.getLogger("mxamp")
 
@@ -27,18 +28,18 @@ UNKNOWN_LAYER = "fp32_layers of the policy, in the graphs that have run so far: 
 _logged: Set[str] = set()
 
 
-def announce(policy: Policy) -> None:
-    """Log that mixed precision is on under `policy`; warn once if that isn't faster here."""
-    dtype = policy.target_dtype if policy.lowers else "float32"
-    logger.info("mixed precision is on: %s on %s", dtype, policy.device)
-    warn_of_speed(policy)
-
-
-def announce_float32(choice: PolicyChoice, advice: str = ADVICE) -> None:
-    """Warn once that "auto" means float32 on this machine, with the cause and the effect."""
-    backends = [backend_of(device) for device in (default_device(), *DEVICES)]
-    why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
-    warn_once("auto", AUTO_FLOAT32, why, EQUIVALENTS if choice else PLAIN, advice)
+def announce(
+    choice: PolicyChoice, dtype: object = None, is_new: bool = True, advice: str = ADVICE
+) -> None:
+    """Log the precision that is on if `is_new`; warn once if `dtype` "auto" means float32."""
+    if is_auto(dtype) and not choice.lowers:
+        backends = [backend_of(device) for device in (default_device(), *DEVICES)]
+        why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
+        warn_once("auto", AUTO_FLOAT32, why, EQUIVALENTS if choice else PLAIN, advice)
+    elif is_new and isinstance(choice, Policy):
+        dtype = choice.target_dtype if choice.lowers else "float32"
+        logger.info("mixed precision is on: %s on %s", dtype, choice.device)
+        warn_of_speed(choice)
 
 
 def warn_of_speed(policy: Policy, of_model: bool = False) -> None:

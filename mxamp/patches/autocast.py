@@ -20,8 +20,8 @@ from ..framework.wording import shown
 from ..policy import active, regions
 from ..policy.overrides import Conditional
 from ..policy.policy import PLAIN_FLOAT32, Policy, PolicyChoice, chosen_policy
-from ..policy.targets import DEFAULT_TARGET, DTYPES_OR_AUTO, check_bool, check_target, is_auto
-from .announcements import announce, announce_float32, warn_of_speed, warn_of_unknown_layers
+from ..policy.targets import DEFAULT_TARGET, DTYPES_OR_AUTO, check_bool, check_target
+from .announcements import announce, warn_of_speed, warn_of_unknown_layers
 from .table import GRAPHS, casting
 
 logger = logging.getLogger("mxamp")
@@ -101,12 +101,13 @@ def init(
     wanted = chosen_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     if isinstance(wanted, Policy) and not tuned:
         wanted = PLAIN_FLOAT32 if wanted.target_dtype == "float32" else wanted.untuned()
+    turn_on(wanted, target_dtype)
+
+
+def turn_on(wanted: PolicyChoice, dtype: object) -> None:
+    """Turn mixed precision on as `init` does for this choice, which `dtype` asked for."""
     end_worker_on_errors()
-    is_new = switch_on(wanted)
-    if is_auto(target_dtype) and not wanted.lowers:
-        announce_float32(wanted)
-    elif is_new and isinstance(wanted, Policy):
-        announce(wanted)
+    announce(wanted, dtype, is_new=switch_on(wanted))
 
 
 @locked
@@ -220,8 +221,8 @@ class autocast(active.Regional):
         region = active.autocast_region(policy, mark)
         region.close = ending(_leave, region).close
         try:
-            if region.policy and is_auto(self._dtype) and not region.policy.lowers:
-                announce_float32(region.policy)
+            if region.policy is not None:
+                announce(region.policy, self._dtype, is_new=False)
             if region.policy is not PLAIN_FLOAT32:
                 casting.acquire(region)
             if region.policy:
