@@ -103,9 +103,9 @@ class Passes:
                     return str(one.name), detail
         return None
 
-    def fits(self, match: Match, graph: Graph, node: Node, usage: Usage) -> bool:
+    def fits(self, match: Match, graph: Graph, node: Node, dtypes: Mapping[Output, str]) -> bool:
         """Return whether the dtypes of a node's inputs suit the matched substitution."""
-        one, dtypes = self.by_name[match[0]], infer_dtypes(graph, usage)
+        one = self.by_name[match[0]]
         return one.fits([dtypes[output] for output in one.inputs(graph, node)])
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
@@ -159,6 +159,7 @@ class ChoosingBackend(Backend):
         """Return two dicts by node index: reasons to stay in float32, and substitutions."""
         graph, policies, _, usage, _ = setting
         sites, kept, substituted = Sites(setting), {}, {}
+        dtypes: Mapping[Output, str] = {}
         for i, node in enumerate(graph.nodes):
             rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
             site = sites.at(i)
@@ -167,8 +168,10 @@ class ChoosingBackend(Backend):
                 kept[i] = reason
             call = Call(node, policies[i], usage.training, site.shapes)
             match = None if usage.converting else self.passes.match(call)
-            if match is not None and self.passes.fits(match, graph, node, usage):
-                substituted[i] = match
+            if match is not None:
+                dtypes = dtypes or infer_dtypes(graph, usage)
+                if self.passes.fits(match, graph, node, dtypes):
+                    substituted[i] = match
         return kept, substituted
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:

@@ -75,8 +75,7 @@ def _matches(setting: Setting) -> dict[int, Match]:
             call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
             if (match := PASSES.match(call)) is not None:
                 dtypes = dtypes or infer_dtypes(graph, usage)
-                one = PASSES.by_name[match[0]]
-                if one.fits([dtypes[output] for output in one.inputs(graph, node)]):
+                if PASSES.fits(match, graph, node, dtypes):
                     found[i] = match
         if layouts.follows_concat(_running(node, found.get(i)), concats):
             concats.add(i)
