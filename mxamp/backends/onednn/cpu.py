@@ -71,10 +71,9 @@ def fast_dtype() -> str:
 
 def float32_substitutions() -> Mapping[str, str]:
     """Return faster float32 equivalents and their gains on this CPU, from lists/float32.toml."""
-    tables: Mapping[str, str] = own_tables("float32")[
-        "avx512" if "avx512" in onednn_features() else "avx2"
-    ]
-    return tables
+    instructions = "avx512" if "avx512" in onednn_features() else "avx2"
+    gains: Mapping[str, str] = own_tables("float32")[instructions]
+    return gains
 
 
 def why_float32() -> str:

@@ -318,23 +318,19 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
     as long again as there is time for.
     """
     given = ends - time.monotonic()
-    timed: list[Form] = []
+    firsts: dict[Form, float] = {}
     notes: list[str] = []
-    best = math.inf
     for form in forms:
-        seconds = form.mean_seconds()
+        seconds, best = form.mean_seconds(), min(firsts.values(), default=math.inf)
         if seconds > max(_HOPELESS * best, _PATIENCE):
-            given_up = GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best)
-            notes.append(given_up)
-            continue
-        best = min(best, seconds)
-        timed.append(form)
-        form.seconds = [seconds]
-    began = time.monotonic()
-    if began + 3 * sum(form.seconds[0] for form in timed) > ends + 0.5 * max(given, 0):
-        return timed, notes  # the first runs have to do
-    for form in timed:
-        form.seconds.clear()
+            notes.append(GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best))
+        else:
+            firsts[form] = seconds
+    timed, began = [*firsts], time.monotonic()
+    if began + 3 * sum(firsts.values()) > ends + 0.5 * max(given, 0):
+        for form in timed:
+            form.seconds = [firsts[form]]  # the first runs have to do
+        return timed, notes
     for form in timed:
         form.mean_seconds()  # the first run has made the graph, this one makes the memory
     repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))
