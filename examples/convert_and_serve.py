@@ -2,10 +2,10 @@
 
     python examples/convert_and_serve.py [--dtype float16] [--tune 30s] [--folder served]
 
-A net is exported as any Gluon net is. `convert_files` writes the same model with casts in its graph
-and half its bytes of parameters; what loads and runs it needs no mxamp. With `--tune`, `tune` first
-measures the fastest way to run it here, and which layers have to stay in float32. `mxamp tune` and
-`mxamp convert` do the same on the command line.
+Export a net from Gluon. `convert_files` then writes the same model with casts in its graph and half
+the bytes of parameters, which plain MXNet loads and runs. With `--tune`, `tune` first measures the
+fastest way to run it here, and which layers have to stay in float32. On the command line, use
+`mxamp tune` and `mxamp convert`.
 """
 
 import argparse

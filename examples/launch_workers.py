@@ -3,7 +3,7 @@
     python examples/launch_workers.py -n 2 python examples/train_on_workers.py
     python examples/launch_workers.py -n 2 mxamp run train.py
 
-The program trains with kvstore="dist_sync". Each line of its output begins with the worker's rank.
+Your program trains with kvstore="dist_sync". Each line of its output begins with the worker's rank.
 If one process fails, all end, with its exit status.
 """
 

@@ -2,8 +2,8 @@
 
     python examples/module_fit.py [--dtype float16] [--epochs 3]
 
-After `init` the module computes in mixed precision, and `decorate` gives the optimizer a loss
-scale: `fit` stays one call. The checkpoint that is saved is a plain float32 model.
+After `init` the module computes in mixed precision, and with `decorate` its optimizer scales the
+loss, so `fit` stays one call. The saved checkpoint is a plain float32 model.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python examples/tensorboard.py --dtype float16 --folder runs/a
     tensorboard --logdir runs
 
-`debugging.on_step` hands over the report of each step. The histogram counts gradients by exponent:
-float16 has fewer digits below -14, and only zero below -25.
+`debugging.on_step` passes the report of each step to a function. The histogram counts gradients by
+exponent: float16 has fewer digits below -14, and only zero below -25.
 """
 
 import argparse

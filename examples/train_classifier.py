@@ -2,9 +2,9 @@
 
     python examples/train_classifier.py [--dtype float16] [--epochs 3]
 
-The net learns to tell patterns in noisy images, made up here. Three places are mixed precision's,
-the rest is a training loop as in float32. In float16 the loss scale starts so high that gradients
-overflow: those steps are skipped, and the scale falls until they fit.
+The net learns to tell patterns apart in noisy images, made up here. Three numbered lines turn mixed
+precision on; the rest is a training loop as in float32. In float16 the loss scale starts so high
+that gradients overflow: it falls until they fit, and these steps are skipped.
 """
 
 import argparse

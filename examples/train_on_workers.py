@@ -4,9 +4,9 @@
     python examples/launch_workers.py -n 2 python examples/train_on_workers.py [--dtype float16]
     horovodrun --gloo -np 2 -H localhost:2 python examples/train_on_workers.py --horovod
 
-The first trains alone, the others on two workers of this machine; `scripts/install_horovod` builds
-Horovod. Each worker takes its share of every batch. A step that overflows in one worker is skipped
-in all; the first steps in float16 are.
+The first command trains alone, the others on two workers of this machine; `scripts/install_horovod`
+builds Horovod. Each worker takes its share of every batch. If gradients overflow in one worker, as
+in the first steps in float16, all workers skip the step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the experiments share: ways to train, the loop, and what the paper says comes out."""
+"""Train an experiment in each precision, and compare the results with the paper's claims."""
 
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Tuple

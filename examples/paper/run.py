@@ -1,4 +1,4 @@
-"""Repeat experiments of the paper, and print a table of what they reach.
+"""Repeat experiments of the paper, and print a table of the results.
 
     python examples/paper/run.py [NAME ...] [--fast] [--seeds 3] [--json FILE]
 
