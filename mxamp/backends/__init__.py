@@ -218,7 +218,7 @@ class Backend:
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
-        """Return the wrappers of eager calls of an operator that run before its casts."""
+        """Return the steps of an operator's eager calls to take before its inputs are cast."""
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:

@@ -32,7 +32,7 @@ Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the
 
 
 class Choices(NamedTuple):
-    """The float32 nodes of a graph with reasons, and its nodes to replace by faster equivalents.
+    """The choices of a backend for a graph: nodes to keep in float32, and nodes to substitute.
 
     `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
     """

@@ -94,7 +94,7 @@ class Parts:
     def add_all(
         self, op: str, suffix: str, count: int, *inputs: Tensor, keep: str = "", **attrs: str
     ) -> Sequence[Tensor]:
-        """Add an operator with `count` outputs to the equivalent; return the outputs."""
+        """Add an operator with `count` outputs to the equivalent being built; return those."""
         node, why = self._node, self._why or keep
         kept = Reason(SUBSTITUTION, why) if why else None
         fields: dict[str, Any] = {"op": op, "attrs": {**node.hidden_attrs, **attrs}}

@@ -38,7 +38,7 @@ Examples = Union[None, NDArray, Sequence[Any]]
 
 
 class TracedBlock:
-    """A traced block's symbol, with its input variables, parameters and nesting formats.
+    """A traced block: symbol, inputs, parameters, and the nesting of arguments and outputs.
 
     `arguments` are those of the call that the block was traced on, if any.
     """

@@ -86,7 +86,7 @@ class Converted(NamedTuple):
 def convert(
     symbol: Symbol, options: Options, params: Optional[Mapping[str, NDArray]] = None
 ) -> Converted:
-    """Return a symbol converted as `options` say; with `params`, as part of a model.
+    """Convert a symbol as `options` say: alone or, given `params`, as the graph of a model.
 
     With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
     """

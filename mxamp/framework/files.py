@@ -1,4 +1,4 @@
-"""Atomic file writes: after a crash or a full disk, old files, new files, or none."""
+"""Atomic file writes: a crash or a full disk leaves the old files whole, or the new ones."""
 
 import os
 import shutil

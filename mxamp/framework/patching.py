@@ -86,7 +86,7 @@ class Patch:
 
     @property
     def _key(self) -> Tuple[int, str]:
-        """Key of the attribute in `_stacks`, the patches by attribute."""
+        """Key in `_stacks` of the replaced attribute: its owner's id, and its name."""
         return id(self.owner), self.name
 
     def __repr__(self) -> str:
@@ -187,7 +187,7 @@ class PatchSet:
 
 
 class FrontEnd(PatchSet):
-    """A patch set of a public entry point, which `mxamp.shutdown()` closes."""
+    """Patches that a public function installs (`patch_contrib`, ...); `shutdown` undoes them."""
 
     @staticmethod
     def close_all() -> None:

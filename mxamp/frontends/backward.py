@@ -85,7 +85,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **kwargs: object
     ) -> None:
-        """Call `Trainer.__init__`; attach its optimizer's or the automatic run's scale, if any."""
+        """Call `Trainer.__init__`; attach the shared scale of its optimizer or an automatic run."""
         original(trainer, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
         own_scale = scale_of(given) or scale_of(trainer._optimizer)
@@ -111,7 +111,7 @@ class _BackwardPatches(FrontEnd):
             else:
                 self.run_scaled(compute, one, scale)
         for state in states:
-            state.mark_unscaled(scale, one.overflown, state in dropped)
+            state.note_unscaled(scale, one.overflown, state in dropped)
         owned = {id(entry.data) for state in states for entry in entries_of(state.trainer)}
         if not one.overflown <= owned and not self._has_warned:
             self._has_warned = True

@@ -73,7 +73,7 @@ class View:
 
     @cached_property
     def _reads_by_name(self) -> Mapping[str, int]:
-        """How many inputs and graph outputs read each name; same-named variables count as one."""
+        """How often inputs and graph outputs read each name, over all variables of that name."""
         counts: dict[str, int] = Counter()
         for i, count in self._reads.items():
             counts[self.graph.nodes[i].name] += count

@@ -31,7 +31,7 @@ _IS_TRAINED = "is_trained"
 
 
 def weights_beside_biases(graph: Graph) -> frozenset[str]:
-    """Return the names of variables that the weights of dense layers with a bias depend on."""
+    """Return the variables whose gradients decide whether the bias of a dense layer gets one."""
     found: set[int] = set()
     for node in graph.nodes:
         if _is_dense_with_bias(node):

@@ -70,7 +70,7 @@ def record_layers(policy: Policy, graph: Graph) -> None:
 
 
 def warn_of_unknown_layers(policy: Policy) -> None:
-    """Warn, once a policy, of each name in `fp32_layers` that no graph run so far contains.
+    """Warn once per policy of names in its `fp32_layers` that no graph run so far contains.
 
     A policy may serve several graphs, so call this when graphs begin to run again.
     """

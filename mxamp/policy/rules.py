@@ -37,7 +37,7 @@ Surroundings = Tuple[FrozenSet[str], CustomClasses]
 
 
 def surroundings(device: str) -> Surroundings:
-    """Return the CPU or GPU features and custom operators' classes that new policies depend on."""
+    """Return what a policy's rules depend on beside its fields: features, custom operators."""
     return backend_of(device).features(), custom_classes()
 
 

@@ -143,21 +143,22 @@ class _ScalingPatches(FrontEnd):
         `autograd.backward`, `NDArray.backward` and `autograd.grad` end here, also where a script
         holds one of them from before the patches.
         """
-        arrays, given = tape.arrays_of(heads), tape.arrays_of(head_grads) if head_grads else None
+        arrays = tape.arrays_of(heads)
+        head_gradients = tape.arrays_of(head_grads) if head_grads else None
         # MXAutogradBackwardEx also takes the number of the variables of `grad`, their handles, and
         # create_graph.
         variables, _, retain, create = others[:4] if others[3:] else (0, None, others[0], None)
         is_grad = variables > 0
         automatic = None if is_grad else self.automatic
-        this_pass = BackwardPass(arrays, given)
+        this_pass = BackwardPass(arrays, head_gradients)
         this_pass.frees = not retain.value
 
-        def compute(gradients: Any = given) -> None:
+        def compute(gradients: Any = head_gradients) -> None:
             starts, handles = heads, head_grads
             if is_grad and create.value:  # a gradient that may be differentiated again
                 losses, gradients = tape.unscaled_heads(arrays, gradients)
                 starts = tape.handles_of(losses)
-            if gradients is not given:
+            if gradients is not head_gradients:
                 handles = tape.handles_of(gradients)
             loss_outputs.set_scales(this_pass)
             check_call(original(count, starts, handles, *others))
@@ -165,7 +166,7 @@ class _ScalingPatches(FrontEnd):
         outer = running.current()
         if outer is not None:
             this_pass.scale, this_pass.outer = outer.scale, outer.backward_pass
-            if is_grad or outer.given is None:
+            if is_grad or outer.given_scale is None:
                 compute()
             else:
                 _run_nested(compute, this_pass, this_pass.outer, automatic)
@@ -200,7 +201,7 @@ class _ScalingPatches(FrontEnd):
         """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
         ledger.add(trainer)  # a copied trainer has run no constructor
         state = getattr(trainer, "_amp_loss_scaler", None)
-        is_ours = hasattr(state, "mark_scaled")  # a `State`, not a scaler of contrib's
+        is_ours = hasattr(state, "note_scaled")  # a `State`, not a scaler of contrib's
         if not is_ours and ledger.carry_scale(trainer):
             raise StateError(FOREIGN)
         try:

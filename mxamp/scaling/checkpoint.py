@@ -172,7 +172,7 @@ def master_place(optimizer: Optimizer) -> int | None:
 def _in_float32(
     trainer: Trainer, states: dict[int, Any]
 ) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return the first device's optimizer states as for float32 weights, and its master weights.
+    """Return optimizer states in the form for float32 weights, and the master weights apart.
 
     A state of another form than a new one stays as it is: an argument of the optimizer was changed
     since, or a user-defined optimizer pairs states with master weights in a way of its own.

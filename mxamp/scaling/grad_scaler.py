@@ -65,7 +65,7 @@ class GradScaler:
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.is_scaling = enabled and not chose_float32()
-        self._scaler.finite_by_trainer = {}
+        self._scaler.finite_by_state = {}
         if self._scaler.is_scaling:
             check_contrib_is_off()
             # Not at the first loss: functions in Python are recorded before it.
@@ -188,7 +188,7 @@ class GradScaler:
         """
         if not self._enabled:
             return
-        results = self._scaler.finite_by_trainer or {}
+        results = self._scaler.finite_by_state or {}
         if new_scale is None and not results:
             raise StateError("update() comes after step(), and no trainer has stepped")
         before = self.get_scale()
@@ -230,7 +230,7 @@ class GradScaler:
         state.check_scaled_by("GradScaler")
         if state.stage is not Stage.STEPPED:
             state.scaler = self._scaler
-            state.mark_scaled(state.loss_scale)
+            state.note_scaled(state.loss_scale)
         return state
 
     def __repr__(self) -> str:

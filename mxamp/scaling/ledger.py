@@ -125,7 +125,7 @@ class Ledger:
         if carried == Carried(self._scale):
             del self._notes[handle.value]
 
-    def overflown(self, find: Callable[[], list[Entry]]) -> list[Entry]:
+    def overflown_among(self, find: Callable[[], list[Entry]]) -> list[Entry]:
         """Return the gradients in the result of `find()` that are recorded as not finite."""
         return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
@@ -156,8 +156,8 @@ class Ledger:
         replaced = [(entry, self.of(entry)) for entry in changed if not entry.adds]
         for entry in adding:
             # After an overflow the program may have set the sum to zero.
-            is_hidden = self.of(entry).overflown and square_sum([entry.gradient]) != 0
-            self.note(entry, Carried(self.of(entry).scale, is_hidden))
+            was_overflown = self.of(entry).overflown and square_sum([entry.gradient]) != 0
+            self.note(entry, Carried(self.of(entry).scale, was_overflown))
         self.bring(adding, scale)
         for entry, _ in replaced:  # before the pass, since Ctrl-C may come right after it
             self.note(entry, Carried(scale))

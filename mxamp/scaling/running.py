@@ -1,4 +1,4 @@
-"""The backward passes that run now, and which of them a custom operator belongs to.
+"""Which backward passes run now, by thread, and to which one a custom operator belongs.
 
 MXNet runs operators and functions written in Python in threads of its own. They belong to the pass
 of the thread that recorded them or, where that thread runs none, to the only pass there is.
@@ -54,20 +54,20 @@ class Running(NamedTuple):
     """The backward pass that a thread runs, or a custom operator or Function in such a pass."""
 
     backward_pass: BackwardPass
-    given: float | None  #: the scale of the gradients that the operator was given; None in a pass
+    given_scale: float | None  #: of the gradients that the operator receives; None in a pass
     frame: FrameType
 
     @property
     def scale(self) -> float:
         """The scale of the pass's gradients, or of the gradients passed to the operator."""
-        return self.backward_pass.scale if self.given is None else self.given
+        return self.backward_pass.scale if self.given_scale is None else self.given_scale
 
 
 _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
 def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = False) -> Result:
-    """Return `compute()`, which runs a backward pass in the calling thread.
+    """Run a backward pass, `compute()`, recorded as running in this thread; return its result.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
     may run in the pass, in another thread and later: the operator has to find its pass.
@@ -88,16 +88,19 @@ def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = F
 
 
 def call_inside(
-    this_pass: BackwardPass, given: float | None, function: Callable[..., Result], *args: object
+    this_pass: BackwardPass,
+    given_scale: float | None,
+    function: Callable[..., Result],
+    *args: object,
 ) -> Result:
     """Call a function, recorded as a part of a backward pass in the calling thread.
 
-    `given` is the scale of the gradients that an operator in Python receives; None for the pass.
+    `given_scale` is that of the gradients that an operator in Python receives; None for the pass.
     """
     thread = threading.get_ident()
     outer = _running.get(thread)
     try:
-        _running[thread] = Running(this_pass, given, sys._getframe())
+        _running[thread] = Running(this_pass, given_scale, sys._getframe())
         return function(*args)
     finally:
         if outer is None:

@@ -76,7 +76,7 @@ class LossScaler:
     is_scaling = True
     #: For a `GradScaler`: by the state of each trainer that has stepped or unscaled since the last
     #: `update`, whether its gradients were finite. None for other scalers.
-    finite_by_trainer: dict[Any, bool] | None = None
+    finite_by_state: dict[Any, bool] | None = None
 
     @checked_call
     def __init__(
@@ -281,6 +281,6 @@ class SharedScale:
 
 
 def scale_of(optimizer: object) -> SharedScale | None:
-    """Return the `SharedScale` of an optimizer, or optimizer name, from `decorate`, or None."""
+    """Return the `SharedScale` that `decorate` gave to an optimizer (object or name); else None."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

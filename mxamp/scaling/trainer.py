@@ -124,7 +124,7 @@ class StepReport(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The scale and the stage of the losses scaled since a trainer's last step."""
+    """A trainer's loss scaling since its last step: the first loss's scale, and the stage."""
 
     scale: float  #: the scale of the first of these losses
     stage: Stage = Stage.SCALED
@@ -173,7 +173,7 @@ class State:
         """The `Stage` of the trainer: whether its gradients carry a loss scale now."""
         if self.pending is not None:
             return self.pending.stage
-        if self in (self.scaler.finite_by_trainer or ()):
+        if self in (self.scaler.finite_by_state or ()):
             return Stage.STEPPED
         # The gradients of a loss that was scaled before the last step, or for another trainer.
         return Stage.SCALED if ledger.carry_scale(self.trainer) else Stage.NONE
@@ -206,7 +206,7 @@ class State:
         if (action, self.stage) in _ILLEGAL:
             raise StateError(_ILLEGAL[action, self.stage])
 
-    def mark_scaled(self, scale: float) -> None:
+    def note_scaled(self, scale: float) -> None:
         """Record that a loss was scaled; the first one since a step sets the scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
         if not scaling_patches.is_open:
@@ -222,7 +222,7 @@ class State:
         """
         if workers_of(self.trainer) is not None and not ledger.is_summed(self.trainer):
             return None
-        return bool(ledger.overflown(partial(fresh, self.trainer)))
+        return bool(ledger.overflown_among(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
         """Drop unscaled gradients: the program scales a new loss instead of taking a step.
@@ -234,7 +234,7 @@ class State:
                 self.scaler.update(False)
             self.pending = None
 
-    def mark_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
+    def note_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
         """Record a backward pass that scaled its losses and has unscaled its gradients.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. If the program
@@ -242,7 +242,11 @@ class State:
         """
         bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
         # If every bad gradient was bad before, it is a sum that still holds the first overflow.
-        if has_dropped and self.workers is None and len(ledger.overflown(lambda: bad)) < len(bad):
+        if (
+            has_dropped
+            and self.workers is None
+            and len(ledger.overflown_among(lambda: bad)) < len(bad)
+        ):
             self.scaler.update(False)
         for entry in bad:
             ledger.note(entry, Carried(ledger.of(entry).scale, True))
@@ -254,9 +258,9 @@ class State:
         scale = self._equalize()
         ledger.remove_scales(self.trainer)
         self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
-        if self.scaler.finite_by_trainer is not None and self.overflown is not None:
+        if self.scaler.finite_by_state is not None and self.overflown is not None:
             # Already now: the program may leave out the step.
-            self.scaler.finite_by_trainer[self] = not self.overflown
+            self.scaler.finite_by_state[self] = not self.overflown
 
     def reduce(self) -> None:
         """Sum the trainer's gradients over devices and workers."""
@@ -288,9 +292,9 @@ class State:
 
     def has_overflow(self, _params: object = None) -> bool:
         """Check the gradients; return whether `Trainer._update`, the caller, must skip the step."""
-        return not self.step().stepped
+        return not self.check_step().stepped
 
-    def step(self) -> StepReport:
+    def check_step(self) -> StepReport:
         """Check and unscale the gradients, and update the scale; return the outcome."""
         scale = self._prepare()
         bad = self._find_overflow(scale)
@@ -322,7 +326,7 @@ class State:
         # A trainer of a GradScaler may take a step of its own, with a plain loss.
         warned = (
             (Stage.SCALED,)
-            if self.scaler.finite_by_trainer is not None
+            if self.scaler.finite_by_state is not None
             else (Stage.NONE, Stage.SCALED)
         )
         is_first = self.report is None or self.report.loss_scale != 1
@@ -334,13 +338,13 @@ class State:
         """Return the gradients that are not finite, or were not when they were unscaled."""
         if self.stage is Stage.NONE or (scale == 1 and not self.scaler.is_scaling):
             return []
-        hidden = {id(entry.data) for entry in ledger.overflown(self._used)}
+        overflown_before = {id(entry.data) for entry in ledger.overflown_among(self._used)}
         # To leave out stale gradients costs more than to check them.
-        if not hidden and all_finite(gradients_of(self.trainer)):
+        if not overflown_before and all_finite(gradients_of(self.trainer)):
             return []
         used = self._used()
         found = {*nonfinite([entry.gradient for entry in used])}
-        return [e for i, e in enumerate(used) if i in found or id(e.data) in hidden]
+        return [e for i, e in enumerate(used) if i in found or id(e.data) in overflown_before]
 
     def _unscale_update(self, scale: float) -> None:
         """Make the optimizer's update use gradients divided by the loss scale.
@@ -374,10 +378,10 @@ class State:
                 entry.data._fresh_grad = False
             if not self.is_shared:  # a shared scale may be the lower one of an idle trainer
                 scaler.back_off_from(scale)
-        if scaler.finite_by_trainer is None:
+        if scaler.finite_by_state is None:
             scaler.update(finite)
         else:
-            scaler.finite_by_trainer[self] = finite and scaler.finite_by_trainer.get(self, True)
+            scaler.finite_by_state[self] = finite and scaler.finite_by_state.get(self, True)
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         ledger.end_step(self.trainer)
         statistics = ledger.trainers.get(self.trainer)
@@ -403,7 +407,7 @@ class State:
             logger.info("step skipped, gradients of %s are not finite; %s", names, change)
         elif report.next_loss_scale != report.loss_scale:
             logger.info(change)
-        in_a_row = self.scaler.skips_in_a_row + (self.scaler.finite_by_trainer is not None)
+        in_a_row = self.scaler.skips_in_a_row + (self.scaler.finite_by_state is not None)
         if not report.stepped and in_a_row in _STUCK:
             logger.warning(TOO_MANY_SKIPS, in_a_row, report.next_loss_scale, names)
 
@@ -687,5 +691,5 @@ def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> 
     )
     scaled = scale_losses(loss, scale)
     for state in states:
-        state.mark_scaled(scale)
+        state.note_scaled(scale)
     return ScaledLoss(scaled)

@@ -9,7 +9,7 @@ import mxamp
 SCALES = {
     "Ledger": {"_notes", "_scale", "trainers"},
     "State": {"pending"},
-    "LossScaler": {"finite_by_trainer"},
+    "LossScaler": {"finite_by_state"},
     "tape": {"_marks"},
     "loss_outputs": {"_recorded"},
     "running": {"_running"},
@@ -39,7 +39,7 @@ OTHER = {
     "Batch": {"arrays", "positions"}, "Layout": {"ctx", "dtype", "is_empty", "is_scalar"},
     "finite": {"_layouts"}, "distributed": {"_on_servers"},
     "ScaleMark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
-    "Carried": {"overflown", "scale", "summed"}, "Running": {"backward_pass", "frame", "given"},
+    "Carried": {"overflown", "scale", "summed"}, "Running": {"backward_pass", "frame", "given_scale"},
     "Variable": {"adds", "array"},
     "Pending": {"scale", "stage"},
     "StepReport": {"loss_scale", "next_loss_scale", "nonfinite", "stepped"},

@@ -194,7 +194,7 @@ def test_a_clipped_overflow_is_sent_as_one(worker):
     train(net, trainer, batches()[0], scaled=False, step=lambda _: None)
     hook = trainer._amp_loss_scaler
     weight = net[0].weight
-    hook.mark_unscaled(1024, {id(weight.data())})
+    hook.note_unscaled(1024, {id(weight.data())})
     trainer.allreduce_grads()
     assert np.isinf(weight.grad().asnumpy()).all()
     assert np.isfinite(net[1].weight.grad().asnumpy()).all()

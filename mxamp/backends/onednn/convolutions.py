@@ -69,7 +69,7 @@ def _planar_weight(call: Call) -> tuple[int, ...] | None:
 
 
 def match_image_convolution(call: Call) -> Detail | None:
-    """Return () for a convolution of color images that `image_convolution` speeds up; else None."""
+    """`Pass.match` of `image_convolution`: () for color images that it speeds up, else None."""
     weight = _planar_weight(call)
     fits = (
         weight is not None

@@ -76,15 +76,15 @@ def _keeps_layout(node: Node) -> bool:
     return node.operator in with_trait("keeps_layout") or node.is_inserted_cast
 
 
-def follows_concat(node: Node, behind: AbstractSet[int]) -> bool:
-    """Return whether a node is a Concat of channels, or keeps the layout of a node in `behind`.
+def follows_concat(node: Node, concats: AbstractSet[int]) -> bool:
+    """Return whether a node is a Concat of channels, or keeps the layout of one in `concats`.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
     """
     if node.operator == "Concat" and node.attrs.get("dim", "1") == "1":
         return True
-    return _keeps_layout(node) and any(source in behind for source, _ in node.inputs)
+    return _keeps_layout(node) and any(source in concats for source, _ in node.inputs)
 
 
 def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:

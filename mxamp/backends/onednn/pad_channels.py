@@ -38,12 +38,12 @@ class Channels(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The number of original channels of the tensor."""
+        """The number of the tensor's own channels, without those that padding has added."""
         return sum(own for own, _ in self.runs)
 
     @property
     def added(self) -> int:
-        """The number of padding channels of the tensor."""
+        """The number of channels that padding has added to the tensor."""
         return sum(added for _, added in self.runs)
 
     @property

@@ -107,7 +107,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         )
 
     def _call_block(self, original: Original, block: HybridBlock, *args: object) -> object:
-        """Call a hybridized block with a `PolicyCachedOp`, also where mixed precision is off."""
+        """Call a hybridized block through a `PolicyCachedOp`, which lets tools see its graph."""
         if current_policy() is None:
             install_policy_op(block, args)
         return original(block, *args)

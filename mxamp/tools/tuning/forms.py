@@ -116,7 +116,7 @@ def table(timings: Sequence[Timing]) -> str:
 
 
 class Form:
-    """A model in one way and precision (a "form") on one batch, with its errors and times.
+    """A contender in a benchmark: a model in one of the `WAYS` to run it, in one precision.
 
     It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
     runs on the same values.
