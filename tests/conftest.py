@@ -23,7 +23,7 @@ from mxamp import backends
 from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
 from mxamp.patches.announcements import _logged
-from mxamp.patches.table import casting
+from mxamp.patches.table import casting_patches
 from mxamp.policy.rules import _custom_classes
 
 # The first example of a test may load lists or wait for a busy machine.
@@ -102,7 +102,9 @@ def pytest_unconfigure():
 
 
 def _attributes():
-    return {(repr(patch), patch.name): (patch.owner, patch.name) for patch in casting.patches()}
+    return {
+        (repr(patch), patch.name): (patch.owner, patch.name) for patch in casting_patches.patches()
+    }
 
 
 ORIGINALS = {key: vars(owner)[name] for key, (owner, name) in _attributes().items()}

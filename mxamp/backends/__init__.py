@@ -209,8 +209,7 @@ class Backend:
 
     def fuse(self, graph: Graph, params: Params, policy: Policy) -> tuple[Graph, Params, Policy]:
         """Return a model with fused operators: its graph, its parameters, and its policy."""
-        dtype = policy.target_dtype if policy.lowers else "float32"
-        raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
+        raise ArgumentError(NOT_FUSIBLE.format(dtype=policy.precision, device=policy.device))
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:
         """Raise if a graph has fused operators that `policy` would leave in float32."""

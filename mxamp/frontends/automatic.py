@@ -63,8 +63,8 @@ class _AutomaticRun(FrontEnd):
         """Log the run's dtype and, in float16, its count of steps, unless the run has ended."""
         policy, scale = process.policy, backward_patches.default_scale
         if policy and self.is_open:
-            dtype = policy.target_dtype if policy.lowers else "float32"
-            logger.info(SUMMARY, dtype, policy.device, counted(len(process.lowered), "operator"))
+            operators = counted(len(process.lowered), "operator")
+            logger.info(SUMMARY, policy.precision, policy.device, operators)
             if scale is not None:
                 logger.info(STEPS, counted(scale.steps, "step"), scale.skips, scale.loss_scale)
 

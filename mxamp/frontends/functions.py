@@ -139,7 +139,7 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
     dtypes = {dtype_name(one.dtype) for one in leaves if isinstance(one, NDArray)} & CASTABLE
     if inside is WIDEST_INSIDE and len(dtypes) == 1:
         return dtypes.pop()
-    return policy.target_dtype if inside is TARGET_INSIDE and policy.lowers else "float32"
+    return policy.precision if inside is TARGET_INSIDE else "float32"
 
 
 def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:

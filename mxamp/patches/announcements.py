@@ -37,8 +37,7 @@ def announce(
         why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
         warn_once("auto", AUTO_FLOAT32, why, EQUIVALENTS if choice else PLAIN, advice)
     elif is_new and isinstance(choice, Policy):
-        dtype = choice.target_dtype if choice.lowers else "float32"
-        logger.info("mixed precision is on: %s on %s", dtype, choice.device)
+        logger.info("mixed precision is on: %s on %s", choice.precision, choice.device)
         warn_of_speed(choice)
 
 

@@ -22,7 +22,7 @@ from ..policy.overrides import Conditional
 from ..policy.policy import PLAIN_FLOAT32, Policy, PolicyChoice, chosen_policy
 from ..policy.targets import DEFAULT_TARGET, DTYPES_OR_AUTO, check_bool, check_target
 from .announcements import announce, warn_of_speed, warn_of_unknown_layers
-from .table import GRAPHS, casting
+from .table import GRAPHS, casting_patches
 
 logger = logging.getLogger("mxamp")
 
@@ -124,10 +124,10 @@ def switch_on(wanted: PolicyChoice) -> bool:
         return False
     try:
         if wanted is not PLAIN_FLOAT32:
-            casting.acquire(active.process)
+            casting_patches.acquire(active.process)
         active.process.policy = wanted
     except BaseException:
-        casting.release(active.process)
+        casting_patches.release(active.process)
         raise
     return True
 
@@ -160,9 +160,9 @@ def switch_off() -> bool:
 @locked
 def _end_policy() -> bool:
     """Unset the policy that `init` has set; return False if there is none."""
-    casting.release(GRAPHS)
+    casting_patches.release(GRAPHS)
     before, active.process.policy = active.process.policy, None
-    casting.release(active.process)
+    casting_patches.release(active.process)
     if not before:
         return False
     warn_of_unknown_layers(before)
@@ -224,7 +224,7 @@ class autocast(active.Regional):
             if region.policy is not None:
                 announce(region.policy, self._dtype, is_new=False)
             if region.policy is not PLAIN_FLOAT32:
-                casting.acquire(region)
+                casting_patches.acquire(region)
             if region.policy:
                 warn_of_speed(region.policy)
             active.begin(region)
@@ -250,8 +250,8 @@ def _leave(region: active.Region) -> None:
     active.end(region)
     marked = region.mark is not None and region.mark.has_nodes
     if region.policy and marked and active.current_policy() is None:
-        casting.acquire(GRAPHS)
-    casting.release(region)
+        casting_patches.acquire(GRAPHS)
+    casting_patches.release(region)
 
 
 RUNS_LATER = (

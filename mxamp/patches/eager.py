@@ -387,18 +387,18 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
     for i, dtype in enumerate(decision.reads):
         if dtype is not None:
             array = mx_arrays.copy(arrays[i]) if i in decision.copied else arrays[i]
-            if decision.emulated is not None:
-                array = cast(array, decision.emulated)
+            if decision.rounded_to is not None:
+                array = cast(array, decision.rounded_to)
             inputs[i] = cast(array, dtype)
     return inputs
 
 
 def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
     """Return an operator's outputs rounded to the dtype that `decision` emulates, if any."""
-    if decision.emulated is None:
+    if decision.rounded_to is None:
         return outputs
     rounded = [
-        cast(array, decision.emulated, is_np_op) if decision.rounds(i, dtype_of(array)) else array
+        cast(array, decision.rounded_to, is_np_op) if decision.rounds(i, dtype_of(array)) else array
         for i, array in enumerate(as_list(outputs))
     ]
     return rounded if isinstance(outputs, list) else rounded[0]

@@ -41,8 +41,8 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: object) 
     @wraps(backward)
     def backward_of_forward(*gradients: object) -> object:
         user = object()
-        with ending(casting.release, user):
-            casting.acquire(user)
+        with ending(casting_patches.release, user):
+            casting_patches.acquire(user)
             with in_force(policy):
                 return backward(*gradients)
 
@@ -89,7 +89,7 @@ def _patched_store_call(
 
 #: The owner, the attribute and the function that builds its replacement, in the order in which the
 #: patches are installed.
-ALL: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+TABLE: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     # All eager calls end in this function, but for `tensordot`: cast their inputs.
     *((module, "_imperative_invoke", eager.build_invoke) for module in eager.INVOKE_MODULES),
     (_api_internal, "tensordot", wrapping(eager.patched_tensordot)),
@@ -134,16 +134,16 @@ GRAPHS = "graphs"
 
 
 class _CastingPatches(PatchSet):
-    """The patches of table `ALL`: installed while any user, such as a region, needs them."""
+    """The patches of `TABLE`: installed while any user, such as a region, needs them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
-        """Return the patches of table `ALL`, and those that make contrib's AMP functions raise."""
+        """Return the patches of `TABLE`, and those that make contrib's AMP functions raise."""
         # However they were imported, they would cast or scale a second time.
-        return [*(Patch(*row) for row in ALL), *refusals()]
+        return [*(Patch(*row) for row in TABLE), *refusals()]
 
     @locked
     def acquire(self, user: object) -> None:
@@ -161,4 +161,4 @@ class _CastingPatches(PatchSet):
 
 
 #: Global, as MXNet's functions are: `init` and every region share the patches.
-casting = _CastingPatches()
+casting_patches = _CastingPatches()

@@ -34,27 +34,27 @@ SPARSE_GRADIENT = "sparse_grad"
 class Decision:
     """The casts of inputs and outputs around one operator call, and the reason for them.
 
-    `reads[i]` is the dtype that input i is cast to, None for no cast. With a dtype `emulated`, the
-    operator computes in a wider one on rounded values: inputs are cast to `emulated` and then to
-    `reads`, and outputs to `emulated`. `copied` are the inputs to copy before their cast, as the
-    backend's `inputs_to_copy` says.
+    `reads[i]` is the dtype that input i is cast to, None for no cast. An operator with a dtype
+    `rounded_to` is emulated: it computes in a wider dtype on rounded values. Inputs are cast to
+    `rounded_to` and then to `reads`, and outputs to `rounded_to`. `copied` are the inputs to copy
+    before their cast, as the backend's `inputs_to_copy` says.
     """
 
     reads: tuple[str | None, ...]
     reason: str
     precision: str = "as is"  #: the dtype of the computation, for reports
-    emulated: str | None = None
+    rounded_to: str | None = None
     keep_outputs: tuple[int, ...] = ()
     copied: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether to round output `output`, computed in `dtype`, to the emulated dtype."""
-        return self.emulated is not None and output not in self.keep_outputs and dtype in _WIDE
+        """Return whether output `output`, computed in `dtype`, is to be cast to `rounded_to`."""
+        return self.rounded_to is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
         """Whether any input or output of the call is cast."""
-        return self.emulated is not None or any(dtype is not None for dtype in self.reads)
+        return self.rounded_to is not None or any(dtype is not None for dtype in self.reads)
 
 
 MIXED = "its inputs are {dtypes}: the widest dtype is kept"
@@ -114,7 +114,7 @@ def decide(
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
     emulation = backend.emulation(call, dtype)
     if dtype == target and no_kernel is not None:
-        emulation = Emulation(rule.emulated_in, no_kernel)
+        emulation = Emulation(rule.computed_in, no_kernel)
     reads = _reads(floats, len(dtypes), dtype, emulation)
     copied = backend.inputs_to_copy(call, dtype, reads)
     if emulation is None:
@@ -165,23 +165,23 @@ def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
 
 
 def _compute_dtype(
-    op_class: str, reason: str, floats: set[str], dtypes: set[str], target: str, given: bool
+    op_class: str, reason: str, leading: set[str], dtypes: set[str], target: str, given: bool
 ) -> tuple[str, str]:
     """Return the dtype that an operator of class `op_class` computes in, and the reason.
 
-    `floats` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
+    `leading` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
     that the user gave the class.
     """
     if dtypes & _FOREIGN:
         return "float32", "an operator with a float64 or sparse input is not lowered"
-    if op_class == "low" and not floats <= {target, "float32"}:
+    if op_class == "low" and not leading <= {target, "float32"}:
         return "float32", f"an input has a half precision other than {target}"
     if op_class in ("low", "fp32"):
         return target if op_class == "low" else "float32", reason
-    if len(floats) > 1:
-        dtype, follows = "float32", MIXED.format(dtypes=" and ".join(sorted(floats)))
+    if len(leading) > 1:
+        dtype, follows = "float32", MIXED.format(dtypes=" and ".join(sorted(leading)))
     else:
-        [dtype] = floats
+        [dtype] = leading
         follows = f"follows its {dtype} inputs"
     if dtype == "bfloat16" != target:
         return "float32", OTHER_HALF.format(target=target)

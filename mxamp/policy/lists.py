@@ -225,7 +225,7 @@ class _RuleBuilder:
         """Mark a [[missing]] table's operators as lacking a kernel in the target dtype."""
         why = backend_of(self._device).said(table["reason"])
         for name in names:
-            self._amend_rule(name, no_kernel=why, emulated_in=table.get("computes", "float32"))
+            self._amend_rule(name, no_kernel=why, computed_in=table.get("computes", "float32"))
 
     def _add_by_shape(self, table: Table, names: list[str]) -> None:
         """Add a [[by_shape]] table's shape rule to the rules of its operators."""

@@ -141,6 +141,11 @@ class Policy:
         half = self.target_dtype != "float32"
         return half and any(rule.lowers for rule in self.rules.values())
 
+    @property
+    def precision(self) -> str:
+        """The dtype of the operators of class low: float32 if the policy lowers none."""
+        return self.target_dtype if self.lowers else "float32"
+
     def operators(self, op_class: str) -> list[str]:
         """Return the names of the operators in one precision class, sorted.
 

@@ -90,7 +90,7 @@ def argument_dtype(
     region = _policy_of_mark(policy, mark) if cast is not None else None
     if region is None:
         return None
-    return region.target_dtype if cast == TARGET_INSIDE and region.lowers else "float32"
+    return region.precision if cast == TARGET_INSIDE else "float32"
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:

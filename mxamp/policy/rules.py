@@ -106,7 +106,7 @@ class Rule:
     follow_inputs: tuple[str, ...] = ()  #: inputs that get the dtype that the other inputs decide
     keep_outputs: tuple[int, ...] = ()
     no_kernel: str | None = None  #: why the kernel in the target dtype is missing; None: it exists
-    emulated_in: str = "float32"  #: the dtype to compute in where the kernel is missing
+    computed_in: str = "float32"  #: the dtype to compute in where the kernel is missing
     by_op_type: CustomClasses = ()  #: classes of registered custom operators
     by_shape: tuple[ShapeRule, ...] = ()
     given: bool = False  #: given by the user: nothing is substituted for the operator

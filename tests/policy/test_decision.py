@@ -64,7 +64,7 @@ H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 def test_float16_on_gpus(operator, attributes, dtypes, reads):
     decision = decide(operator, attributes, dtypes, Policy.default(H, "gpu"))
     assert list(decision.reads) == reads
-    assert decision.emulated is None
+    assert decision.rounded_to is None
     assert decision.reason
 
 
@@ -72,7 +72,7 @@ def test_float16_on_gpus(operator, attributes, dtypes, reads):
 def test_a_missing_kernel_computes_on_rounded_values():
     decision = decide("FullyConnected", {}, [F, H, N], Policy.default(H, "cpu"))
     assert decision.reads == (F, F, None)
-    assert decision.emulated == H
+    assert decision.rounded_to == H
     assert decision.precision == H
     assert decision.rounds(0, F)
     assert not decision.rounds(0, N)
@@ -92,10 +92,10 @@ def test_a_deconvolution_reads_no_weight_through_a_cast(weight):
     policy, kept = Policy.default("bfloat16"), Reason("cast_weight", "its weight is cast")
     decision = decide("Deconvolution", {}, [F, weight, F, N], policy, kept_float32=kept)
     assert decision.reads == (D, D, D, None)
-    assert (decision.emulated, decision.precision) == (F, F)
+    assert (decision.rounded_to, decision.precision) == (F, F)
     assert decide("Deconvolution", {}, [weight, F], policy, kept_float32=kept).reads == (F, None)
-    assert decide("Convolution", {}, [F, H], policy).emulated is None
-    assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).emulated is None
+    assert decide("Convolution", {}, [F, H], policy).rounded_to is None
+    assert decide("Deconvolution", {}, [F, H], Policy.default(H, "gpu")).rounded_to is None
 
 
 @with_avx512
@@ -134,7 +134,7 @@ def test_what_holds_for_every_operator(name, dtypes, chosen):
     assert len(decision.reads) == len(dtypes)
     for dtype, read in zip(dtypes, decision.reads):
         assert read is None or dtype in CASTABLE, "integers, booleans, float64 are never cast"
-        assert read is None or read != dtype or decision.emulated, "no cast to what it is"
+        assert read is None or read != dtype or decision.rounded_to, "no cast to what it is"
     for position in registry()[name].mutable_inputs:
         assert position >= len(dtypes) or decision.reads[position] is None
     if policy.rule(name).op_class == "untouched":
@@ -143,7 +143,7 @@ def test_what_holds_for_every_operator(name, dtypes, chosen):
     after = [read or dtype for dtype, read in zip(dtypes, decision.reads)]
     other_half = ({H, B} - {policy.target_dtype}).pop()
     # (The user's own other half precision goes up to float32, and would be lowered from there.)
-    if decision.emulated is None and other_half not in dtypes:
+    if decision.rounded_to is None and other_half not in dtypes:
         assert not decide(name, {}, after, policy).changes
 
 

@@ -88,9 +88,8 @@ def set_parameter(edit: Edit, i: int, value: NDArray) -> None:
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
     """Raise if the device or dtype has no fused operators, or a parameter is float64."""
-    dtype = policy.target_dtype if policy.lowers else "float32"
-    if policy.device != "cpu" or dtype == "float16":
-        raise ArgumentError(NOT_FUSIBLE.format(dtype=dtype, device=policy.device))
+    if policy.device != "cpu" or policy.precision == "float16":
+        raise ArgumentError(NOT_FUSIBLE.format(dtype=policy.precision, device=policy.device))
     if policy.lowers and policy.rule("Convolution").no_kernel:
         raise ArgumentError(NO_KERNELS)
     double = [name for name, array in params.items() if dtype_name(array.dtype) == "float64"]

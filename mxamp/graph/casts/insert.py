@@ -228,7 +228,7 @@ class _Rewriter:
                 entries[k] = self.builder.cast(entries[k], plan.policy.target_dtype)
             reads = [self._cast_input(entry, plan.decision, k) for k, entry in enumerate(entries)]
         emulated = node.kept_float32 is not None and node.kept_float32.is_missing_kernel
-        if emulated and plan.decision.emulated is None and not self.usage.converting:
+        if emulated and plan.decision.rounded_to is None and not self.usage.converting:
             # Casts can't read a view of a blocked float32 output either.
             reads[0] = self.builder.add_plain_layout(reads[0])
         return reads
@@ -240,15 +240,15 @@ class _Rewriter:
             return entry
         if position in decision.copied:
             entry = NewOutput(self.builder.add_copy(entry.output), entry.dtype)
-        if decision.emulated is not None:
-            entry = self.builder.cast(entry, decision.emulated)
+        if decision.rounded_to is not None:
+            entry = self.builder.cast(entry, decision.rounded_to)
         return self.builder.cast(entry, dtype)
 
     def _round_outputs(
         self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
         """Return an operator's new outputs `made`, cast to the dtypes that `plan` asks for."""
-        cast, decision, through = self.builder.cast, plan.decision, plan.decision.emulated
+        cast, decision, through = self.builder.cast, plan.decision, plan.decision.rounded_to
         if through is not None:
             return [
                 cast(entry, through) if decision.rounds(k, entry.dtype) else entry
@@ -346,7 +346,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen)
     if result.graph == graph:
         return graph
     for _, node, decision in result.decided():
-        if decision.emulated is not None:
+        if decision.rounded_to is not None:
             node.attrs = {**node.attrs, ROLE: decision.precision}
     return result.graph
 

@@ -276,8 +276,7 @@ def explain(
     policy = options.with_excluded_layers(policy, excluded_sym_names, graph)
     options.check_names(list(input_shapes or ()), graph.input_names, "input")
     nodes, casts = _decided(graph, policy, inputs, dtypes, source, mode or CONVERTED)
-    target = policy.target_dtype if policy.lowers else "float32"
-    return Plan(target, nodes, casts, data, mode or CONVERTED)
+    return Plan(policy.precision, nodes, casts, data, mode or CONVERTED)
 
 
 class _Inputs(NamedTuple):

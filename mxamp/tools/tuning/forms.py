@@ -126,7 +126,7 @@ class Form:
         self, way: str, block: Any, batch: Batch, policy: Policy | None = None, loss: Loss = None
     ) -> None:
         self.way, self.block, self.policy = way, block, policy
-        own = policy.target_dtype if policy and policy.lowers else "float32"
+        own = policy.precision if policy else "float32"
         self.precision: str = block.precision if way == OPENVINO else own
         #: The policy that the block runs under; a block with parameters of its own needs none.
         self.inside = policy if way in (EAGER, AUTOCAST) else None
