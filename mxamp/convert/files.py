@@ -63,14 +63,14 @@ def convert_files(
 
     Parameters
     ----------
-    prefix, out : str or Path
-        The part of the files' names before `-symbol.json` and `-0000.params`.
+    prefix : str or Path
+        The saved model: the part of its files' names before `-symbol.json` and `-0000.params`.
+    out : str or Path
+        The same part of the names of the files to write.
     epoch : int, default 0
         The number in the name of the parameter file, the same for both models.
     target_dtype : str or dtype, default "float16"
         "float16", "bfloat16", or "float32" for a float32 model.
-    policy : Policy, optional
-        A policy in place of `target_dtype` and the operator lists.
     check_inputs : dict of str to array, optional
         Run both models on these inputs before any file is written, and return the errors of
         `compare_models`. `random_inputs` returns suitable inputs. If the original is a 16-bit

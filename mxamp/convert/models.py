@@ -63,9 +63,11 @@ def convert_symbol(
         "float16", "bfloat16", or "float32" for a float32 model. Casts in the
         symbol, inserted or written by hand, are removed first: see
         [16-bit models](converting.md#16-bit-models).
-    target_dtype_ops, fp32_ops, widest_dtype_ops : list of str, optional
-        Operators to run in the target dtype, in float32, and in the widest dtype of their inputs.
-        As in `mxnet.contrib.amp`, each list replaces the whole default list.
+    target_dtype_ops : list of str, optional
+        Operators to run in the target dtype. As in `mxnet.contrib.amp`, the list replaces the whole
+        default list. To change single operators, pass a `policy` from `Policy.override`.
+    fp32_ops : list of str, optional
+        Operators to run in float32, in place of the whole default list.
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): the operator runs in float32 if its attribute has one of the
         values.
@@ -77,6 +79,8 @@ def convert_symbol(
     cast_optional_params : bool, default False
         Change the dtype of each parameter that the graph reads only in the target dtype, and leave
         out the cast. You must then cast the values of these parameters, as `convert_model` does.
+    widest_dtype_ops : list of str, optional
+        Operators to run in the widest dtype of their inputs, in place of the whole default list.
     policy : Policy, optional
         A policy in place of `target_dtype` and the operator lists. The default policy is for this
         machine's kind of device. To convert for GPUs on a machine without one, pass
@@ -130,12 +134,14 @@ def convert_model(
 
     Parameters
     ----------
-    sym, arg_params, aux_params : Symbol, dict, dict
-        The model to convert. It is not changed.
+    sym : Symbol
+        The symbol of the model to convert. It is not changed.
+    arg_params : dict of str to NDArray
+        The model's parameters. They are not changed.
+    aux_params : dict of str to NDArray
+        The model's auxiliary states, such as BatchNorm's running means. They are not changed.
     target_dtype : str or dtype, default "float16"
         "float16", "bfloat16", or "float32" for a float32 model.
-    policy : Policy, optional
-        A policy in place of `target_dtype` and the operator lists.
     cast_optional_params : bool, default False
         Cast to the target dtype each parameter that the graph reads only in the target dtype.
     fuse : bool, default False
@@ -204,8 +210,6 @@ def convert_hybrid_block(
         The block to convert. It is not changed.
     target_dtype : str or dtype, default "float16"
         "float16", "bfloat16", or "float32" for a float32 block.
-    policy : Policy, optional
-        A policy in place of `target_dtype` and the operator lists.
     ctx : Context or list of Context, optional
         The devices of the new block's parameters; by default the current context.
     example_inputs : NDArray or sequence, optional
@@ -215,7 +219,7 @@ def convert_hybrid_block(
         with `static_alloc` and `static_shape`, because fused operators would otherwise pack their
         weights anew at each call.
 
-    The other parameters are those of `convert_symbol`. With `keep_io_types=False` the new block
+    The other parameters are those of `convert_model`. With `keep_io_types=False` the new block
     casts float32 data, and data in the other 16-bit dtype, to the target dtype.
 
     Raises
@@ -255,7 +259,7 @@ def convert_bucketing_module(
         converted = amp.convert_bucketing_module(module, "bfloat16", fp32_ops=["softmax"])
         converted.bind(module.data_shapes, module.label_shapes, for_training=False)
 
-    The copy has parameters, but is not bound.
+    The copy has parameters, but is not bound. All options apply to every bucket.
 
     Parameters
     ----------
@@ -265,7 +269,7 @@ def convert_bucketing_module(
         Cast to the target dtype each parameter that all buckets read only in the target dtype, as
         buckets share their parameters.
 
-    The other parameters are those of `convert_symbol`, and apply to every bucket.
+    The other parameters are those of `convert_symbol`.
 
     Raises
     ------

@@ -98,8 +98,10 @@ def compare_models(
 
     Parameters
     ----------
-    model, other : (Symbol, arg_params, aux_params)
-        The reference and the model to measure. Both run in inference mode, without mxamp.
+    model : (Symbol, arg_params, aux_params)
+        The reference. It runs in inference mode, without mxamp.
+    other : (Symbol, arg_params, aux_params)
+        The model to measure, which runs in the same way.
     inputs : dict of str to array
         A value for each input that is not a parameter. You may leave out labels.
     ctx : Context, optional

@@ -67,12 +67,16 @@ def init(
         float32 on this CPU. Loss scales are 1, and trainers skip no step.
         "auto" is the dtype that is fast on the device: float16 on GPUs, bfloat16 on CPUs with
         bfloat16 arithmetic, and float32 elsewhere, where a log line says why.
-    target_precision_ops, fp32_ops, widest_ops : list of str, optional
-        Operators to run in the target dtype, in float32, and in the widest dtype of their
-        inputs. An operator may have any of its names in MXNet. As in `mxnet.contrib.amp`, each
-        list replaces the whole default list. To change single operators, use `Policy.override`.
+    target_precision_ops : list of str, optional
+        Operators to run in the target dtype, under any of their names in MXNet. As in
+        `mxnet.contrib.amp`, the list replaces the whole default list. To change single operators,
+        pass a `policy` from `Policy.override`.
     conditional_fp32_ops : list of (str, str, list of str), optional
         (operator, attribute, values): float32 where the attribute has one of the values.
+    fp32_ops : list of str, optional
+        Operators to run in float32, in place of the whole default list.
+    widest_ops : list of str, optional
+        Operators to run in the widest dtype of their inputs, in place of the whole default list.
     policy : Policy, optional
         A whole policy in place of the operator lists. With "auto", the policy has to be for the
         dtype that is fast on this machine; if that is float32, the policy is ignored.

@@ -118,10 +118,17 @@ class Policy:
         return self._list.substitutions
 
     def rule(self, operator: str) -> Rule:
-        """Return the precision rule of an operator; aliases work too.
+        """Return the precision rule of an operator.
 
-        `operator` is any name of an MXNet operator. Raises `UnknownNameError` for an operator that
-        MXNet does not have.
+        Parameters
+        ----------
+        operator : str
+            Any name of the operator in MXNet; aliases work too.
+
+        Raises
+        ------
+        UnknownNameError
+            MXNet has no such operator.
         """
         found = self.rules.get(operator)
         return found if found is not None else self.rules.get(resolve(operator).name, UNLISTED)
@@ -152,8 +159,11 @@ class Policy:
         >>> "Convolution" in Policy.default("float16", "cpu").operators("low")
         True
 
-        `op_class` is "low", "fp32", "widest", "neutral", "untouched", or "conditional" for
-        operators that depend on an attribute.
+        Parameters
+        ----------
+        op_class : str
+            "low", "fp32", "widest", "neutral", "untouched", or "conditional" for operators that
+            depend on an attribute.
         """
         if op_class not in SHOWN_CLASSES:
             raise unknown("class", op_class, SHOWN_CLASSES)
@@ -230,7 +240,17 @@ class Policy:
         An existing file is replaced whole, or not at all. Classes of custom operators
         (`register_custom_operator`) belong to a process and are not saved.
 
-        Raises `ArgumentError` where `path` can't name a file, `WriteError` where writing fails.
+        Parameters
+        ----------
+        path : str or Path
+            The file to write, such as "my.toml".
+
+        Raises
+        ------
+        ArgumentError
+            `path` can't name a file.
+        WriteError
+            The file can't be written.
         """
         write_file(path, self.to_toml().encode())
 
@@ -282,18 +302,32 @@ class Policy:
         >>> policy.rule("Convolution").op_class
         'fp32'
 
-        Operators in `low` compute in the target dtype, in `fp32` in float32, in `widest` in the
-        widest dtype of their inputs, whatever their shapes. `conditional` takes (operator,
-        attribute, values) as `mxnet.contrib.amp` does: float32 where the attribute has one of the
-        values. With `replace_lists`, a given list replaces the policy's own, as in
-        `mxnet.contrib.amp.init`: operators of the old list that no new list names become neutral.
+        Parameters
+        ----------
+        low : list of str, optional
+            Operators to run in the target dtype, whatever their shapes.
+        fp32 : list of str, optional
+            Operators to run in float32.
+        widest : list of str, optional
+            Operators to run in the widest dtype of their inputs.
+        conditional : list of (str, str, list of str), optional
+            (operator, attribute, values) as in `mxnet.contrib.amp`: the operator runs in float32 if
+            its attribute has one of the values.
+        replace_lists : bool, default False
+            Replace the policy's own list by each list that you pass, as `mxnet.contrib.amp.init`
+            does. Operators of the old list that no new list names become neutral.
+        fp32_layers : list of str or Block, optional
+            Layers to keep in float32: Gluon blocks, or names that `explain` shows, with * and ?.
+        substitutions : list of str, optional
+            Those of the policy's substitutions to keep. For GPUs also "gemm2", which replaces
+            float32 `batch_dot` by `linalg.gemm2`.
 
-        `fp32_layers` stay in float32: Gluon blocks, or names that `explain` shows, with * and ?.
-        `substitutions` names the policy's substitutions to keep; for GPUs also "gemm2", float32
-        `batch_dot` by `linalg.gemm2`.
-
-        Raises `UnknownNameError` for a name that MXNet does not know, `ArgumentError` for a name in
-        two lists.
+        Raises
+        ------
+        UnknownNameError
+            MXNet does not know a name.
+        ArgumentError
+            A name is in two lists.
         """
         change = Change(
             overrides.checked_operators("low", low),

@@ -46,8 +46,11 @@ class GradScaler:
 
     Parameters
     ----------
-    init_scale, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
-        As for `LossScaler`.
+    *settings : float
+        The settings of `LossScaler` in their order: `init_scale`, `growth_factor`,
+        `backoff_factor`, `growth_interval`, `min_scale`, `max_scale` and `hysteresis`.
+    **named : float
+        The same settings by name, such as `init_scale=1024`.
     enabled : bool, default True
         With False, the scale is 1, and `step` is a plain `trainer.step`.
 
@@ -92,7 +95,13 @@ class GradScaler:
         return self._setting("growth_factor")
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows."""
+        """Set the factor by which the scale grows.
+
+        Parameters
+        ----------
+        new_factor : float
+            The factor, above 1.
+        """
         self._change(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -100,7 +109,13 @@ class GradScaler:
         return self._setting("backoff_factor")
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which an overflow lowers the scale."""
+        """Set the factor by which an overflow lowers the scale.
+
+        Parameters
+        ----------
+        new_factor : float
+            The factor, between 0 and 1.
+        """
         self._change(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -108,7 +123,13 @@ class GradScaler:
         return int(self._setting("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of finite steps in a row after which the scale grows."""
+        """Set the number of finite steps in a row after which the scale grows.
+
+        Parameters
+        ----------
+        new_interval : int
+            The number of steps, from 1.
+        """
         self._change(growth_interval=new_interval)
 
     def _setting(self, name: str) -> float:
@@ -164,8 +185,11 @@ class GradScaler:
         ----------
         trainer : gluon.Trainer
             The trainer of the parameters that the loss depends on.
-        batch_size, ignore_stale_grad
-            The arguments of `Trainer.step`.
+        batch_size : int
+            The number by which `trainer.step` divides the gradients; 1 if the loss is a mean.
+        ignore_stale_grad : bool, default False
+            Skip parameters whose gradients no backward pass has written since the last step.
+            With False, `trainer.step` raises a `UserWarning` for them.
 
         Raises
         ------
@@ -181,10 +205,20 @@ class GradScaler:
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
-        """Update the scale by the steps since the last call, or set the scale to `new_scale`.
+        """Update the scale by the steps since the last call.
 
         After `unscale_` alone the gradients that it found count as a step's, unless other workers
-        have others. Raises `StateError` if no trainer has stepped since.
+        have others.
+
+        Parameters
+        ----------
+        new_scale : float, optional
+            Set the scale to this number instead.
+
+        Raises
+        ------
+        StateError
+            No trainer has stepped since the last call, and there is no `new_scale`.
         """
         if not self._enabled:
             return
@@ -214,12 +248,17 @@ class GradScaler:
         return self._scaler.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` that `state_dict` has returned.
+        """Restore a saved state; do nothing if disabled.
 
         >>> scaler = GradScaler()
         >>> scaler.load_state_dict(GradScaler(init_scale=1024).state_dict())
         >>> scaler.get_scale()
         1024.0
+
+        Parameters
+        ----------
+        state : dict
+            A state that `state_dict` has returned.
         """
         if self._enabled:
             self._scaler.load_state_dict(state)

@@ -58,8 +58,10 @@ class LossScaler:
         The factor, between 0 and 1, by which an overflow lowers the scale.
     growth_interval : int, default 2000
         The scale grows after this many finite steps in a row.
-    min_scale, max_scale : float, default 1 and 2**24
-        The limits of the scale.
+    min_scale : float, default 1
+        Overflows never lower the scale below this limit.
+    max_scale : float, default 2**24
+        The scale never grows above this limit.
     hysteresis : int, default 1
         The number n: the n-th overflow since the scale last grew lowers the scale, and so does each
         later overflow.
@@ -148,15 +150,24 @@ class LossScaler:
             self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Lower the loss scale to `scale`, at which a step overflowed, before `update` is called.
+        """Lower the loss scale to that of a step that overflowed, before `update` is called.
 
-        The step's loss may have been scaled by less: the lowest scale of several trainers.
+        Parameters
+        ----------
+        scale : float
+            The scale of the step's loss: of several trainers' scales, the lowest.
         """
         if self._backoff_factor < 1:
             self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
 
     def update(self, finite: bool) -> float:
-        """Record a step, by whether all its gradients were `finite`; return the new scale."""
+        """Record a step; return the new scale.
+
+        Parameters
+        ----------
+        finite : bool
+            Whether all gradients of the step were finite.
+        """
         self.steps, self.skips = self.steps + finite, self.skips + (not finite)
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         if finite:
@@ -185,15 +196,23 @@ class LossScaler:
         return {"kind": self.kind, "version": STATE_VERSION, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` that `state_dict` has returned.
+        """Restore a saved state.
 
         >>> scaler = LossScaler()
         >>> scaler.load_state_dict(LossScaler(init_scale=1024).state_dict())
         >>> scaler.loss_scale
         1024.0
 
-        Raises `ArgumentError`, and changes nothing, where `state` is empty, of another kind of
-        scaler, of a newer mxamp, or lacks a field.
+        Parameters
+        ----------
+        state : dict
+            A state that `state_dict` has returned.
+
+        Raises
+        ------
+        ArgumentError
+            The state is empty, lacks a field, or is of another kind of scaler or of a newer mxamp.
+            The scaler keeps its own state.
         """
         own, kind = self.state_dict(), _KINDS[self.kind]
         fits = isinstance(state, Mapping) and state.keys() >= own.keys()
@@ -212,6 +231,11 @@ class LossScaler:
 
         A `NoScaler` stays one, and takes no other's place: a run in float16 may resume from one in
         bfloat16.
+
+        Parameters
+        ----------
+        state : dict
+            A state that any scaler's `state_dict` has returned.
         """
         kind = str(state.get("kind")) if isinstance(state, Mapping) else ""
         saved = _KINDS.get(kind, LossScaler)()

@@ -30,9 +30,23 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
     `next_loss_scale` and `nonfinite`. mxamp calls `function` after the gradients are checked and
     before the weights change.
 
-    Returns the hook. The hook calls `function` until the end of a `with` statement, or until
-    `hook.remove()`. Raises `StateError` for a trainer without mxamp's loss scaler: call
-    `init_trainer(trainer, NoScaler())` before if you don't scale losses.
+    Parameters
+    ----------
+    trainer : gluon.Trainer
+        A trainer with mxamp's loss scaler. If you don't scale losses, call
+        `init_trainer(trainer, NoScaler())` before.
+    function : callable
+        Called with one argument, the report.
+
+    Returns
+    -------
+    StepHook
+        Calls `function` until the end of a `with` statement, or until `hook.remove()`.
+
+    Raises
+    ------
+    StateError
+        The trainer has no loss scaler of mxamp.
     """
     if state_of(trainer) is None:
         raise StateError("this trainer makes no reports: call init_trainer(trainer) before")

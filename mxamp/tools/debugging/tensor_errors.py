@@ -165,8 +165,10 @@ def compare(
         without the label.
     train_mode : bool, default False
         Run the forward pass of training, as under `autograd.record()`, in place of inference.
-    dtype, policy
-        As for `autocast`, but not "auto".
+    dtype : str or dtype, optional
+        "float16" or "bfloat16". The default is the same as for `autocast`.
+    policy : Policy, optional
+        A whole policy in place of the default one for `dtype`.
 
     Raises
     ------
