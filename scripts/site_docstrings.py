@@ -1,16 +1,17 @@
-"""Docstrings for the site: examples as code, remarks before parameters, default values.
+"""Docstrings for the site: examples as code, remarks before parameters, all parameters.
 
 Griffe, which reads the docstrings for MkDocs, calls this. `help` shows them as they are written.
 """
 
 import re
-from typing import Any, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
-from griffe import Alias, Extension, GriffeLoader, Module, Object
+from griffe import Alias, DocstringSectionKind, Extension, GriffeLoader, Module, Object
 
 UNDERLINE = re.compile(r"-{3,}$")
 #: A power, which Markdown would take for the start of bold text.
 POWER = re.compile(r"(?<=\w)\*\*(?=[-\w(])")
+OTHERS = re.compile(r"The other parameters are those of `(\w+)`\.\s*")
 
 
 class Docstrings(Extension):
@@ -22,12 +23,15 @@ class Docstrings(Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package_loaded(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:
-        """Replace constants in parameter defaults by their values."""
+        """Show the values of constants in defaults, and parameters described elsewhere."""
         for function in _functions(pkg):
             for parameter in function.parameters:
                 value = _constant_value(function, str(parameter.default or ""))
                 if value is not None:
                     parameter.default = value
+        for function in _functions(pkg):
+            if function.docstring is not None:
+                _described(function, pkg)
 
 
 def as_markdown(text: str) -> str:
@@ -106,6 +110,20 @@ def _functions(module: Object) -> Iterator[Any]:
             yield member
         elif member.is_module or member.is_class:
             yield from _functions(member)
+
+
+def _described(function: Any, package: Module) -> Dict[str, Any]:
+    """Return a function's described parameters; add those that its docstring leaves to another."""
+    sections = {one.kind: one for one in function.docstring.parsed}
+    section = sections.get(DocstringSectionKind.parameters)
+    described = {one.name: one for one in section.value} if section else {}
+    others = OTHERS.search(function.docstring.value)
+    if section and others:
+        described = {**_described(package[others[1]].final_target, package), **described}
+        section.value = [described[one.name] for one in function.parameters]
+        text = sections[DocstringSectionKind.text]
+        text.value = OTHERS.sub("", text.value)
+    return described
 
 
 def _constant_value(function: Any, default: str) -> Optional[str]:
