@@ -41,7 +41,7 @@ def _pages() -> Iterator[Tuple[str, str]]:
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         yield page, LINK.sub(lambda found: f"]({_from_docs(found[1])}{found[2] or ''})", text)
-    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "lists").glob("*.toml")):
+    for path in (*(ROOT / "examples").rglob("*.py"), *(ROOT / "lists").glob("*.toml")):
         yield _page_path(path), _page_text(path)
 
 
@@ -52,16 +52,17 @@ def _from_docs(target: str) -> str:
 
 def _page_path(path: Path) -> str:
     """Return the path of the page of an example or a list, such as examples/train.md."""
-    return f"{path.parent.name}/{path.stem}.md"
+    return path.relative_to(ROOT).with_suffix(".md").as_posix()
 
 
 def _page_text(path: Path) -> str:
     """Return the Markdown of a page that shows a file."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8").rstrip()
     summary = ""
     if path.suffix == ".py":
         summary = f"{(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}\n\n"
-    return f"# {path.parent.name}/{path.name}\n\n{summary}```{LANGUAGES[path.suffix]}\n{text}```\n"
+    name = path.relative_to(ROOT).as_posix()
+    return f"# {name}\n\n{summary}```{LANGUAGES[path.suffix]}\n{text}\n```\n"
 
 
 def _target(target: str, folder: Path) -> str:
