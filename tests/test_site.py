@@ -1,5 +1,6 @@
 """The manual as a site: its links, its pages and, where MkDocs is installed, its build."""
 
+import json
 import re
 
 import pytest
@@ -36,6 +37,9 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     # --quiet would hide warnings from --strict too.
     done = python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
     assert done.returncode == 0, done.stderr
+    search = (tmp_path / "search" / "search_index.js").read_text().split("=", 1)[1]
+    words = re.split(json.loads(search)["config"]["separator"], "amp.init scale_loss(x) 1.9.1")
+    assert words == ["amp", "init", "scale", "loss", "x", "1.9.1"]
     for path in tmp_path.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', path.read_text())
         assert loaded and not [url for url in loaded if re.match(r"(https?:)?//", url)], path
