@@ -16,6 +16,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 #: Pages of the project that are not in docs/.
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+#: Without the column for a page's contents.
+WIDE = "---\nhide: [toc]\n---\n"
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
@@ -61,8 +63,9 @@ def _page_text(path: Path) -> str:
     summary = ""
     if path.suffix == ".py":
         summary = f"{(ast.get_docstring(ast.parse(text)) or '').splitlines()[0]}\n\n"
-    name = path.relative_to(ROOT).as_posix()
-    return f"# {name}\n\n{summary}```{LANGUAGES[path.suffix]}\n{text}\n```\n"
+    title = path.relative_to(ROOT).as_posix()
+    fence = f'```{LANGUAGES[path.suffix]} title="{title}"'
+    return f"{WIDE}# {path.name}\n\n{summary}{fence}\n{text}\n```\n"
 
 
 def _target(target: str, folder: Path) -> str:
