@@ -7,7 +7,7 @@ these functions, which make pages of such files and let the links lead there.
 import ast
 import re
 from pathlib import Path
-from typing import Iterator, Tuple
+from typing import Iterator, Match, Tuple
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -20,6 +20,10 @@ PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 WIDE = "---\nhide: [toc]\n---\n"
 LANGUAGES = {".py": "python", ".toml": "toml"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.S)
+CODE = re.compile(r"<code>.*?</code>", re.S)
+#: Where a name may be broken on a narrow screen, which site.css decides.
+BREAK = re.compile(r"(?<=\w[._(=])(?=[a-zA-Z\"])(?![^<]*>)")
 PICTURE = re.compile(r"!\[[^]]*\]\(([^)]+)\)")
 
 
@@ -36,6 +40,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = LINK.sub(lambda found: f"]({_target(found[1], folder)}{found[2] or ''})", markdown)
     # A picture on a small screen: a touch shows it in full size, as on code hosts.
     return PICTURE.sub(r"[\g<0>](\1)", markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let code in tables be broken after the dots and underscores of names."""
+
+    def breakable(cell: Match[str]) -> str:
+        return CODE.sub(lambda code: BREAK.sub("<wbr>", code[0]), cell[0])
+
+    return CELL.sub(breakable, html)
 
 
 def _pages() -> Iterator[Tuple[str, str]]:
