@@ -88,19 +88,16 @@ def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = F
 
 
 def call_inside(
-    this_pass: BackwardPass,
-    given_scale: float | None,
-    function: Callable[..., Result],
-    *args: object,
+    this_pass: BackwardPass, scale: float | None, function: Callable[..., Result], *args: object
 ) -> Result:
     """Call a function, recorded as a part of a backward pass in the calling thread.
 
-    `given_scale` is that of the gradients that an operator in Python receives; None for the pass.
+    `scale` is that of the gradients that an operator in Python receives; None for the pass.
     """
     thread = threading.get_ident()
     outer = _running.get(thread)
     try:
-        _running[thread] = Running(this_pass, given_scale, sys._getframe())
+        _running[thread] = Running(this_pass, scale, sys._getframe())
         return function(*args)
     finally:
         if outer is None:
