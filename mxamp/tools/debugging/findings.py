@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import AmpError
-from ...framework.wording import shortened
-from ...policy.values import RANGES
 from .observing import Observed
 
 _KINDS = {
@@ -109,12 +107,11 @@ class Finding:
         The counts and range of the tensor.
     inputs : tuple of (str, Statistics)
         The names and statistics of the operator's inputs, for a forward finding.
-    zeros : str
-        In a graph, the operator whose zeros became Inf or NaN, as by underflow before a logarithm;
-        "" for other findings.
+    cure : str
+        What to change: the precision, the learning rate, the data or the model.
     fp32_layers : tuple of str
-        For an overflow in a graph, the operators to keep in float32, as `fp32_layers` of a policy:
-        the operator itself, or the 16-bit operators next to a cast.
+        In a graph, the operators to keep in float32 if precision is the cause, as `fp32_layers` of
+        a policy: the operator itself, or the 16-bit operators next to a cast.
     """
 
     kind: str
@@ -126,21 +123,16 @@ class Finding:
     tensor: str
     statistics: Statistics
     inputs: tuple[tuple[str, Statistics], ...] = ()
-    zeros: str = ""
+    cure: str = ""
     fp32_layers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         block = f" in block {self.block!r}" if self.block else ""
         backward = "the backward pass of " if self.phase == "backward" else ""
-        dtype = self.statistics.dtype
-        is_overflow = self.kind == "overflow"
-        more = f"; the largest {dtype} is {RANGES[dtype].largest:.6g}" if is_overflow else ""
-        more += "".join(f"; {name}: {found}" for name, found in self.inputs)
-        more += f"; its zeros come from {self.zeros!r}" if self.zeros else ""
-        more += f"; keep {shortened(self.fp32_layers)} in float32" if self.fp32_layers else ""
+        inputs = "".join(f"; {name}: {found}" for name, found in self.inputs)
         return (
             f"step {self.step}: {backward}{self.node!r} ({self.operator}{block}) "
-            f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{more}"
+            f"{_KINDS[self.kind]}: {self.tensor} is {self.statistics}{inputs}; {self.cure}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from typing import Any, ContextManager, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
 from mxnet import autograd, executor, module
 from mxnet.gluon import Block, Trainer
@@ -12,10 +12,12 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ...convert.options import name_list
 from ...errors import ArgumentError
+from ...framework.arrays import has_gradient
 from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
-from ...framework.wording import one_of, shown
+from ...framework.wording import one_of, shortened, shown
 from ...graph.ir import CASTS, HALVES
+from .causes import Causes
 from .findings import Finding, NumericsError, Statistics
 from .observing import Arrays, Inputs, MonitoredGraph, Observed, Place, TensorObserver, patch_over
 
@@ -26,8 +28,6 @@ _BACKWARD = (executor.Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
 _COPIES = frozenset({"Concat", "_copy", "_copyto"})
-#: The inputs of an operator, by name.
-_Read = Mapping[str, Observed]
 
 
 class _Reader(NamedTuple):
@@ -52,6 +52,7 @@ class NumericsCheck(TensorObserver):
         self._found: Finding | None = None
         #: The last overflow of a gradient, which a lower loss scale may cure.
         self._overflow: Finding | None = None
+        self._causes = Causes()
         #: Values that an operator has made on purpose: "nan", "inf" or "-inf".
         self._purpose: set[str] = set()
         #: In the order of the last reads: the eager readers of arrays with a gradient, by the
@@ -82,33 +83,35 @@ class NumericsCheck(TensorObserver):
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
         """Report an operator whose output is the first with Inf or NaN in the pass."""
+        self._causes.add_output(site, output)
         if not output.bad or self._found is not None:
             return
         if self._is_skipped(site):
             self._purpose |= output.bad
             return
-        read = {name: one for name, one in zip(site.names, inputs) if one is not None}
-        held: set[str] = set().union(*(one.bad for one in read.values()))
-        for name, one in read.items():
+        read = [(name, one) for name, one in zip(site.names, inputs) if one is not None]
+        held: set[str] = set().union(*(one.bad for _, one in read))
+        for name, one in read:
             # The pass was finite so far, and infinities below 0 are masks.
             if one.bad - self._purpose - {"-inf"} and site.operator not in _COPIES:
-                self._report(self._finding("forward", site, name, one, read, "input"))
+                self._report(self._finding(site, name, one, inputs, "input"))
                 return
         constants = set(map(str, site.attributes.values()))
         self._purpose |= output.bad & constants
         if not output.bad <= held | constants:
-            self._report(self._finding("forward", site, "output", output, read))
+            self._report(self._finding(site, "output", output, inputs))
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Record that a graph runs, or which arrays with a gradient an eager call reads."""
+        """Record that a graph runs, and the arrays with a gradient that it or a call reads."""
         if isinstance(reader, MonitoredGraph):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
                 self._end_pass()
             self._note_read(reader, None)
-        elif autograd.is_recording():
-            for name, array in zip(reader.names, inputs):
-                if array.grad is not None:
-                    self._note_read(array, _Reader(array, reader, name))
+        for name, array in zip(reader.names, inputs):
+            if autograd.is_recording() or self._blocks():
+                self._causes.add_input(self._step, name, array)
+            if autograd.is_recording() and isinstance(reader, Place) and has_gradient(array):
+                self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
         """Raise the pass's finding after a call or graph: MXNet's monitor can't raise it."""
@@ -141,7 +144,7 @@ class NumericsCheck(TensorObserver):
     def _judge_gradient(self, site: Place, name: str, gradient: Observed) -> Finding | None:
         """Return a `Finding` if a gradient has Inf or NaN that `skip` does not cover, or None."""
         bad = gradient.bad and not self._is_skipped(site)
-        return self._finding("backward", site, f"gradient of {name}", gradient, {}) if bad else None
+        return self._finding(site, f"gradient of {name}", gradient, None) if bad else None
 
     def _first_fault(self) -> Finding | None:
         """Return the backward pass's first gradient with Inf or NaN: that of the latest reader."""
@@ -160,10 +163,11 @@ class NumericsCheck(TensorObserver):
         results = original(*args, **options)
         fault = self._first_fault()
         if self._found is None and "nan" not in self._purpose and fault is not None:
-            if fault.kind == "overflow":
+            if fault.kind == "overflow" and not self._causes.at_zero:
                 self._overflow = fault  # a lower loss scale may cure it
             else:
                 self._report(fault)
+        self._causes.at_zero = ""
         self._end_pass()
         return results
 
@@ -185,15 +189,23 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ reports
 
     def _finding(
-        self, phase: str, site: Place, name: str, tensor: Observed, read: _Read, kind: str = ""
+        self, site: Place, name: str, tensor: Observed, inputs: Inputs | None, kind: str = ""
     ) -> Finding:
-        """Return a `Finding` for a tensor, with its statistics and those of the inputs."""
+        """Return a `Finding` for a tensor; without `inputs`, of a backward pass."""
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
-        kind = kind or ("overflow" if overflows and not site.zeros else "nonfinite")
-        inputs = tuple((n, Statistics.of(one)) for n, one in read.items() if one.is_checkable)
-        place = (site.block, site.node, site.operator, name, Statistics.of(tensor), inputs)
-        layers = site.layers if kind == "overflow" else ()
-        return Finding(kind, phase, self._step, *place, site.zeros, layers)
+        # The gradient of an eager leaf: casts behind it may have overflown.
+        overflows |= inputs is None and not site.layers and self._causes.has_float16
+        cure = self._causes.cure(site, inputs, overflows)
+        if kind:
+            cure = "restore a checkpoint" if has_gradient(tensor.array) else "clean the data"
+        layers = () if cure else site.layers
+        phase, scaled = ("forward", "its input") if inputs is not None else ("backward", "the loss")
+        keep = f"keep {shortened(layers or [site.node])} in float32, or scale {scaled} down"
+        read = zip(site.names, inputs or ())
+        known = tuple((n, Statistics.of(one)) for n, one in read if one and one.is_checkable)
+        place = (site.block, site.node, site.operator, name, Statistics.of(tensor), known)
+        kind = kind or ("overflow" if overflows else "nonfinite")
+        return Finding(kind, phase, self._step, *place, cure or keep, layers)
 
     def _report(self, finding: Finding) -> None:
         """Record a finding of the running pass; log it with `on="log"`."""
@@ -262,9 +274,14 @@ def check_numerics(
     "backward"), `step`, `block`, `node`, `operator`, `tensor`, the `statistics` of the tensor
     (`dtype`, `shape`, the numbers of `nan` and `inf`, how many of these are `negative`, and
     `minimum`, `maximum` and `mean` of the finite values), `inputs`: names and statistics of the
-    operator's inputs, `zeros`: in a graph, the operator whose zeros became Inf or NaN, as in the
-    logarithm of a value that underflowed in float16, and `fp32_layers`: for an overflow in a graph,
-    the operators to keep in float32, as the argument of that name of `Policy.override` takes them.
+    operator's inputs, `cure`: what to change, and `fp32_layers`: if the precision is the cause in a
+    graph, the operators to keep in float32, as the argument of that name of `Policy.override` takes
+    them.
+
+    The cure is one of precision if the operator computes finite values from the same inputs in
+    float32. The check runs it again for that, outside of autograd's record. It does not run loops,
+    custom operators and Dropout again: their cure says how to find out. The learning rate is the
+    cause if a weight has grown more than threefold in at most 100 steps.
 
     The check finds operators and casts that compute Inf or NaN, and inputs and parameters that
     contain Inf or NaN. The check takes an infinity for a mask if the infinity is an argument of

@@ -32,7 +32,6 @@ from ...graph.ir import CASTS, HALVES, Graph, Output, emulated_dtype
 from ...patches.cached_op import graph_listeners, install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy
-from ...policy.policy import Policy
 from .measured import blocks_in
 
 Arrays = Sequence[NDArray]
@@ -133,7 +132,6 @@ class Place(NamedTuple):
     operator: str
     attributes: Mapping[str, Any]
     names: Sequence[str]  #: names of its inputs: of the parameter, or as the operator has them
-    zeros: str = ""  #: in a graph, the operator that made the zeros of its Inf or NaN
     layers: tuple[str, ...] = ()  #: in a graph, what to keep in float32 if the operator overflows
 
 
@@ -160,14 +158,11 @@ class Observed:
             return frozenset()
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
 
-    def count_zeros(self) -> int:
-        """Return the number of elements that are 0."""
-        return int((self.values == 0).sum())
-
-    def is_zero_at(self, output: Observed) -> bool:
-        """Return whether the array is 0 wherever `output`, broadcast alike, is Inf or NaN."""
-        fits = all(n in (1, m) for n, m in zip(self.array.shape[::-1], output.array.shape[::-1]))
-        return fits and bool(((self.values == 0) | np.isfinite(output.values)).all())
+    @cached_property
+    def largest(self) -> float:
+        """The largest finite magnitude; 0 without any, and in arrays that are not checkable."""
+        values = self.values[np.isfinite(self.values)] if self.is_checkable else ()
+        return float(np.max(np.abs(values), initial=0))
 
 
 #: The inputs of an operator; None for an input that is not known.
@@ -279,6 +274,7 @@ class MonitoredGraph:
         self._blocks = sorted(blocks, key=lambda one: -len(one.prefix))
         nodes = self._graph.nodes
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
+        self.names = [nodes[i].name for i, _ in self._inputs]
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
         self._readers: dict[int, list[int]] = {}
@@ -333,25 +329,8 @@ class MonitoredGraph:
             return
         output = self._seen[i, number] = Observed(array)
         inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
-        # `bad` reads the values at once, as another operator may write over them.
-        zeros = self._maker_of_zeros(i, output) if output.bad else ""
-        self._observer.on_operator(self._site(i)._replace(zeros=zeros), inputs, output, number)
-
-    def _maker_of_zeros(self, i: int, output: Observed) -> str:
-        """Return the operator that made the zeros which node i turns into Inf or NaN; "" if none.
-
-        The search goes up the graph as long as operators pass zeros on and make no more.
-        """
-        node, seen, policy = self._graph.nodes[i], self._seen, Policy.default("float16", "gpu")
-        found = [e for e in node.inputs if e in seen and seen[e].is_zero_at(output)]
-        if not found or policy.rule(node.operator).op_class == "low":
-            return ""  # sums of products overflow
-        passing = {*policy.operators("neutral"), *CASTS}
-        while found:
-            node, zeros = self._graph.nodes[found[-1][0]], seen[found[-1]].count_zeros()
-            sources = node.inputs[:1] if node.operator in passing else ()
-            found = [e for e in sources if e in seen and seen[e].count_zeros() >= zeros]
-        return self._graph.nodes[node.inputs[0][0]].name if node.op in CASTS else node.name
+        output.bad  # noqa: B018 reads the values at once, as another operator may write over them
+        self._observer.on_operator(self._site(i), inputs, output, number)
 
     def _layers(self, i: int, backward: bool) -> list[str]:
         """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""

@@ -41,7 +41,6 @@ class _LayerOutput(NamedTuple):
     precision: str
     values: Any  #: a NumPy array
     inputs: Sequence[Any]  #: NumPy arrays; None where an input is not known
-    zeros: str
 
 
 class TensorError(Distance):
@@ -49,11 +48,8 @@ class TensorError(Distance):
 
     `relative` is the L2 norm of the difference over that of float32's values, the largest of all
     batches; `maximum` the largest absolute difference; `lost` the number of elements that are
-    finite in float32 only. `precision` is the dtype that the operator computes in, and `zeros` the
-    operator whose zeros became Inf or NaN, if any.
+    finite in float32 only. `precision` is the dtype that the operator computes in.
     """
-
-    zeros = ""
 
     def __init__(self, name: str, block: str, operator: str, precision: str) -> None:
         super().__init__()
@@ -63,7 +59,6 @@ class TensorError(Distance):
     def include(self, plain: _LayerOutput, mixed: _LayerOutput) -> None:
         """Add a batch of a layer's output to the layer's error."""
         self.add(self.name, plain.values, mixed.values)
-        self.zeros = self.zeros or mixed.zeros
         for one, other in zip(plain.inputs, mixed.inputs):
             if one is not None and other is not None and one.shape == other.shape:
                 self._inputs.add(self.name, one, other)
@@ -112,7 +107,6 @@ class Comparison:
         jump = "no layer at which the error jumps"
         if first is not None:
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
-            jump += f", by zeros of {first.zeros}" if first.zeros else ""
         net = " of the hybridized net" if self.hybridized else ""
         compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}{net}"
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
@@ -176,10 +170,9 @@ def compare(
         The net is not in float32, or the data has no batch.
 
     The result has `outputs`, the errors of the layers in the order of execution, each with `name`,
-    `block`, `operator`, `precision`, `relative`, `maximum`, `lost` and `zeros`, the operator whose
-    zeros became Inf or NaN, or "". It also has `first_jump`, or None, and `hybridized`, which says
-    whether the net ran as one graph. Printing the result gives a table of the 10 worst layers.
-    `tune` measures the error of gradients.
+    `block`, `operator`, `precision`, `relative`, `maximum` and `lost`. It also has `first_jump`, or
+    None, and `hybridized`, which says whether the net ran as one graph. Printing the result gives a
+    table of the 10 worst layers. `tune` measures the error of gradients.
 
     Cost: two runs of the net for each batch, and memory for the outputs of all layers.
     """
@@ -252,6 +245,4 @@ class _LayerOutputs(TensorObserver):
         key = self._keys[output] = name, self._calls[name], number
         precision = emulated_dtype(site.attributes) or output.dtype
         read = [one and self._before_cast.get(one, one).values for one in inputs]
-        self.layers[key] = _LayerOutput(
-            site.block, site.operator, precision, values, read, site.zeros
-        )
+        self.layers[key] = _LayerOutput(site.block, site.operator, precision, values, read)

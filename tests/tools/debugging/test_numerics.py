@@ -180,7 +180,7 @@ def test_an_overflow_of_a_cast_names_the_layer_to_keep_in_float32(value, weight)
 
     policy = amp.Policy.default("float16")
     first = checked_under(policy).first
-    assert str(first).endswith(f"; keep {net[0].name}_fwd in float32")
+    assert first.cure.startswith(f"keep {net[0].name}_fwd in float32, or scale ")
     assert not checked_under(policy.override(fp32_layers=first.fp32_layers))
 
 
@@ -327,10 +327,10 @@ def test_skipped_operators_excuse_what_follows(way):
     assert not checked(prepared(bad_weight(), way, randn(4, 8), train=True), skip=["*dense7*"])
 
 
-def trained_with_scale(steps, on="collect", **options):
+def trained_with_scale(steps, on="collect", hybridize=True, **options):
     """Return the check of float16 steps at a loss scale that overflows at first."""
     net = deep()
-    net.hybridize()
+    net.hybridize(hybridize)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
     amp.init_trainer(trainer, amp.LossScaler(2.0**20, **options))
     with amp.autocast("float16"), check_numerics(on=on) as check:
@@ -343,31 +343,11 @@ def trained_with_scale(steps, on="collect", **options):
 
 
 def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
-    assert not trained_with_scale(steps=14, on="raise")
-    check = trained_with_scale(steps=1)
-    assert (check.first.kind, check.first.phase, len(check)) == ("overflow", "backward", 1)
-    with pytest.raises(NumericsError, match="overflows"):
-        trained_with_scale(steps=1, on="raise")
-    check = trained_with_scale(steps=3, min_scale=2.0**19)
-    assert (check.first.kind, check.first.step) == ("overflow", 2)
-
-
-@pytest.mark.parametrize("function, maker, printed", [
-    (lambda F, x: F.log(F.Flatten(F.sigmoid(x * -3) * 1e-3)), "zero__mulscalar1", "1 -Inf, "),
-    (lambda F, x: F.log(F.pick(F.sigmoid(x * -5), F.zeros(1))), "zero_sigmoid0", "1 -Inf"),
-    (lambda F, x: F.broadcast_div(x, F.max(F.relu(3 - x), 1, True)), "zero_relu0", "3 Inf"),
-    (lambda F, x: F.dot(F.relu(x - 3) * 2, 6e4 - F.eye(3) * 6e4), "", "2 Inf"),
-])  # fmt: skip
-def test_zeros_are_followed_to_the_operator_that_made_them(function, maker, printed):
-    net, data = nn.HybridSequential(), nd.array([[4, 3, 3]])
-    net.add(nn.Dense(3, in_units=3, use_bias=False), nn.HybridLambda(function, prefix="zero_"))
-    net.initialize()
-    net[0].weight.set_data(nd.eye(3))
-    net.hybridize()
-    with amp.autocast("float16"):
-        first = checked(lambda: net(data)).first
-    end = f"; its zeros come from {maker!r}" if maker else ""
-    assert printed in str(first.statistics) and str(first).endswith(end) and first.zeros == maker
-    assert (first.kind == "nonfinite") == bool(maker)
-    jump = amp.debugging.compare(net, data, dtype="float16").first_jump
-    assert jump is None or jump.zeros == maker
+    for hybridize in (False, True):
+        assert not trained_with_scale(steps=14, on="raise", hybridize=hybridize)
+        check = trained_with_scale(steps=1, hybridize=hybridize)
+        assert (check.first.kind, check.first.phase, len(check)) == ("overflow", "backward", 1)
+        with pytest.raises(NumericsError, match="overflows"):
+            trained_with_scale(steps=1, on="raise", hybridize=hybridize)
+        check = trained_with_scale(steps=3, min_scale=2.0**19, hybridize=hybridize)
+        assert (check.first.kind, check.first.step) == ("overflow", 2)
