@@ -141,6 +141,9 @@ class Observed:
     def __init__(self, array: NDArray) -> None:
         self.array, self.dtype = array, dtypes_of([array])[0]
         self.is_checkable = self.dtype in FLOATS and array.size > 0 and array.stype == "default"
+        # Not in a cached property: until Python 3.12 one thread at a time computes it, and the
+        # array may wait for that of a custom operator.
+        array.wait_to_read()
 
     @cached_property
     def values(self) -> Values:

@@ -161,3 +161,23 @@ def test_a_loop_does_not_run_again():
         net(nd.ones((3, 2)))
     assert check.first.operator == "_foreach"
     assert check.first.cure.startswith("train some steps without mixed precision: if they fail too")
+
+
+class Large(mx.operator.CustomOp):
+    runs = 0
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        Large.runs += 1
+        self.assign(out_data[0], req[0], in_data[0] * np.inf)
+
+
+@mx.operator.register("causes_large")
+class LargeProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Large()
+
+
+def test_an_operator_that_runs_python_is_observed_and_does_not_run_again():
+    with check_numerics(on="collect") as check:
+        nd.Custom(nd.ones((2,)), op_type="causes_large").wait_to_read()
+    assert Large.runs == 1 and check.first.operator in ("Custom", "_mul_scalar")
