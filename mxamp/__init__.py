@@ -12,6 +12,7 @@ front ends do. Import mxamp before MXNet: it makes MXNet 1.9.1 importable on new
 """
 
 import sys as _sys
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 from typing import Any as _Any
 
@@ -40,10 +41,11 @@ def __getattr__(name: str) -> _Any:
     try:
         found = globals()[name] = _load(name)
     except AttributeError:
-        from .errors import closest
-        from .framework.data import own_tables
+        from .framework.keywords import hint
 
-        advice = own_tables("spellings")["mxamp"].get(name)
-        hint = f": {advice}" if advice else closest(name, __all__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}") from None
+        # `from mxamp import name` drops the message of an AttributeError: a submodule is next.
+        imports = _sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        error = ImportError if imports and not _find_spec(f"{__name__}.{name}") else AttributeError
+        owner = f"module {__name__!r}"
+        raise error(f"{owner} has no attribute {name!r}{hint(owner, name, __all__)}") from None
     return found

@@ -12,6 +12,9 @@ Errors against float32, by layer compare
 The report of each step          on_step
 """
 
+from typing import NoReturn
+
+from .framework.keywords import hint
 from .tools.debugging.findings import NumericsError
 from .tools.debugging.numerics import check_numerics
 from .tools.debugging.operator_counts import operator_stats
@@ -23,3 +26,8 @@ __all__ = ["NumericsError", "check_numerics", "compare", "on_step", "operator_st
 
 def __dir__() -> "list[str]":
     return sorted(__all__)
+
+
+def __getattr__(name: str) -> NoReturn:
+    owner = f"module {__name__!r}"
+    raise AttributeError(f"{owner} has no attribute {name!r}{hint(owner, name, __all__)}")

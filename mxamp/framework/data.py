@@ -13,8 +13,7 @@ else:
 
 def parse_toml(text: str) -> Dict[str, Any]:
     """Return the tables of a TOML text; raise `ValueError` if the syntax is wrong."""
-    tables: Dict[str, Any] = tomllib.loads(text)
-    return tables
+    return dict(tomllib.loads(text))
 
 
 @lru_cache(maxsize=None)

@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable, Iterable, TypeVar
 
-from ..errors import ArgumentError, UnknownNameError, unknown
+from ..errors import ArgumentError, UnknownNameError, closest
 from .data import own_tables
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -13,8 +13,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def checked_call(function: Function) -> Function:
     """Decorate a function: an unknown keyword raises `UnknownNameError` with the right name.
 
-    That is the advice of lists/spellings.toml for users of other libraries, else the closest
-    parameter. Every other call that does not fit raises Python's own `TypeError`.
+    That is the advice of lists/spellings.toml for users of other libraries, about all of their
+    arguments at once, else the closest parameter. Every other call that does not fit raises
+    Python's own `TypeError`.
 
     >>> @checked_call
     ... def init(target_dtype=None, policy=None): ...
@@ -28,16 +29,27 @@ def checked_call(function: Function) -> Function:
         try:
             return function(*args, **keywords)
         except (TypeError, ArgumentError) as error:
-            parameters = sorted(inspect.signature(function).parameters.keys() - {"self", "cls"})
             name = function.__qualname__.rpartition("<locals>.")[2].replace(".__init__", "")
+            names = sorted(inspect.signature(function).parameters.keys() - {"self", "cls"})
+            unknown = {*keywords} - {*names} if isinstance(error, TypeError) else ()
+            given = [*(one for one in args if isinstance(one, str)), *keywords]
             advice = own_tables("spellings").get(name, {})
-            for given in (*(one for one in args if isinstance(one, str)), *keywords):
-                if given in advice:
-                    said = f"unknown argument of {name} {given!r}: {advice[given]}"
-                    raise UnknownNameError(said) from None
-            for keyword in keywords if isinstance(error, TypeError) else ():
-                if keyword not in parameters:
-                    raise unknown(f"argument of {name}", keyword, parameters) from None
+            wrong = [one for one in given if one in advice or one in unknown]
+            if wrong:
+                said = "; ".join(f"{one!r}{hint(name, one, names)}" for one in wrong)
+                raise UnknownNameError(f"unknown argument of {name} {said}") from None
             raise
 
     return wrapper  # type: ignore[return-value]
+
+
+def hint(owner: str, name: str, candidates: Iterable[str]) -> str:
+    """Return the end of an error about a name that a function, module or object lacks.
+
+    It is the advice of lists/spellings.toml to users of other libraries, else the closest names.
+
+    >>> hint("module 'mxamp'", "is_autocast_enabled", []), hint("", "iint", ["init", "decorate"])
+    (': write amp.is_enabled()', "; the closest is 'init'")
+    """
+    advice = own_tables("spellings").get(owner, {}).get(name)
+    return f": {advice}" if advice else closest(name, candidates)

@@ -368,6 +368,10 @@ class Policy:
         return self if policy._list == self._list else policy
 
 
+# `Policy("mixed_float16")` is Keras' call.
+Policy.__init__ = checked_call(Policy.__init__)  # type: ignore[method-assign]
+
+
 @lru_cache(maxsize=None)
 def _provenance(dtype: str) -> Mapping[str, str]:
     """Return a policy file's keys for mxamp's version and the checksum of its operator list."""

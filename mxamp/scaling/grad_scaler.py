@@ -8,15 +8,14 @@ scaler.update()
 
 from __future__ import annotations
 
-import inspect
 import logging
-from typing import Any, Mapping
+from typing import Any, Mapping, NoReturn
 
 from mxnet.gluon import Trainer
 
 from ..errors import ArgumentError, StateError, unknown
 from ..framework.contrib_amp import check_contrib_is_off
-from ..framework.keywords import checked_call
+from ..framework.keywords import checked_call, hint
 from ..policy.active import chose_float32
 from ..policy.targets import check_bool
 from .backward_passes import scale_losses, scaling_patches
@@ -29,7 +28,6 @@ NO_BATCH_SIZE = (
     "MXNet divides gradients by the batch size: write scaler.step(trainer, batch_size), with 1 if "
     "the loss is a mean"
 )
-_SETTINGS = inspect.signature(LossScaler).parameters
 
 
 class GradScaler:
@@ -63,8 +61,9 @@ class GradScaler:
 
     @checked_call
     def __init__(self, *settings: float, enabled: bool = True, **named: float) -> None:
-        for name in named.keys() - _SETTINGS.keys():
-            raise unknown("argument of GradScaler", name, [*_SETTINGS, "enabled"])
+        known = ("init_scale", *LossScaler._settings, "enabled")
+        for name in named.keys() - {*known}:
+            raise unknown("argument of GradScaler", name, known)
         self._scaler = LossScaler(*settings, **named)  # type: ignore[arg-type]
         self._enabled = check_bool("enabled", enabled)
         self._scaler.is_scaling = enabled and not chose_float32()
@@ -92,7 +91,7 @@ class GradScaler:
 
     def get_growth_factor(self) -> float:
         """Return the factor by which the scale grows."""
-        return self._setting("growth_factor")
+        return self._scaler._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows.
@@ -106,7 +105,7 @@ class GradScaler:
 
     def get_backoff_factor(self) -> float:
         """Return the factor by which an overflow lowers the scale."""
-        return self._setting("backoff_factor")
+        return self._scaler._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which an overflow lowers the scale.
@@ -120,7 +119,7 @@ class GradScaler:
 
     def get_growth_interval(self) -> int:
         """Return the number of finite steps in a row after which the scale grows."""
-        return int(self._setting("growth_interval"))
+        return self._scaler._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of finite steps in a row after which the scale grows.
@@ -132,14 +131,11 @@ class GradScaler:
         """
         self._change(growth_interval=new_interval)
 
-    def _setting(self, name: str) -> float:
-        """Return a setting of the loss scaler by its name in `state_dict`."""
-        return float(self._scaler.state_dict()[name])
-
     def _change(self, **setting: float) -> None:
         """Change loss scaler settings by name; raise for a wrong value, as the constructor does."""
         self._scaler.load_state_dict({**self._scaler.state_dict(), **setting})
 
+    @checked_call
     def scale(self, loss: object) -> Any:
         """Return the loss times the scale; also all losses in lists, tuples and dicts.
 
@@ -155,6 +151,7 @@ class GradScaler:
         check_contrib_is_off()
         return scale_losses(loss, self.get_scale())
 
+    @checked_call
     def unscale_(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by the scale, to clip or read them before `step`.
 
@@ -174,6 +171,7 @@ class GradScaler:
         if self._enabled:
             self._attached_state(trainer).unscale()
 
+    @checked_call
     def step(
         self, trainer: Trainer, batch_size: int | None = None, ignore_stale_grad: bool = False
     ) -> None:
@@ -271,6 +269,10 @@ class GradScaler:
             state.scaler = self._scaler
             state.note_scaled(state.loss_scale)
         return state
+
+    def __getattr__(self, name: str) -> NoReturn:
+        owner, public = "'GradScaler' object", [one for one in dir(self) if one[0] != "_"]
+        raise AttributeError(f"{owner} has no attribute {name!r}{hint(owner, name, public)}")
 
     def __repr__(self) -> str:
         return f"GradScaler({self.get_scale():g}{'' if self._enabled else ', enabled=False'})"

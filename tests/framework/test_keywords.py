@@ -1,5 +1,9 @@
 """Calls written as for another library, or with a mistake: one sentence says what to write."""
 
+import re
+import sys
+from operator import attrgetter
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -45,8 +49,9 @@ def trainer():
 WRONG = [
     # keywords that no parameter has
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
+    (lambda: amp.autocast("cuda", cache_enabled=True), "'cuda': .* write autocast.'float16'.; 'cache_enabled': leave it out"),
     (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
-    (lambda: amp.GradScaler(enable=False), "unknown argument of GradScaler 'enable'; the closest is 'enabled'"),
+    (lambda: amp.GradScaler(enabeld=False), "unknown argument of GradScaler 'enabeld'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
     (lambda: amp.autocast(dtypes="float16"), "the closest is 'dtype'"),
@@ -55,7 +60,7 @@ WRONG = [
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "with NDArrays, not 'fc_weight': an ndarray"),
     (lambda: amp.export_onnx("mod", "model.onnx", {"data": X}), "a saved model must be .*not 'mod'"),
     (lambda: amp.init_trainer(trainer(), ContribScaler()), "or NoScaler, not a LossScaler"),
-    (lambda: amp.LossScaler("dynamic"), "init_scale must be a positive finite number, not 'dynamic'"),
+    (lambda: amp.LossScaler("large"), "init_scale must be a positive finite number, not 'large'"),
     (lambda: amp.decorate("sgd", init_loss_scaling="dynamic"), "must be a positive finite number"),
     (lambda: amp.init("bfloat16", tuned="no"), "tuned must be True or False"),
     (lambda: amp.Policy.default("bfloat16", [mx.cpu(), mx.gpu()]), r"one kind of device .*, not \[cpu\(0\), gpu\(0\)\]"),
@@ -235,31 +240,57 @@ def test_layers_that_no_bound_symbol_has_are_told(caplog):
 # ---------------------------------------------------------------------- what other libraries write
 
 SPELLINGS = own_tables("spellings")
-CALLS = {"autocast": amp.autocast, "GradScaler": amp.GradScaler, "initialize": amp.initialize}
-DEVICE_NAMES = ("cpu", "cuda", "gpu")
+#: What has no attribute of that name, by the table of lists/spellings.toml.
+OWNERS = {
+    "module 'mxamp'": lambda: amp,
+    "module 'mxamp.debugging'": lambda: amp.debugging,
+    "'GradScaler' object": amp.GradScaler,
+}
+#: Arguments before the one that mxamp has not, by function.
+BEFORE = {
+    "decorate": lambda: ["sgd"],
+    "initialize": lambda: [net()],
+    "scale_loss": lambda: [X, trainer()],
+    **{f"GradScaler.{name}": lambda: [amp.GradScaler()] for name in ("scale", "step", "unscale_")},
+}
+#: Values, not names of arguments.
+VALUES = re.compile("cpu|cuda|gpu|mps|xpu|dynamic|(mixed_)?b?float16")
 
 
-@pytest.mark.parametrize("name", [
-    f"{function}.{argument}" for function in CALLS for argument in SPELLINGS[function]
+@pytest.mark.parametrize("table, name", [
+    (table, name) for table in SPELLINGS for name in SPELLINGS[table]
 ])  # fmt: skip
-def test_an_argument_of_another_library_says_what_to_write(name):
-    function, argument = name.split(".")
-    call = CALLS[function]
-    with pytest.raises(amp.UnknownNameError) as caught:
-        if argument in DEVICE_NAMES:
-            call(argument)
-        elif function == "initialize":
-            call(net(), **{argument: 1})
+def test_a_name_of_another_library_says_what_to_write(table, name):
+    if table == "Policy" and sys.version_info < (3, 10):
+        pytest.skip("the constructor of a dataclass does not say whose it is")
+    with pytest.raises((amp.UnknownNameError, AttributeError)) as caught:
+        if table in OWNERS:
+            getattr(OWNERS[table](), name)
+        elif VALUES.fullmatch(name):
+            attrgetter(table)(amp)(name)
         else:
-            call(**{argument: 1})
-    assert str(caught.value).endswith(SPELLINGS[function][argument])
+            attrgetter(table)(amp)(*BEFORE.get(table, list)(), **{name: 1})
+    assert str(caught.value).endswith(SPELLINGS[table][name])
 
 
-@pytest.mark.parametrize("name", SPELLINGS["mxamp"])
-def test_a_name_of_another_library_says_what_to_write(name):
-    with pytest.raises(AttributeError) as caught:
-        getattr(amp, name)
-    assert str(caught.value).endswith(SPELLINGS["mxamp"][name])
+def test_advice_names_what_there_is():
+    text = " ".join(advice for table in SPELLINGS.values() for advice in table.values())
+    for owner, named in ((amp, r"\bamp\.(\w+)"), (amp.GradScaler, r"\bscaler\.(\w+)")):
+        names = set(re.findall(named, text))
+        assert len(names) > 5
+        assert not [name for name in names if not hasattr(owner, name)]
+
+
+def test_a_name_that_cannot_be_imported_says_what_to_write(monkeypatch):
+    with pytest.raises(ImportError, match="'custom_fwd': .* write @amp.float_function"):
+        from mxamp import custom_fwd  # noqa: F401
+    with pytest.raises(ImportError, match="'GradScalar'; the closest is 'GradScaler'"):
+        from mxamp import GradScalar  # noqa: F401
+    monkeypatch.delattr(amp, "frontends")
+    monkeypatch.delitem(sys.modules, "mxamp.frontends")
+    from mxamp import frontends
+
+    assert frontends is amp.frontends
 
 
 def test_torchs_getters_and_setters():
