@@ -25,17 +25,20 @@ from ..framework.machine import DTYPE_CODES, Device, Dtype, dtype_name
 from ..framework.wording import shown
 from ..graph.ir import Graph
 from ..patches.autocast import turn_on
-from ..policy.active import current_policy, nearest_policy
-from ..policy.policy import Policy, PolicyChoice, chosen_policy
+from ..policy.active import chose_float32, is_enabled
+from ..policy.policy import PLAIN_FLOAT32, Policy, PolicyChoice, chosen_policy
+from ..policy.targets import DEFAULT_TARGET
 from ..scaling.float16_optimizers import check_float16_update
 from ..scaling.scaler import LossScaler, NoScaler, StaticLossScaler
 from ..scaling.trainer import active_state, attach_state, check_skippable
 
 logger = logging.getLogger("mxamp")
 
-_LEVELS = ("O0", "O1", "O2", "O3")
+#: The default loss scaler of each level.
+_LEVELS = {"O0": NoScaler, "O1": LossScaler, "O2": LossScaler, "O3": StaticLossScaler}
 _NORMS = (nn.BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
+IN_FLOAT32 = "float32 is in force, and every opt_level is O0: leave out init() to choose a dtype"
 STAY_FLOAT32 = "opt_level %s keeps float32 parameters: MXNet's optimizers know no bfloat16 ones"
 
 
@@ -46,7 +49,7 @@ def initialize(
     opt_level: str = "O1",
     loss_scale: Union[None, float, str] = None,
     *,
-    dtype: Dtype = "float16",
+    dtype: Dtype = DEFAULT_TARGET,
     ctx: Optional[Device] = None,
 ) -> Any:
     """Prepare nets and trainers for an optimization level, and return them.
@@ -77,8 +80,8 @@ def initialize(
     dtype : str, default "float16"
         "float16", "bfloat16" or "auto", the fast dtype of this machine. In an automatic run, the
         default is the dtype of the run. In bfloat16, O2 and O3 cast no parameters, and mxamp's list
-        chooses the precision of O3's operators too. If "auto" or `init("auto")` has chosen float32,
-        every level is O0, with updates as in plain MXNet.
+        chooses the precision of O3's operators too. If "auto" chooses float32, or `init` has
+        chosen it and you pass no dtype, every level is O0, with updates as in plain MXNet.
     ctx : Context, optional
         As in `init`.
 
@@ -88,13 +91,16 @@ def initialize(
         The level, the dtype or the loss scale is unknown, or the level is O3 and the optimizer
         can't update float16 weights.
     StateError
-        Mixed precision is on already, a trainer has loss scaling already or has stepped, or a
-        net has float16 parameters.
+        Mixed precision is on already, or `init` has chosen float32 and you pass a 16-bit dtype; a
+        trainer has loss scaling already or has stepped; or a net has float16 parameters.
     """
     if opt_level not in _LEVELS:
         raise unknown("opt_level", opt_level, _LEVELS, "Levels begin with the letter O, not zero")
     nets, optimizers = _as_list("models", models, Block), _as_list("trainers", trainers, Trainer)
-    policy = _policy(dtype, ctx)
+    policy = chosen_policy(dtype, ctx=ctx)
+    if chose_float32() and (dtype is DEFAULT_TARGET or not policy.lowers):
+        logger.warning(IN_FLOAT32)
+        policy, opt_level = PLAIN_FLOAT32, "O0"
     in_float16 = policy.target_dtype == "float16"
     scaler = _scaler(loss_scale, opt_level if in_float16 else "O0")
     _check_fresh(nets, optimizers)
@@ -117,18 +123,10 @@ def initialize(
     return models if trainers is None else (models, trainers)
 
 
-def _policy(dtype: Any, ctx: Any) -> PolicyChoice:
-    """Return the policy of `initialize`, or the float32 policy of an enclosing region."""
-    policy, around = chosen_policy(dtype, ctx=ctx), nearest_policy()
-    return around if around is not None and around.target_dtype == "float32" else policy
-
-
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
     """Return the loss scaler for a `loss_scale`, None for the level's default; else raise."""
-    if loss_scale is None and opt_level == "O0":
-        return NoScaler()
     if loss_scale is None:
-        loss_scale = 1 if opt_level == "O3" else "dynamic"
+        return _LEVELS[opt_level]()  # type: ignore[no-any-return]
     return LossScaler() if loss_scale == "dynamic" else StaticLossScaler(loss_scale)
 
 
@@ -142,8 +140,7 @@ def _as_list(name: str, value: object, cls: type) -> List[Any]:
 
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
     """Raise `StateError` if mixed precision is on, or nets or trainers were prepared before."""
-    around = current_policy()
-    if around is not None and around.target_dtype != "float32":
+    if is_enabled():
         raise StateError(
             "initialize turns mixed precision on, and init() or another API has done so already: "
             "use one of the two, or call mxamp.shutdown() before"

@@ -67,6 +67,19 @@ def test_every_level_is_float32_where_auto_is(first, level, on_machine):
             amp.init("bfloat16")
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_initialize_after_float32_says_that_it_stays_so(level, caplog):
+    amp.init("float32")
+    net, trainer = setup()
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(amp.StateError, match="Policy float32 .* instead of <Policy b?float16"):
+            amp.initialize(net, trainer, level, dtype=dtype)
+    amp.initialize(net, trainer, level)
+    assert "float32 is in force, and every opt_level is O0" in caplog.text
+    assert kind(net[0].weight.data()) == "float32"
+    assert trainer.amp_loss_scale == 1
+
+
 def test_o2_keeps_master_weights():
     net = gluon.nn.Dense(1, in_units=1, use_bias=False)
     net.initialize(mx.init.One())
