@@ -8,7 +8,7 @@ from contextlib import ContextDecorator
 from typing import Any, Callable, Mapping, Sequence
 
 from mxnet import autograd, gluon
-from mxnet.base import _LIB, check_call
+from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.operator import CustomOpProp
@@ -40,6 +40,7 @@ NESTED_SUM = (
     "a backward pass inside an operator in Python adds to a gradient that the pass around it adds "
     'to too: use grad_req="write", or compute the shared parameter outside the operator'
 )
+NOT_RECORDED = "the loss depends on no parameter: compute it inside `with autograd.record():`"
 SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or run backward on each"
 
 
@@ -80,6 +81,16 @@ def scale_losses(loss: object, scale: float) -> Any:
     if not arrays:
         _raise_no_loss(loss)
     return mapped
+
+
+def _check_recorded(heads: Sequence[NDArray], status: int) -> None:
+    """Raise the error of a backward pass, if any; of scaled losses outside record, say so."""
+    try:
+        check_call(status)
+    except MXNetError as error:
+        if "There are no inputs" in str(error) and any(map(tape.marks_behind, heads)):
+            raise StateError(NOT_RECORDED) from None
+        raise
 
 
 def _raise_no_loss(value: object) -> object:
@@ -161,7 +172,7 @@ class _ScalingPatches(FrontEnd):
             if gradients is not head_gradients:
                 handles = tape.handles_of(gradients)
             loss_outputs.set_scales(this_pass)
-            check_call(original(count, starts, handles, *others))
+            _check_recorded(arrays, original(count, starts, handles, *others))
 
         outer = running.current()
         if outer is not None:

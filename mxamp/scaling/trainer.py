@@ -80,7 +80,7 @@ NO_SCALER = (
 )
 NOT_INITIALIZED = (
     "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first; with a "
-    "GradScaler, call its unscale_"
+    "GradScaler, write scaler.unscale_(trainer), then to clip gluon.utils.clip_global_norm"
 )
 UNSKIPPABLE = (
     "this trainer updates parameters {}, where an overflow can't be kept out: call init_trainer "
@@ -324,11 +324,8 @@ class State:
     def _warn_of_no_scale(self) -> None:
         """Warn of gradients that carry no scale, unless those of the last step had none either."""
         # A trainer of a GradScaler may take a step of its own, with a plain loss.
-        warned = (
-            (Stage.SCALED,)
-            if self.scaler.finite_by_state is not None
-            else (Stage.NONE, Stage.SCALED)
-        )
+        has_grad_scaler = self.scaler.finite_by_state is not None
+        warned = (Stage.SCALED,) if has_grad_scaler else (Stage.NONE, Stage.SCALED)
         is_first = self.report is None or self.report.loss_scale != 1
         may_warn = is_first and self.scaler.loss_scale != 1 and not self.is_shared
         if may_warn and self.stage in warned and fresh(self.trainer):

@@ -1,6 +1,7 @@
 """Likely mistakes are named: losses that were not scaled, scales out of bounds, runs that only skip."""
 
 import os
+from functools import partial
 
 import mxnet as mx
 import pytest
@@ -144,3 +145,27 @@ def test_clipping_before_unscale_is_warned_of(caplog):
         gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
         assert ("carry a loss scale of 1024" in caplog.text) != unscales
         trainer.step(1)
+
+
+def test_a_loss_outside_record_says_so():
+    net, trainer = setup()
+    with amp.autocast("float16"):
+        loss = net(randn(4, 4)).sum()
+    scaled = amp.GradScaler().scale(loss)
+    with pytest.raises(amp.StateError, match=r"inside `with autograd.record\(\):`"):
+        scaled.backward()
+
+
+def test_clipping_beside_a_grad_scaler_without_unscale():
+    """The first step says what to write. Later ones unscale, as the trainer has the scaler then."""
+    net, trainer = setup()
+    scaler, data = amp.GradScaler(init_scale=8), nd.array(batches()[0])
+    clip = partial(amp.clip_grad_global_norm, trainer, 0.1)
+    with pytest.raises(amp.StateError, match="scaler.unscale_.*, then to clip gluon.utils.clip"):
+        one_step(net, trainer, data, "GradScaler", scaler, between=clip)
+    one_step(net, trainer, data, "GradScaler", scaler)
+    weights = [param.data() for param in net.collect_params().values()]
+    before = [weight.copy() for weight in weights]
+    one_step(net, trainer, data, "GradScaler", scaler, rows=1, between=clip)
+    moved = sum(nd.square(new - old).sum().asscalar() for new, old in zip(weights, before))
+    assert moved**0.5 == pytest.approx(0.1 * trainer.learning_rate, rel=1e-4)
