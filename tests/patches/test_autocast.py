@@ -7,6 +7,8 @@ from mxnet import nd
 import mxamp as amp
 from conftest import assert_unpatched
 from helpers import kind, randn
+from mxamp.policy import active
+from mxamp.policy.policy import PLAIN_FLOAT32
 
 FLOAT16, BFLOAT16 = amp.Policy.default("float16", "cpu"), amp.Policy.default("bfloat16")
 
@@ -80,6 +82,16 @@ def test_autocast_nests():
         with outer:
             assert product() == "float16"
     assert_unpatched()
+
+
+def test_autocast_auto_says_that_it_is_float32(caplog, on_machine):
+    on_machine()
+    amp.init("float32", tuned=False)
+    with amp.autocast("auto"):
+        assert active.nearest_policy() is PLAIN_FLOAT32
+        assert not amp.is_enabled()
+    (line,) = caplog.messages
+    assert line.startswith("'auto' is float32 here: ") and "stays off" in line
 
 
 def test_autocast_decorates():
