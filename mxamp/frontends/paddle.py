@@ -105,7 +105,7 @@ def _copied(optimizer: object) -> Union[DecoratedName, Optimizer]:
         return DecoratedName(optimizer)
     if not isinstance(optimizer, Optimizer):
         given = f"decorate takes an Optimizer or its name, not {shown(optimizer)}"
-        raise ArgumentError(f"{given}; for a trainer there is init_trainer")
+        raise ArgumentError(f"{given}; for a trainer there is init_trainer, for a net initialize")
     result = copy.copy(optimizer)
     held = vars(result)
     held.update(copy.deepcopy({name: held[name] for name in _COPIED & held.keys()}))

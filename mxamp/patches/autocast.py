@@ -208,7 +208,7 @@ class autocast(active.Regional):
         if isinstance(dtype, bool) or (callable(dtype) and not isinstance(dtype, type)):
             raise ArgumentError(
                 f"autocast's first argument must be a dtype, not {shown(dtype)}; write "
-                "@amp.autocast() to decorate a function, enabled=False to turn it off"
+                "@amp.autocast() to decorate a function, enabled= for True or False"
             )
         self._dtype = check_target(dtype, DTYPES_OR_AUTO) if dtype is not None else None
         self._policy: Optional[PolicyChoice] = None
