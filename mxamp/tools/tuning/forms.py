@@ -19,19 +19,20 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block, Trainer
 
+from ...convert.blocks import trace
 from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError
 from ...framework.machine import dtype_name
 from ...framework.wording import shortened, shown
+from ...graph.casts.insert import rewrite
 from ...graph.inspect import FLOATS
-from ...graph.ir import Graph
+from ...graph.ir import Graph, Usage
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
-from ..debugging.explain import explain
 from ..debugging.measured import Batch, Data, Net, arrays_in, loss_of
 from ..onnx import OpenVINO
 from ..tables import text_table
@@ -243,11 +244,16 @@ class Model:
 
     def lowers(self, policy: Policy) -> bool:
         """Return whether a policy lowers any operator of the model; if not, `notes` says so."""
-        arrays = arrays_in(self.batches[0].inputs)
-        shapes = {v.name: a.shape for v, a in zip(self.block._cached_graph[0], arrays)}
-        given: Any = {"policy": policy, "input_shapes": shapes}
-        plans = [explain(self.block, mode=mode, **given) for mode in (TRAINING, INFERENCE)]
-        found = any(policy.target_dtype in plan.counts() for plan in plans)
+        traced = trace(self.block, None)
+        names = (one.name for one in traced.inputs)
+        inputs = dict(zip(names, arrays_in(self.batches[0].inputs)))
+        arrays = {**traced.param_values(), **inputs}
+        shapes = {name: array.shape for name, array in arrays.items()}
+        dtypes = {name: dtype_name(array.dtype) for name, array in arrays.items()}
+        graph = Graph.from_symbol(traced.symbol)
+        uses = (Usage(dtypes, shapes, training=one) for one in (True, False))
+        decided = (one for use in uses for *_, one in rewrite(graph, policy, use).decided())
+        found = any(one.precision == policy.target_dtype for one in decided)
         if not found:
             self.notes.append(NOTHING_LOWERED.format(dtype=policy.target_dtype))
         return found
