@@ -73,6 +73,7 @@ def examine() -> tuple[dict[str, str], list[Diagnosis]]:
     wheels = installed_wheels()
     kind = libraries if device == "gpu" else cpu
     usable, dtype = cpu.onednn_features(), kind.fast_dtype()
+    auto = "; 'auto' is float32 with faster equivalents of operators" if kind is cpu else ""
     variables = filter(_VARIABLES.fullmatch, sorted(os.environ))
     facts = {
         "mxamp": __version__,
@@ -82,7 +83,7 @@ def examine() -> tuple[dict[str, str], list[Diagnosis]]:
         "processors": f"{processors():g}; MXNet computes on {counted(machine.threads(), 'thread')}",
         **({"GPU": "; ".join(map(", ".join, gpus))} if gpus else {}),
         **{name: without_folders(os.environ[name]) for name in variables},
-        "fastest dtype": f"float32: {kind.why_float32()}" if dtype == "float32" else dtype,
+        "fastest dtype": f"float32: {kind.why_float32()}{auto}" if dtype == "float32" else dtype,
     }
     of_gpus = [*_gpus(gpus, wheels), *_driver(gpus, gpu_error, WHEEL in wheels, device)]
     found = [*_installation(wheels, error), *of_gpus, *_cpu()]

@@ -208,7 +208,7 @@ def test_the_report_of_this_machine_has_its_versions():
         ({}, 0, "with avx512, avx512_bf16 processors 8; MXNet computes on 4 threads fastest dtype bfloat16 No problem found."),
         ({"cpu": (), "threads": 1}, 0, "1. note: MXNet's kernels run on 1 thread, slower than on 4 here"),
         ({"threads": 16}, 1, "1. problem: MXNet's kernels run on 16 threads"),
-        ({"cpu": ("avx512",)}, 0, f"fastest dtype float32: this CPU ({machine.cpu_name()}) computes no bfloat16"),
+        ({"cpu": ("avx512",)}, 0, f"fastest dtype float32: this CPU ({machine.cpu_name()}) computes no bfloat16 in hardware; 'auto' is float32 with faster equivalents"),
         ({"cpu": ("avx512", "avx512_bf16", "amx_bf16")}, 0, f"is fast in bfloat16 if {cpu.FOR_AMX}"),
         ({"wheels": {}, "error": "no"}, 1, "no wheel is installed"),
         (ON_T4, 0, "Tesla T4, 525.60.13, 7.5 fastest dtype float16"),
