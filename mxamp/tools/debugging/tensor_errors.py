@@ -24,7 +24,7 @@ from .observing import Inputs, Observed, Place, TensorObserver
 #: An error jumps if it is this many times the errors of the inputs, and the unit roundoff.
 JUMP = 8.0
 #: The largest relative error of rounding one number.
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 _HEADINGS = ("name", "block", "operator", "precision", "relative", "maximum", "lost")
 

@@ -37,6 +37,12 @@ def test_a_clean_net_has_no_jump_and_eager_and_hybrid_agree(make, dtype):
     assert not any(error.lost for error in eager.outputs)
 
 
+def test_float32_with_equivalents_is_compared_too():
+    net, data = made(perceptron)
+    result = compare(net, tuple(data), dtype="float32")
+    assert result.first_jump is None and max(error.relative for error in result.outputs) < 1e-5
+
+
 def test_normalization_is_that_of_the_mode():
     net = nn.HybridSequential()
     net.add(nn.Dense(3, in_units=4), nn.BatchNorm(in_channels=3))
