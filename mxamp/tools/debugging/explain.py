@@ -155,12 +155,9 @@ class Plan:
         """Return one line: the number of operators in each precision, and of casts."""
         counts = ", ".join(f"{n} in {p}" for p, n in self.counts().items()).replace("in as", "as")
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
-        shown_as = {
-            CONVERTED: f"if converted to {self.target_dtype}: ",
-            AS_IT_IS: "the model as it is: ",
-        }
-        begins = shown_as.get(self.mode, f"{self.mode} in {self.target_dtype}: ")
-        return f"{begins}{operators}; {counted(len(self.casts), 'cast')}"
+        heads = {CONVERTED: f"if converted to {self.target_dtype}", AS_IT_IS: "the model as it is"}
+        head = heads.get(self.mode, f"{self.mode} in {self.target_dtype}")
+        return f"{head}: {operators}; {counted(len(self.casts), 'cast')}"
 
 
 def _quoted(text: str) -> str:

@@ -133,10 +133,7 @@ class OperatorStats(Observer):
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches of `Observer`, and of the casts that mxamp inserts in eager calls."""
-        return [
-            *super().patches(),
-            patch_over(arrays, "invoke", self.on_call),  # the casts that mxamp adds to them
-        ]
+        return [*super().patches(), patch_over(arrays, "invoke", self.on_call)]
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
         """Count an eager call by the dtypes of its first tensors."""
