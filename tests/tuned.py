@@ -13,7 +13,7 @@ FAST = Timing("inference", "fused", "bfloat16", 2.1, 1.9, (1.8, 2.0), 0.004, Tru
 TUNING = Tuning(
     policy=Policy.default("bfloat16").override(fp32_layers=["b<i>", "d"]),
     way="fused", kept=("b<i>", "d"), error=0.004, gradient_error=None, metric=0.91, complete=False,
-    notes=("Two\nlayers.", "One & only."), timings=(PLAIN, FAST), chosen=FAST,
+    notes=("Two\nlayers.", "One & only."), timings=(PLAIN, FAST), chosen=FAST, in_mxnet=FAST,
 )  # fmt: skip
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Sequence
-
-from mxnet.gluon import Block
 
 from ...framework.keywords import checked_call
 from ...framework.machine import Dtype, device_kind
@@ -48,12 +45,14 @@ class Benchmark:
 
     def summary(self) -> str:
         """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
-        others = [t for t in self.timings if t.way != forms.PLAIN and not _is_eager_float32(t)]
-        best = _fastest([t for t in others if t.way not in HOW])
+        plain = [(forms.PLAIN, "float32"), (forms.EAGER, "float32")]  # eager if it can't be traced
+        others = [t for t in self.timings if (t.way, t.precision) not in plain]
+        tasks = itertools.groupby((t for t in others if t.way not in HOW), lambda one: one.task)
+        best = [max(group, key=lambda one: one.speedup) for _, group in tasks]
         said = []
-        for precision, tasks in itertools.groupby(best, lambda one: one.precision):
+        for precision, fastest in itertools.groupby(best, lambda one: one.precision):
             equivalents = " with faster equivalents" if precision == "float32" else ""
-            speeds = map(_speed, tasks, (" this model", " it"), (" as float32", ""))
+            speeds = map(_speed, fastest, (" this model", " it"), (" as float32", ""))
             said.append(f"{precision}{equivalents} {', and '.join(speeds)}.")
         said += self.notes
         serving = [t for t in others if t.way in HOW]
@@ -71,19 +70,6 @@ class Benchmark:
     __repr__ = __str__  # for notebooks
 
 
-def _fastest(timings: Sequence[Timing]) -> Sequence[Timing]:
-    """Return the fastest timing of training, if measured, and of inference."""
-    best: dict[str, Timing] = {}
-    for one in timings:
-        best[one.task] = max(best.get(one.task, one), one, key=lambda t: t.speedup)
-    return [*best.values()]
-
-
-def _is_eager_float32(timing: Timing) -> bool:
-    """Return whether a timing is eager float32: the baseline where tracing is impossible."""
-    return timing.way == forms.EAGER and timing.precision == "float32"
-
-
 def _speed(timing: Timing, model: str, reference: str) -> str:
     """Return the speedup over float32 in words, with "too noisy to tell" if it is uncertain."""
     does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
@@ -93,12 +79,6 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     if max(1 - low, high - 1) <= 0.05:  # noqa: PLR2004  # a wider spread around 1 is noise
         return f"{does} as fast{reference}"
     return f"{does} {low:.2f} to {high:.2f} times as fast{reference}, too noisy to tell"
-
-
-def _has_gradients(block: Block) -> bool:
-    """Return whether training changes any parameter of a block."""
-    params = block.collect_params().values()
-    return any(param.grad_req != "null" and param._data for param in params)
 
 
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
@@ -173,7 +153,8 @@ def benchmark(
         policy = Policy.default(target_dtype or default_dtype(device), device)
         lowered, served = _forms(model, policy)
         groups = [[model.plain, *lowered, *served]]
-        if _has_gradients(model.block):
+        params = model.block.collect_params().values()
+        if any(param.grad_req != "null" and param._data for param in params):
             step = loss or (lambda output, _: output)
             trained = [model.form(one.way, one.policy, step) for one in [model.plain, *lowered]]
             groups.insert(0, trained)
@@ -181,4 +162,4 @@ def benchmark(
             group[:], given_up = time_in_turns(group, began + seconds * count / len(groups))
             model.notes += given_up
     timings = tuple(form.timing(group[0]) for group in groups for form in group)
-    return Benchmark(policy.target_dtype, timings, (*model.notes, *model.channels_note(timings)))
+    return Benchmark(policy.target_dtype, timings, tuple(model.notes))

@@ -6,7 +6,9 @@ round counts: a machine that slows down slows all of them.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 import math
 import re
 import statistics
@@ -22,9 +24,9 @@ from mxnet.gluon import Block, Trainer
 from ...convert.blocks import trace
 from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
-from ...errors import AmpError, ArgumentError
+from ...errors import AmpError, ArgumentError, unknown
 from ...framework.machine import dtype_name
-from ...framework.wording import shortened, shown
+from ...framework.wording import shown
 from ...graph.casts.insert import rewrite
 from ...graph.inspect import FLOATS
 from ...graph.ir import Graph, Usage
@@ -37,6 +39,9 @@ from ..debugging.measured import Batch, Data, Net, arrays_in, loss_of
 from ..onnx import OpenVINO
 from ..tables import text_table
 
+#: The steps of `benchmark` and `tune`, as log lines of level INFO.
+progress = logging.getLogger("mxamp.progress")
+
 TRAINING, INFERENCE = "training", "inference"
 #: The forms: a block as it is, or hybridized, with mixed precision off or under a policy;
 #: then those of inference alone, with parameters of their own.
@@ -46,7 +51,6 @@ CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 WAYS = (PLAIN, AUTOCAST, CONVERTED, FUSED, OPENVINO)
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
-ODD_CHANNELS = "bfloat16 kernels are slow for output channels that are no multiple of 16: {names}."
 #: What a user does to have a form of inference.
 HOW = {
     CONVERTED: "convert the model with `cast_optional_params=True`",
@@ -62,11 +66,13 @@ _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
 _SHORTEST, _LEAST, _LATE, _MOST = 0.01, 3, 2, 15
 #: How many times as long as the fastest a form's first run may take, if it takes over a second.
 _HOPELESS, _PATIENCE = 5, 1.0
+ERROR = "error: the largest relative error of an output, in the L2 norm, against plain float32"
 NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
 NOT_TRIED = "The way {way} was not tried: the `budget` is over."
 GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
-#: The channels of a block of oneDNN's layouts, and the speedup below which odd ones are named.
-_BLOCK, _HELD_BACK = 16, 1.5
+
+#: Metrics of which less is better.
+_LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood", "Perplexity"}
 
 Loss = Optional[Callable[[Any, Any], Any]]
 
@@ -109,11 +115,11 @@ class Timing:
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Return timings as a text table, without the columns that are empty."""
+    """Return timings as a text table, without the columns that are empty, and what errors are."""
     names = [field.name for field in fields(Timing)]
     columns = list(zip(names, *map(astuple, timings)))
     heads, *rows = zip(*(one for one in columns if one[1:].count(None) < len(timings)))
-    return text_table(heads, rows)
+    return f"{text_table(heads, rows)}\n{ERROR}"
 
 
 class Form:
@@ -234,6 +240,7 @@ class Model:
             if time.monotonic() > self.ends:
                 self.notes.append(NOT_TRIED.format(way=way))
                 continue
+            progress.info("Running the model in the way %s", way)
             try:
                 form = self.form(way, policy)
                 self.measure(form)
@@ -245,9 +252,8 @@ class Model:
     def lowers(self, policy: Policy) -> bool:
         """Return whether a policy lowers any operator of the model; if not, `notes` says so."""
         traced = trace(self.block, None)
-        names = (one.name for one in traced.inputs)
-        inputs = dict(zip(names, arrays_in(self.batches[0].inputs)))
-        arrays = {**traced.param_values(), **inputs}
+        inputs = zip((one.name for one in traced.inputs), arrays_in(self.batches[0].inputs))
+        arrays = {**traced.param_values(), **dict(inputs)}
         shapes = {name: array.shape for name, array in arrays.items()}
         dtypes = {name: dtype_name(array.dtype) for name, array in arrays.items()}
         graph = Graph.from_symbol(traced.symbol)
@@ -262,13 +268,6 @@ class Model:
         """Set a form's errors over all batches, and its metric."""
         self._judge(form, [self._run(batch, form) for batch in self.batches])
 
-    def channels_note(self, timings: Iterable[Timing]) -> list[str]:
-        """Return a note that names convolutions with odd channels, if bfloat16 gains little."""
-        nodes = Graph.from_symbol(self.block._cached_graph[1]).all_nodes if self.is_traced else ()
-        names = [one.name for one in nodes if int(one.attrs.get("num_filter", _BLOCK)) % _BLOCK]
-        best = max((t.speedup for t in timings if t.precision == "bfloat16"), default=_HELD_BACK)
-        return [ODD_CHANNELS.format(names=shortened(names))] if names and best < _HELD_BACK else []
-
     def _judge(self, form: Form, found: Sequence[dict[str, list[Any]]]) -> None:
         """Set a form's errors and metric, from what it returned for each batch."""
         for name in found[0]:
@@ -278,10 +277,8 @@ class Model:
                     distance.add(str(i), *pair)
             form.errors[name] = math.inf if distance.lost else distance.relative
         if self._metric is not None:
-            self._metric.reset()
-            for batch, run in zip(self.batches, found):
-                self._metric.update(arrays_in([batch.label]), [*map(mx.nd.array, run["error"])])
-            form.errors["metric"] = float(self._metric.get()[1])
+            labels = [batch.label for batch in self.batches]
+            form.errors["metric"] = metric_of(self._metric, labels, [run["error"] for run in found])
 
     def _run(self, batch: Batch, form: Form) -> dict[str, list[Any]]:
         """Return a form's outputs and gradients for a batch, with float16's loss scaled."""
@@ -311,6 +308,29 @@ def opened(
         yield Model(net, batches, restart, loss, metric)
 
 
+def checked_metric(metric: Any) -> Any:
+    """Return a new metric, as `mx.metric.create` makes it; raise unless more is better."""
+    try:
+        made = copy.deepcopy(mx.metric.create(metric))
+    except AssertionError:
+        names = mx.registry.get_registry(mx.metric.EvalMetric)
+        raise unknown("metric", metric, names) from None
+    if type(made).__name__ in _LOSSES:
+        raise ArgumentError(f"metric must be one of which more is better, not {made.name}")
+    return made
+
+
+def metric_of(metric: Any, labels: Iterable[Any], outputs: Iterable[Sequence[Any]]) -> float:
+    """Return a metric of outputs, float32 NumPy arrays of each batch, against its label."""
+    metric.reset()
+    try:
+        for label, output in zip(labels, outputs):
+            metric.update(arrays_in([label]), [*map(mx.nd.array, output)])
+    except ValueError as error:
+        raise ArgumentError(f"metric {metric.name}: {error}") from error
+    return float(metric.get()[1])
+
+
 def convert_options(way: str) -> dict[str, bool]:
     """Return the arguments of `convert_hybrid_block` for one way to run a model."""
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
@@ -327,6 +347,7 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
     firsts: dict[Form, float] = {}
     notes: list[str] = []
     for form in forms:
+        progress.info("Timing %s once", form)
         seconds, best = form.mean_seconds(), min(firsts.values(), default=math.inf)
         if seconds > max(_HOPELESS * best, _PATIENCE):
             notes.append(GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best))
@@ -337,6 +358,7 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
         for form in timed:
             form.seconds = [firsts[form]]  # the first runs have to do
         return timed, notes
+    progress.info("Timing %s in turns", ", ".join(map(str, timed)))
     for form in timed:
         form.mean_seconds()  # the first run has made the graph, this one makes the memory
     repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))

@@ -6,14 +6,13 @@ are accurate enough are then timed once, in turns with float32.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-import re
+import textwrap
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -32,20 +31,19 @@ from ..debugging.explain import explain
 from ..debugging.measured import Data, Net
 from ..debugging.tensor_errors import compare
 from . import forms
-from .forms import HOW, Form, Model, Timing, opened, seconds_of, table, time_in_turns
+from .forms import HOW, Form, Model, Timing, opened, seconds_of, table
 
 #: How many batches of `data` are used, which share of the budget is for the search (the rest is for
 #: the timing), and how many times as fast as float32 a form has to be to take its place.
 MOST_BATCHES, _FOR_SEARCH, _MARGIN = 16, 0.7, 1.02
 #: The default tolerances: of outputs in inference and in training, and of all gradients together.
 OUTPUTS, TRAINING_OUTPUTS, GRADIENTS = 0.05, 0.2, 0.5
-#: Metrics of which less is better.
-_LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood", "Perplexity"}
 
-METRIC_ALONE = "a metric is measured in inference of a block, without a loss; min_metric needs it"
-BELOW = "no policy satisfies min_metric={wanted}: the float32 model itself has {found:g}"
+METRIC_ALONE = "a metric is measured in inference, without a loss; `min_metric` needs a `metric`"
+BELOW = "no policy satisfies `min_metric` {wanted}: the float32 model itself has {found:g}"
 OTHER_DEVICE = "policy for the {own}, data on {data}: use one device, or float16 with `timed=False`"
 NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call shows why"
+ONLY_TIMES = "`timed=False` looks for layers to keep in float32: leave it out, or lower to 16 bits"
 NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
 NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
@@ -69,18 +67,18 @@ class Tuning:
     Parameters
     ----------
     policy : Policy
-        The policy that `tune` found.
+        The policy of the fastest way to run the model in MXNet.
     way : str
-        How to run the model with it: "plain", "autocast", "converted" or "fused"; or "openvino",
-        without it. See `Timing`.
+        The fastest way to run the model: "plain", "autocast", "converted" or "fused" with `policy`,
+        or "openvino" without it. See `Timing`.
     kept : tuple of str
         The layers that the search keeps in float32, in the order of the graph.
     error : float
-        The largest relative error of an output in any batch, under `policy`.
+        The largest relative error of an output in any batch, run in this way.
     gradient_error : float, optional
         The same for all gradients together.
     metric : float, optional
-        Your own metric under `policy`.
+        Your own metric, run in this way.
     complete : bool
         False where the time budget or Ctrl-C ended the search.
     notes : tuple of str
@@ -88,7 +86,9 @@ class Tuning:
     timings : tuple of Timing
         All timed forms, float32 first; empty where nothing was timed.
     chosen : Timing, optional
-        The timing of the chosen form; None where nothing was timed.
+        The timing of the fastest form; None where nothing was timed.
+    in_mxnet : Timing, optional
+        The timing of the fastest form in MXNet, which is `chosen` unless that is "openvino".
     """
 
     policy: Policy
@@ -101,16 +101,22 @@ class Tuning:
     notes: tuple[str, ...]
     timings: tuple[Timing, ...]
     chosen: Timing | None
+    in_mxnet: Timing | None
+
+    @property
+    def way_in_mxnet(self) -> str:
+        """The fastest way to run the model in MXNet, with `policy`."""
+        return self.in_mxnet.way if self.in_mxnet else self.way
 
     @property
     def convert_options(self) -> dict[str, bool]:
-        """The arguments of `convert_*` that convert the model as it was measured.
+        """The arguments of `convert_*` for the fastest form in MXNet.
 
         ::
 
             fast = amp.convert_hybrid_block(net, policy=tuning.policy, **tuning.convert_options)
         """
-        return forms.convert_options(self.way)
+        return forms.convert_options(self.way_in_mxnet)
 
     def save(self, path: str | Path) -> None:
         """Write the policy to a TOML file, after comments with the report and the chosen form.
@@ -120,10 +126,9 @@ class Tuning:
         can't name a file, `WriteError` where writing fails.
         """
         first = "Tuned by mxamp.tune: `Policy.load` ignores these comments."
-        lines = "\n".join([first, *self.notes]).splitlines()
-        report = "".join(f"# {line}\n" for line in lines)
-        form = f'form = "{self.way}"\n\n'
-        write_file(path, (report + form + self.policy.to_toml()).encode())
+        report = textwrap.indent("\n".join([first, *self.notes]), "# ")
+        text = f'{report}\nform = "{self.way_in_mxnet}"\n\n{self.policy.to_toml()}'
+        write_file(path, text.encode())
 
     def __str__(self) -> str:
         report = "\n".join(self.notes)
@@ -132,11 +137,8 @@ class Tuning:
 
 def tuned_form(path: str | Path) -> str:
     """Return the form, such as "fused", in a policy file from `tune`; "" in other files."""
-    form = read_toml(path).get("form")
-    if form is None:  # early files of version 2.0 have a comment
-        found = re.search(r"^# Form: (\w+)$", Path(path).read_text("utf-8"), re.MULTILINE)
-        return found[1] if found else ""
-    if form not in forms.WAYS:
+    form = read_toml(path).get("form", "")
+    if form not in ("", *forms.WAYS):
         raise unknown("form", form, forms.WAYS)
     return str(form)
 
@@ -168,8 +170,8 @@ def tune(
     the tolerance, a bisection over the layers finds the layers to keep in float32. Then `tune`
     times float32, and each form that is accurate enough, in turns on the first batch. The form for
     training is the model under the policy. The forms for inference are the converted model, the
-    model converted with `fuse=True`, and OpenVINO if OpenVINO is installed. If float32 or OpenVINO
-    is the fastest, the policy keeps every operator in float32.
+    model converted with `fuse=True`, and OpenVINO if OpenVINO is installed. The policy is that of
+    the fastest form in MXNet, also if OpenVINO is faster; plain float32's changes nothing.
 
     Parameters
     ----------
@@ -178,14 +180,15 @@ def tune(
         random number generator changes.
     data : NDArray, tuple or dict, or an iterable of them
         One batch, or an iterable of batches, of which the first 16 are used. With a loss or a
-        metric, a batch is a tuple of the net's inputs and the label. For a saved model, a batch is
-        a dict of inputs by name.
+        metric, a batch is a tuple of the net's inputs and the label. For a saved model, a dict of
+        inputs by name takes the place of the inputs.
     loss : callable, optional
         A function of the net's output and the label. With a loss, `tune` compares gradients too,
         and times training steps.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". The default is float16 on GPUs and bfloat16 on CPUs. For float16 on
-        a CPU, which is never fast, `tune` looks at the accuracy alone, and times nothing.
+        "float16", "bfloat16" or "float32". The default is float16 on GPUs and bfloat16 on CPUs. For
+        float16 on a CPU, which is never fast, `tune` looks at the accuracy alone, and times
+        nothing. In float32 it times float32's faster forms alone.
     rtol : float, optional
         The largest relative error (in the L2 norm) of an output in any batch, and of all
         parameters' gradients together. In inference, the default is 0.05 for outputs. In training,
@@ -224,16 +227,12 @@ def tune(
     default = DEFAULT_TARGET if policy else default_dtype()
     base = requested_policy(target_dtype or default, policy=policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
+    if not (timed or base.lowers):
+        raise ArgumentError(ONLY_TIMES)
     if metric is not None or min_metric is not None:
-        if metric is None or loss is not None or not isinstance(net, mx.gluon.Block):
+        if metric is None or loss is not None:
             raise ArgumentError(METRIC_ALONE)
-        try:
-            metric = copy.deepcopy(mx.metric.create(metric))
-        except AssertionError:
-            names = mx.registry.get_registry(mx.metric.EvalMetric)
-            raise unknown("metric", metric, names) from None
-        if type(metric).__name__ in _LOSSES:
-            raise ArgumentError(f"metric must be one of which more is better, not {metric.name}")
+        metric = forms.checked_metric(metric)
     began, seconds = time.monotonic(), seconds_of(budget)
     labeled = loss is not None or metric is not None
     with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
@@ -332,17 +331,17 @@ class _Search:
         try:
             if self.timed and base.rule("Convolution").no_kernel:
                 model.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
-            elif not works(frozenset()):
+            elif base.lowers and not works(frozenset()):
                 smallest_set(works, self._ordered_layers())
             if self.timed:
                 self.forms = list(dict.fromkeys([model.plain, self.best]))
-                wide = Policy.default("float32", base.device)
+                wide = Policy.default("float32", base.device) if base.lowers else base
                 self.forms += model.forms([(forms.AUTOCAST, wide)] if wide.substitutions else [])
                 if model.loss is None and base.device == "cpu":
                     policies = dict.fromkeys([wide, self.best.policy])
                     fused = [(forms.FUSED, one) for one in policies if one]
                     self.forms += model.forms([*fused, (forms.OPENVINO, wide)])
-                self.forms, given_up = time_in_turns(self.forms, ends)
+                self.forms, given_up = forms.time_in_turns(self.forms, ends)
                 model.notes += given_up
         except KeyboardInterrupt:
             model.notes.append(STOPPED)
@@ -393,36 +392,44 @@ class _Search:
 
     def tuning(self) -> Tuning:
         """Return the `Tuning`: the fastest accurate form, or the best one if none was timed."""
-        plain = self._model.plain
-        timed = {f: f.timing(plain, self._limits.allow(f)) for f in self.forms if f.seconds}
-        best = self.best
+        model, best, own = self._model, self.best, self.best
+        timed = {f: f.timing(model.plain, self._limits.allow(f)) for f in self.forms if f.seconds}
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
             good = [form for form in fast if timed[form].within]
-            best = max(good, key=lambda form: timed[form].speedup, default=plain)
-        policy = replace(best.policy or self._base.in_float32(), device=self._device)
+            ranked = [model.plain, *sorted(good, key=lambda form: timed[form].speedup)]
+            best = ranked[-1]
+            own = [form for form in ranked if form.way != forms.OPENVINO][-1]
+        plain = Policy.default("float32", self._device).untuned()
+        policy = replace(own.policy or plain, device=self._device)
         kept = tuple(sorted(self.kept or ())) if policy.lowers else ()
-        notes = [*dict.fromkeys(self._model.notes), *self._model.channels_note(timed.values())]
+        notes = [*dict.fromkeys(model.notes)]
         complete = not {STOPPED, OUT_OF_TIME} & set(notes)
-        if best.way in HOW:
-            notes.append(f"To run it, {HOW[best.way].format(precision=best.precision)}.")
-        elif best is plain and complete:
+        if best is model.plain and complete:
             notes.append(STAYS_FLOAT32)
         errors = best.errors["error"], best.errors.get("gradients"), best.errors.get("metric")
-        texts = (*self._report(best, timed.get(best), kept), *notes)
-        rows = tuple(timed.values())
-        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, timed.get(best))
+        texts = (*self._report(dict.fromkeys([best, own]), timed, kept), *notes)
+        rows, chosen = tuple(timed.values()), (timed.get(best), timed.get(own))
+        return Tuning(policy, best.way, kept, *errors, complete, texts, rows, *chosen)
 
-    def _report(self, best: Form, timing: Timing | None, kept: Sequence[str]) -> tuple[str, ...]:
-        """Return the first sentences of the report: the task, the chosen form, and its layers."""
+    def _report(
+        self, found: Iterable[Form], timed: dict[Form, Timing], kept: Sequence[str]
+    ) -> Iterator[str]:
+        """Yield the first sentences of the report: the task, the fastest forms, and the layers.
+
+        `found` are the fastest form, and the fastest one in MXNet unless that is the same.
+        """
         task = "training" if self._model.loss else "inference"
         place = f" on {machine.cpu_name()}, {counted(machine.threads(), 'thread')}"
-        speed = ""
-        if timing is not None and best is not self._model.plain:
-            speed = f", {timing.speedup:.3g} times as fast as plain float32"
-        figures = [f"{name} {one:.4g}" for name, one in best.errors.items()]
-        return (
-            f"Tuned for {task}{place if self.timed else ''}{self._limits}.",
-            f"Chosen: {best.way}{speed}. Measured: {', '.join(figures)}.",
-            f"Layers that the search keeps in float32: {shortened(kept) or 'none'}.",
-        )
+        yield f"Tuned for {task}{place if self.timed else ''}{self._limits}."
+        for head, form in zip(("Chosen", "The fastest in MXNet"), found):
+            text = f"{head}: {form.way} in {form.precision}"
+            if form in timed and form.way != forms.PLAIN:
+                text += f", {timed[form].speedup:.3g} times as fast as plain float32"
+            figures = (f"{name} {one:.4g}" for name, one in form.errors.items())
+            text += f". Measured: {', '.join(figures)}."
+            if form.way != forms.PLAIN:
+                how = HOW.get(form.way, "call `init(policy=tuning.policy)`")
+                text += f" To run it, {how.format(precision=form.precision)}."
+            yield text
+        yield f"Layers that the search keeps in float32: {shortened(kept) or 'none'}."

@@ -40,6 +40,7 @@ def test_it_times_training_and_inference_in_each_form(monkeypatch):
     assert [t.error is None for t in rows] == [True] * 3 + [False] * 5
     assert 0 == rows[3].error <= rows[5].error < 0.05
     assert "float16 trains this model 2 times as fast as float32. float32 with" in str(found)
+    assert "\nerror: the largest relative error of an output" in str(found)
 
 
 @pytest.mark.parametrize("features", [("avx512", "avx512_bf16"), ("avx512",)])

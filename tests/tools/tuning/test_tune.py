@@ -1,6 +1,7 @@
 """`tune` finds the layers that were planted, keeps to its budget, and says what it found."""
 
 import itertools
+import json
 import math
 import os
 import random
@@ -14,6 +15,7 @@ from planted import chain
 
 import mxamp as amp
 from helpers import ROOT
+from mxamp.convert.blocks import trace
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
 from mxamp.tools.tuning.tune import smallest_set
@@ -143,16 +145,63 @@ def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     assert tuning.chosen.error == tuning.error
     speeds.update(converted=3.95, fused=5.0)
     tuning = amp.tune(net, data, target_dtype="bfloat16")
-    assert tuning.way == "plain" and not tuning.policy.lowers
+    assert tuning.way == "plain" and not tuning.policy.lowers and not tuning.policy.substitutions
     assert "run the model as it is" in str(tuning)
-    odd = nn.Conv2D(12, 3, prefix="odd_")
-    odd.initialize()
-    tuning = amp.tune(odd, mx.nd.ones((2, 3, 8, 8)), target_dtype="bfloat16")
-    assert ("no multiple of 16: odd_fwd." in str(tuning)) == KERNELS
     speeds["autocast"] = 2.0
     tuning = amp.tune(net, (data, mx.nd.zeros((64, 64))), LOSS, target_dtype="bfloat16")
     assert [one.way for one in tuning.timings] == ["plain", *["autocast"] * (KERNELS + 1)]
     assert tuning.way == tuning.timings[-1].way and "Tuned for training" in str(tuning)
+
+
+class InOpenVINO:
+    """A stand-in for a model in OpenVINO, which may not be installed."""
+
+    precision = "float32"
+
+    def __init__(self, block, *_):
+        self.block = block
+
+    def __call__(self, *inputs):
+        return [self.block(*inputs)]
+
+
+@pytest.mark.parametrize("own", ["fused", "autocast", "plain"])
+def test_where_openvino_wins_the_best_form_in_mxnet_is_named_beside_it(monkeypatch, tmp_path, own):
+    net, data = dense(64, 64), mx.nd.random.normal(shape=(64, 64))
+    speeds = {"openvino": 1.0, own: 2.0, "plain": 4.0}
+    monkeypatch.setattr(forms, "OpenVINO", InOpenVINO)
+    monkeypatch.setattr(forms.Form, "mean_seconds", lambda self, _=1: speeds.get(self.way, 5.0))
+    tuning = amp.tune(net, data, target_dtype="float32")
+    assert tuning.way == tuning.chosen.way == "openvino" and tuning.chosen.speedup == 4
+    assert tuning.in_mxnet.way == own and tuning.in_mxnet.speedup == 4 / speeds[own]
+    _, first, second, *_ = str(tuning).splitlines()
+    assert (
+        first.startswith("Chosen: openvino in float32, 4 times as fast")
+        and "`export_onnx`" in first
+    )
+    how = {
+        "fused": "convert the model with `fuse=True`",
+        "autocast": "call `init(policy",
+        "plain": "float32. ",
+    }
+    assert second.startswith(f"The fastest in MXNet: {own} in float32") and how[own] in second
+    tuning.save(tmp_path / "p.toml")
+    assert module.tuned_form(tmp_path / "p.toml") == own
+    assert (amp.Policy.load(tmp_path / "p.toml") == tuning.policy) and not tuning.policy.lowers
+    assert bool(tuning.policy.substitutions) == (own != "plain")
+    fast = amp.convert_hybrid_block(
+        net, policy=tuning.policy, example_inputs=data, **tuning.convert_options
+    )
+    operators = {node["op"] for node in json.loads(trace(fast).symbol.tojson())["nodes"]}
+    assert ("_sg_mkldnn_fully_connected" in operators) == (own == "fused")
+
+
+def test_float32_is_a_form():
+    net, data = small()
+    tuning = amp.tune(net, data, target_dtype="float32", budget=0.01)
+    assert {one.precision for one in tuning.timings} == {"float32"}
+    assert tuning.policy.target_dtype == "float32" and not tuning.kept
+    assert not {"converted", "bfloat16"} & {*str(tuning).split()}
 
 
 # ---------------------------------------------------------------------- bounds
@@ -199,9 +248,9 @@ HALF.cast("float16")
     "change, words",
     [
         ({"rtol": 0}, "`rtol` must be a positive"),
-        ({"min_metric": 0.5}, "min_metric needs it"),
+        ({"min_metric": 0.5}, "`min_metric` needs a `metric`"),
         ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "for a loss or metric, label last"),
-        ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
+        ({"target_dtype": "float32"}, "`timed=False` looks for layers"), ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
         ({"net": 3}, "a saved model must be"),
         ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
         ({"net": HALF}, "is in float16: give the float32 model, or convert this one to float32"),
@@ -217,7 +266,7 @@ def test_wrong_arguments(change, words):
 
 def test_float32_models_that_are_no_baseline():
     net, data = small()
-    with pytest.raises(amp.StateError, match=r"min_metric=0\.5: the float32 model itself has 0"):
+    with pytest.raises(amp.StateError, match=r"`min_metric` 0\.5: the float32 model itself has 0"):
         tuned(net, (data, mx.nd.full(5, 7)), metric="acc", min_metric=0.5)
     net[1].bias.set_data(mx.nd.full(3, math.inf))
     with pytest.raises(amp.StateError, match="gives Inf or NaN"):
@@ -248,8 +297,8 @@ def test_the_form_of_a_policy_file(tmp_path):
     TUNING.policy.save(path)
     text, before = path.read_text(), amp.Policy.load(path)
     assert module.tuned_form(path) == ""
-    path.write_text(f"# Form: converted\n{text}")  # as version 2.0 has written it at first
-    assert module.tuned_form(path) == "converted"
+    path.write_text(f"# Form: converted\n{text}")
+    assert module.tuned_form(path) == ""
     path.write_text(f'# Form: converted\nform = "fused"\n{text}')
     assert module.tuned_form(path) == "fused" and amp.Policy.load(path) is before
     path.write_text(f'form = "fuse"\n{text}')
