@@ -221,20 +221,16 @@ def tune(amp: Any, net: Any, data: Any, labels: Any, loss: Any, dtype: str) -> A
     """Return the net as `amp.tune` chooses to run it, and a description of the choice."""
     batch = (*data, labels) if loss is not None else tuple(data)
     tuning = amp.tune(net, batch, loss, target_dtype=dtype, budget="60s")
-    policy, chosen = tuning.policy, tuning.chosen
-    if chosen.way == "openvino":  # a contender of its own
-        raise RuntimeError("OpenVINO is the fastest form")
+    policy, chosen = tuning.policy, tuning.in_mxnet  # OpenVINO is a contender of its own
     if chosen.way in ("converted", "fused"):
         options = tuning.convert_options
         net = amp.convert_hybrid_block(net, policy=policy, example_inputs=data, **options)
         net.hybridize(static_alloc=True, static_shape=True)
-    steps = loss is not None and "sgd" in policy.substitutions
-    if chosen.way == "autocast" or (chosen.way == "plain" and steps):
+    if chosen.way == "autocast":
         amp.init(policy=policy)
     words = [chosen.way, chosen.precision] if chosen.way != "plain" else ["float32"]
-    words += ["own optimizer steps"] if steps else []
     words += [f"{len(tuning.kept)} layers in float32"] if tuning.kept else []
-    return net, {"chosen": ", ".join(words), "plain": chosen.way == "plain" and not steps}
+    return net, {"chosen": ", ".join(words), "plain": chosen.way == "plain"}
 
 
 def mxnet_step(
