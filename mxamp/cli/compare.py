@@ -39,7 +39,7 @@ def compare(prefix: str, epoch: int, other: str, inputs: Named, input_dtypes: Na
             # Under other flags, fused operators pack their weights anew at each call.
             block.hybridize(static_alloc=True, static_shape=True)
             ways.append(Form(PLAIN, block, next(batches)))
-        time_in_turns(ways, time.monotonic() + _BUDGET)
+        time_in_turns(ways, time.monotonic() + _BUDGET, [], float("inf"))
     first, second = (way.timing(ways[0]) for way in ways)
     times = f"{prefix}: {first.milliseconds:.3g} ms; {other}: {second.milliseconds:.3g} ms"
     low, high = second.quartiles

@@ -6,9 +6,9 @@ import click
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, model_files, saved_semantics
+from ..policy.lists import read_toml
 from ..policy.targets import TARGETS
 from ..tools.tuning.forms import OPENVINO, PLAIN, convert_options
-from ..tools.tuning.tune import tuned_form
 from . import options
 from .inputs import Named, input_values
 from .output import examples, print_errors
@@ -87,7 +87,7 @@ def _target(
     chosen = options.chosen_policy(dtype, policy, device)
     target: Dict[str, Any] = {"policy": chosen.override(fp32=fp32_ops)}
     if policy:  # tuned in a form: this is the one with the speed that was measured
-        form = tuned_form(policy)
+        form = read_toml(policy).get("form", "")
         if form in (OPENVINO, PLAIN):
             raise click.UsageError(NO_FORM.format(form))
         target.update({name: True for name, on in convert_options(form).items() if on})

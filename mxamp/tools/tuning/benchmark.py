@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Iterable
 
 from ...framework.keywords import checked_call
 from ...framework.machine import Dtype, device_kind
@@ -14,8 +15,6 @@ from ..debugging.measured import Data, Net
 from . import forms
 from .forms import HOW, Loss, Timing, opened, seconds_of, table, time_in_turns
 
-#: The seconds after the budget in which forms that are not tried yet still are.
-_GRACE = 5
 NOT_PAID = "Run this model in plain MXNet, or let mxamp.tune look for a faster form of it."
 
 
@@ -32,7 +31,7 @@ class Benchmark:
     Parameters
     ----------
     dtype : str
-        The 16-bit dtype.
+        The target dtype: a 16-bit dtype, or float32 where only its forms were timed.
     timings : tuple of Timing
         The times of each form; those of float32 come first in each task.
     notes : tuple of str
@@ -45,19 +44,18 @@ class Benchmark:
 
     def summary(self) -> str:
         """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
-        plain = [(forms.PLAIN, "float32"), (forms.EAGER, "float32")]  # eager if it can't be traced
-        others = [t for t in self.timings if (t.way, t.precision) not in plain]
-        tasks = itertools.groupby((t for t in others if t.way not in HOW), lambda one: one.task)
-        best = [max(group, key=lambda one: one.speedup) for _, group in tasks]
+        baselines = (forms.PLAIN, forms.EAGER)  # in float32; eager where tracing is impossible
+        others = [t for t in self.timings if t.way not in baselines or t.precision != "float32"]
+        best = _fastest(one for one in others if one.way not in HOW)
         said = []
-        for precision, fastest in itertools.groupby(best, lambda one: one.precision):
+        for precision, tasks in itertools.groupby(best, lambda one: one.precision):
             equivalents = " with faster equivalents" if precision == "float32" else ""
-            speeds = map(_speed, fastest, (" this model", " it"), (" as float32", ""))
+            speeds = map(_speed, tasks, (" this model", " it"), (" as float32", ""))
             said.append(f"{precision}{equivalents} {', and '.join(speeds)}.")
         said += self.notes
         serving = [t for t in others if t.way in HOW]
         served = max(serving, key=lambda t: t.quartiles[0], default=None)
-        if all(one.quartiles[1] < 1 for one in others):
+        if others and all(one.quartiles[1] < 1 for one in others):
             said.append(NOT_PAID)
         elif served and served.quartiles[0] > max(1.05, *(t.speedup for t in best)):
             how = HOW[served.way].format(precision=served.precision)
@@ -68,6 +66,12 @@ class Benchmark:
         return f"{table(self.timings)}\n\n{self.summary()}"
 
     __repr__ = __str__  # for notebooks
+
+
+def _fastest(timings: Iterable[Timing]) -> list[Timing]:
+    """Return the fastest timing of training, if measured, and of inference."""
+    tasks = itertools.groupby(timings, lambda one: one.task)
+    return [max(group, key=lambda one: one.speedup) for _, group in tasks]
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
@@ -88,10 +92,8 @@ def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[f
     wide = Policy.default("float32", policy.device)
     policies = [wide] if wide.substitutions else []
     policies += [policy] if policy is not wide and model.lowers(policy) else []
-    fused = {one: forms.FUSED for one in policies}
-    if policy.target_dtype == "float16":
-        fused[policy] = forms.CONVERTED
-    served = [(way, one) for one, way in fused.items()]
+    ways = {"float16": forms.CONVERTED}  # oneDNN's fused operators have no float16 kernels
+    served = [(ways.get(one.target_dtype, forms.FUSED), one) for one in policies]
     served += [(forms.OPENVINO, policy)] if policy.device == "cpu" else []
     return model.forms((forms.AUTOCAST, one) for one in policies), model.forms(served)
 
@@ -130,7 +132,8 @@ def benchmark(
     loss : callable, optional
         A function of the net's output and the label. The default is the sum of the outputs.
     target_dtype : str or dtype, optional
-        "float16" or "bfloat16". The default is float16 if the batch is on a GPU, else bfloat16.
+        "float16", "bfloat16" or "float32". The default is float16 if the batch is on a GPU, else
+        bfloat16, or float32 on CPUs without bfloat16 instructions.
     budget : float or str, default "20s"
         The time to spend: seconds, or a text such as "90s" or "5m". A form that takes over five
         times as long as the fastest is given up after one run. `benchmark` times 2 to 15 rounds.
@@ -149,8 +152,11 @@ def benchmark(
     """
     began, seconds = time.monotonic(), seconds_of(budget)
     with opened(net, batch, loss is not None, most=1) as model:
-        device, model.ends = device_kind(model.context), began + seconds + _GRACE
+        device, model.ends = device_kind(model.context), began + seconds + forms.GRACE
         policy = Policy.default(target_dtype or default_dtype(device), device)
+        if target_dtype is None and policy.rule("Convolution").no_kernel:
+            policy = Policy.default("float32", device)
+            model.notes.append(forms.NO_KERNELS)
         lowered, served = _forms(model, policy)
         groups = [[model.plain, *lowered, *served]]
         params = model.block.collect_params().values()
@@ -158,8 +164,8 @@ def benchmark(
             step = loss or (lambda output, _: output)
             trained = [model.form(one.way, one.policy, step) for one in [model.plain, *lowered]]
             groups.insert(0, trained)
-        for count, group in enumerate(groups, 1):
-            group[:], given_up = time_in_turns(group, began + seconds * count / len(groups))
-            model.notes += given_up
+        for share, group in enumerate(groups, 1):
+            ends = began + seconds * share / len(groups)
+            group[:] = time_in_turns(group, ends, model.notes, model.ends)
     timings = tuple(form.timing(group[0]) for group in groups for form in group)
     return Benchmark(policy.target_dtype, timings, tuple(model.notes))

@@ -47,8 +47,6 @@ TRAINING, INFERENCE = "training", "inference"
 #: then those of inference alone, with parameters of their own.
 EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
-#: The forms that `tune` may choose.
-WAYS = (PLAIN, AUTOCAST, CONVERTED, FUSED, OPENVINO)
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
 #: What a user does to have a form of inference.
@@ -64,11 +62,13 @@ _DURATION = re.compile(r"\s*(\d*\.?\d+(?:e[-+]?\d+)?)\s*([smh]?)\s*")
 #: The least seconds of a turn, in which fast forms run several times; the rounds that are timed
 #: while the budget lasts half as long again, whatever the budget, and at most.
 _SHORTEST, _LEAST, _LATE, _MOST = 0.01, 3, 2, 15
-#: How many times as long as the fastest a form's first run may take, if it takes over a second.
-_HOPELESS, _PATIENCE = 5, 1.0
+#: How many times as long as the fastest a form's first run may take, if it takes over a second;
+#: and the seconds after the budget in which forms that are not tried yet still are.
+_HOPELESS, _PATIENCE, GRACE = 5, 1.0, 5
 ERROR = "error: the largest relative error of an output, in the L2 norm, against plain float32"
 NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
-NOT_TRIED = "The way {way} was not tried: the `budget` is over."
+NOT_TRIED = "{form} was not timed: the `budget` is over, pass a larger one."
+NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 
 #: Metrics of which less is better.
@@ -233,20 +233,22 @@ class Model:
             block = OpenVINO(block, [one.inputs for one in self.batches], policy.target_dtype)
         return Form(way, block, self.batches[0], policy, loss or self.loss)
 
-    def forms(self, ways: Iterable[tuple[str, Policy | None]]) -> list[Form]:
-        """Return a `Form` with its errors for each way; `notes` says why one does not run."""
+    def forms(self, ways: Iterable[tuple[str, Policy]]) -> list[Form]:
+        """Return a `Form` with its errors for each way; `notes` says why one is left out."""
         forms: list[Form] = []
         for way, policy in ways:
-            if time.monotonic() > self.ends:
-                self.notes.append(NOT_TRIED.format(way=way))
-                continue
-            progress.info("Running the model in the way %s", way)
+            name = f"{way} in {policy.target_dtype}"
+            progress.info("Running %s", name)
             try:
-                form = self.form(way, policy)
-                self.measure(form)
-                forms.append(form)
+                if time.monotonic() < self.ends:
+                    form = self.form(way, policy)
+                    self.measure(form)
+                if time.monotonic() < self.ends:
+                    forms.append(form)
+                else:
+                    self.notes.append(NOT_TRIED.format(form=name))
             except (AmpError, RuntimeError, KeyError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
-                self.notes.append(f"The way {way} does not run: {error_reason(error)}.")
+                self.notes.append(f"{name} does not run: {error_reason(error)}.")
         return forms
 
     def lowers(self, policy: Policy) -> bool:
@@ -308,7 +310,7 @@ def opened(
         yield Model(net, batches, restart, loss, metric)
 
 
-def checked_metric(metric: Any) -> Any:
+def checked_metric(metric: object) -> mx.metric.EvalMetric:
     """Return a new metric, as `mx.metric.create` makes it; raise unless more is better."""
     try:
         made = copy.deepcopy(mx.metric.create(metric))
@@ -320,7 +322,7 @@ def checked_metric(metric: Any) -> Any:
     return made
 
 
-def metric_of(metric: Any, labels: Iterable[Any], outputs: Iterable[Sequence[Any]]) -> float:
+def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iterable[Any]) -> float:
     """Return a metric of outputs, float32 NumPy arrays of each batch, against its label."""
     metric.reset()
     try:
@@ -336,17 +338,20 @@ def convert_options(way: str) -> dict[str, bool]:
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
 
-def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[str]]:
-    """Time forms in interleaved rounds, float32 first; return the timed ones, and notes.
+def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float) -> list[Form]:
+    """Time forms in interleaved rounds, float32 first; return the timed ones.
 
-    A form is given up if its first run takes over five times as long as that of the fastest. There
-    are 3 to 15 rounds, as many as end before the monotonic time `ends`, or 2 if 3 would take half
-    as long again as there is time for.
+    A form is given up if its first run takes over five times as long as that of the fastest, or if
+    it would begin after the monotonic time `limit`; `notes` gets a sentence on each. There are 3 to
+    15 rounds, as many as end before the monotonic time `ends`, or 2 if 3 would take half as long
+    again as there is time for.
     """
     given = ends - time.monotonic()
     firsts: dict[Form, float] = {}
-    notes: list[str] = []
     for form in forms:
+        if firsts and time.monotonic() > limit:
+            notes.append(NOT_TRIED.format(form=form))
+            continue
         progress.info("Timing %s once", form)
         seconds, best = form.mean_seconds(), min(firsts.values(), default=math.inf)
         if seconds > max(_HOPELESS * best, _PATIENCE):
@@ -357,8 +362,8 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
     if began + 3 * sum(firsts.values()) > ends + 0.5 * max(given, 0):
         for form in timed:
             form.seconds = [firsts[form]]  # the first runs have to do
-        return timed, notes
-    progress.info("Timing %s in turns", ", ".join(map(str, timed)))
+        return timed
+    progress.info("Timing %d forms in turns", len(timed))
     for form in timed:
         form.mean_seconds()  # the first run has made the graph, this one makes the memory
     repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))
@@ -369,7 +374,7 @@ def time_in_turns(forms: Sequence[Form], ends: float) -> tuple[list[Form], list[
             break
         for form in timed:
             form.seconds.append(form.mean_seconds(repeats))
-    return timed, notes
+    return timed
 
 
 def seconds_of(budget: float | str) -> float:

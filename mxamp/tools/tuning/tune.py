@@ -17,12 +17,11 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 import mxnet as mx
 import numpy as np
 
-from ...errors import ArgumentError, StateError, unknown
+from ...errors import ArgumentError, StateError
 from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
 from ...framework.wording import counted, shortened
-from ...policy.lists import read_toml
 from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, default_dtype
@@ -46,7 +45,6 @@ NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call show
 ONLY_TIMES = "`timed=False` looks for layers to keep in float32: leave it out, or lower to 16 bits"
 NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
-NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
 STAYS_FLOAT32 = "Nothing that is accurate enough was faster than float32: run the model as it is."
 STOPPED = "The search was stopped by Ctrl-C: there may be a better policy."
@@ -133,14 +131,6 @@ class Tuning:
     def __str__(self) -> str:
         report = "\n".join(self.notes)
         return f"{report}\n\n{table(self.timings)}" if self.timings else report
-
-
-def tuned_form(path: str | Path) -> str:
-    """Return the form, such as "fused", in a policy file from `tune`; "" in other files."""
-    form = read_toml(path).get("form", "")
-    if form not in ("", *forms.WAYS):
-        raise unknown("form", form, forms.WAYS)
-    return str(form)
 
 
 @checked_call
@@ -330,10 +320,11 @@ class _Search:
         works = functools.lru_cache(maxsize=None)(self._works)  # smallest_set begins with none, too
         try:
             if self.timed and base.rule("Convolution").no_kernel:
-                model.notes.append(NO_KERNELS)  # such a form takes a hundred times as long
+                model.notes.append(forms.NO_KERNELS)  # such a form takes a hundred times as long
             elif base.lowers and not works(frozenset()):
                 smallest_set(works, self._ordered_layers())
             if self.timed:
+                model.ends = ends + forms.GRACE
                 self.forms = list(dict.fromkeys([model.plain, self.best]))
                 wide = Policy.default("float32", base.device) if base.lowers else base
                 self.forms += model.forms([(forms.AUTOCAST, wide)] if wide.substitutions else [])
@@ -341,8 +332,8 @@ class _Search:
                     policies = dict.fromkeys([wide, self.best.policy])
                     fused = [(forms.FUSED, one) for one in policies if one]
                     self.forms += model.forms([*fused, (forms.OPENVINO, wide)])
-                self.forms, given_up = forms.time_in_turns(self.forms, ends)
-                model.notes += given_up
+                self.forms = forms.time_in_turns(self.forms, ends, model.notes, model.ends)
+                model.notes += [OUT_OF_TIME] if time.monotonic() > model.ends else []
         except KeyboardInterrupt:
             model.notes.append(STOPPED)
 
@@ -396,10 +387,9 @@ class _Search:
         timed = {f: f.timing(model.plain, self._limits.allow(f)) for f in self.forms if f.seconds}
         if self.timed:
             fast = [f for f, t in timed.items() if t.speedup >= _MARGIN and t.quartiles[0] >= 1]
-            good = [form for form in fast if timed[form].within]
-            ranked = [model.plain, *sorted(good, key=lambda form: timed[form].speedup)]
-            best = ranked[-1]
-            own = [form for form in ranked if form.way != forms.OPENVINO][-1]
+            good = sorted((f for f in fast if timed[f].within), key=lambda f: timed[f].speedup)
+            best = [model.plain, *good][-1]
+            own = [model.plain, *(form for form in good if form.way != forms.OPENVINO)][-1]
         plain = Policy.default("float32", self._device).untuned()
         policy = replace(own.policy or plain, device=self._device)
         kept = tuple(sorted(self.kept or ())) if policy.lowers else ()

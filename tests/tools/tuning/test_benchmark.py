@@ -11,6 +11,7 @@ from helpers import backpropagate
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
+from mxamp.tools.tuning import forms
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Timing
 from tuned import benchmarked, small_net
@@ -19,11 +20,11 @@ from tuned import benchmarked, small_net
 def test_it_times_training_and_inference_in_each_form(monkeypatch):
     times, tasks = {("training", "float16"): 5.0}, iter(["training", "inference"])
 
-    def made_up(group, ends):
+    def made_up(group, *_):
         task = next(tasks)
         for form in group:
             form.seconds = [times.get((task, form.precision), 10.0) / 1e3] * 3
-        return group, []
+        return group
 
     monkeypatch.setattr(module, "time_in_turns", made_up)
     net, data = small_net()
@@ -49,7 +50,28 @@ def test_a_dtype_that_lowers_nothing_is_not_timed(on_machine, features, caplog):
     found = benchmarked(*small_net())
     assert {t.precision for t in found.timings} == {"float32"}
     assert "In bfloat16 every layer of this model stays in float32" in str(found)
-    assert not caplog.messages  # nothing is slow where nothing runs in bfloat16
+    assert all(
+        one.name == "mxamp.progress" for one in caplog.records
+    )  # nothing is slow where nothing runs in bfloat16
+
+
+def test_without_bfloat16_instructions_only_float32_is_timed(on_machine):
+    on_machine(features=())
+    net, data = small_net()
+    found = amp.benchmark(net, data, budget=0.01)
+    assert found.dtype == "float32" and {t.precision for t in found.timings} == {"float32"}
+    assert "only float32 was tried" in str(found)
+
+
+def test_no_form_is_tried_long_after_the_budget(monkeypatch):
+    monkeypatch.setattr(forms, "GRACE", -1)
+    found = benchmarked(*small_net(), dtype="float16")
+    assert {t.way for t in found.timings} == {"plain"}
+    assert (
+        "converted in float16 was not timed: the `budget` is over, pass a larger one."
+        in found.summary()
+    )
+    assert module.NOT_PAID not in found.summary()
 
 
 def state_of(net):

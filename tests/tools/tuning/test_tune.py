@@ -186,7 +186,7 @@ def test_where_openvino_wins_the_best_form_in_mxnet_is_named_beside_it(monkeypat
     }
     assert second.startswith(f"The fastest in MXNet: {own} in float32") and how[own] in second
     tuning.save(tmp_path / "p.toml")
-    assert module.tuned_form(tmp_path / "p.toml") == own
+    assert f'\nform = "{own}"\n' in (tmp_path / "p.toml").read_text()
     assert (amp.Policy.load(tmp_path / "p.toml") == tuning.policy) and not tuning.policy.lowers
     assert bool(tuning.policy.substitutions) == (own != "plain")
     fast = amp.convert_hybrid_block(
@@ -289,21 +289,14 @@ def test_the_report_and_the_file_hold_the_measurements_and_the_policy(tmp_path):
     text = (tmp_path / "p.toml").read_text()
     assert '\nform = "fused"\n' in text and "# One & only." in text
     assert amp.Policy.load(tmp_path / "p.toml") is TUNING.policy
-    assert module.tuned_form(tmp_path / "p.toml") == "fused"
 
 
-def test_the_form_of_a_policy_file(tmp_path):
+def test_the_form_of_a_policy_file_is_none_of_the_policy(tmp_path):
     path = tmp_path / "p.toml"
     TUNING.policy.save(path)
     text, before = path.read_text(), amp.Policy.load(path)
-    assert module.tuned_form(path) == ""
-    path.write_text(f"# Form: converted\n{text}")
-    assert module.tuned_form(path) == ""
-    path.write_text(f'# Form: converted\nform = "fused"\n{text}')
-    assert module.tuned_form(path) == "fused" and amp.Policy.load(path) is before
-    path.write_text(f'form = "fuse"\n{text}')
-    with pytest.raises(amp.UnknownNameError, match="unknown form 'fuse'; the closest is 'fused'"):
-        module.tuned_form(path)
+    path.write_text(f'form = "fused"\n{text}')
+    assert amp.Policy.load(path) is before
     path.write_text(f"form = 1\n{text}")
     with pytest.raises(amp.ArgumentError, match="form must be a string, not 1"):
         amp.Policy.load(path)
