@@ -10,10 +10,7 @@ from . import options
 from .inputs import NamedInput, input_values
 from .output import examples, print_errors
 
-_EXAMPLES = examples(
-    "mxamp export-onnx model --input data:1,3,224,224 --out model.onnx",
-    "mxamp export-onnx model --input data:1,64 --also data:8,64 --out model.onnx",
-)
+_EXAMPLES = examples("mxamp export-onnx model --input data:1,64 --also data:8,64 --out model.onnx")
 
 
 @click.command(epilog=_EXAMPLES)

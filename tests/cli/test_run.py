@@ -113,7 +113,7 @@ def test_an_error_where_the_hook_is_not_loaded(tmp_path):
     code = f"import sys; sys.argv = ['mxamp', 'run', 'train.py']; {code}"
     done = python("-S", "-c", code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch("Error: Python has not loaded .*mxamp_startup.pth.*\n", done.stderr)
+    assert re.fullmatch("Error: Python did not load mxamp_startup.pth: install .*\n", done.stderr)
 
 
 def test_statistics_are_printed_whatever_the_end(tmp_path):
