@@ -1,23 +1,22 @@
 """The command `mxamp convert`: convert a saved model, and check the result."""
 
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional
 
 import click
 
 from ..convert.files import TOLERANCE, convert_files
 from ..convert.saved import load_model, model_files, saved_semantics
 from ..policy.lists import read_toml
-from ..policy.targets import TARGETS
-from ..tools.tuning.forms import OPENVINO, PLAIN, convert_options
+from ..policy.targets import DTYPES
+from ..tools.tuning.forms import CONVERTED, FUSED, convert_options
 from . import options
 from .inputs import Named, input_values
 from .output import examples, print_errors
 
 FOR_HALVES = "--fp32-op and --device are for 16-bit dtypes: leave them out with --dtype float32"
-NO_FORM = "the fastest form in --policy is {!r}, which needs no conversion: see its comments"
+NO_FORM = "the form in --policy is {!r}, which needs no conversion: see the comments in its file"
 
 _EXAMPLES = examples(
-    "mxamp convert model --dtype bfloat16 --out model-bf16",
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
     "mxamp convert model --dtype bfloat16 --check --input data:8,64 --out checked",
 )
@@ -29,7 +28,7 @@ _TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERA
 
 @click.command(epilog=_EXAMPLES)
 @options.saved_model_options
-@click.option("--dtype", "target_dtype", type=click.Choice([*TARGETS, "float32"]), help=_DTYPE)
+@click.option("--dtype", "target_dtype", type=click.Choice(DTYPES), help=_DTYPE)
 @click.option("--out", metavar="PREFIX", required=True, help="Prefix of the files to write.")
 @options.repeatable("--fp32-op", "fp32_ops", metavar="NAME", text="Operators to keep in float32.")
 @click.option("--cast-params", "cast_optional_params", is_flag=True, help=_CAST_PARAMS)
@@ -39,21 +38,14 @@ _TOLERANCE = f"Largest relative error of an output for --check. Default: {TOLERA
 @click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), help=_TOLERANCE)
 @click.option("--fuse", is_flag=True, help="Fuse for CPUs; without avx512, give float32.")
 @options.force_option
-def convert(
-    prefix: str,
-    epoch: int,
-    policy: Optional[str],
-    device: Optional[str],
-    inputs: Named,
-    check: bool,
-    **given: Any,
-) -> None:
+def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -> None:
     """Convert a saved model, PREFIX-symbol.json and PREFIX-NNNN.params, to mixed precision.
 
     PREFIX may also be the name of either file. --dtype or --policy is required. With a policy that
     `mxamp tune` has written, the model is converted in the form that was the fastest.
     """
     dtype, out, fp32_ops = (given.pop(name) for name in ("target_dtype", "out", "fp32_ops"))
+    policy, device = given.pop("policy"), given.pop("device")
     if not (dtype or policy):
         raise click.UsageError("Missing option '--dtype' (or '--policy').")
     if (inputs or given["tolerance"]) and not check:
@@ -62,7 +54,11 @@ def convert(
         raise click.UsageError(FOR_HALVES)
     for path in model_files(out, epoch):
         options.check_out(str(path), given["force"])
-    given.update(_target(dtype, policy, device, fp32_ops))
+    if dtype == "float32" and not policy:
+        given["target_dtype"] = dtype
+    else:
+        given["policy"] = options.chosen_policy(dtype, policy, device).override(fp32=fp32_ops)
+    given.update(_form_options(policy))
     if check:
         with saved_semantics(prefix, epoch):
             model = load_model(prefix, epoch)
@@ -78,17 +74,9 @@ def convert(
     click.echo(f"{new.symbol}, {new.params}: {new.bytes_after:,} bytes (was {new.bytes_before:,})")
 
 
-def _target(
-    dtype: Optional[str], policy: Optional[str], device: Optional[str], fp32_ops: Sequence[str]
-) -> Dict[str, Any]:
-    """Return the arguments of `convert_files` for a dtype, or for a policy and its fastest form."""
-    if dtype == "float32" and not policy:
-        return {"target_dtype": dtype}
-    chosen = options.chosen_policy(dtype, policy, device)
-    target: Dict[str, Any] = {"policy": chosen.override(fp32=fp32_ops)}
-    if policy:  # tuned in a form: this is the one with the speed that was measured
-        form = read_toml(policy).get("form", "")
-        if form in (OPENVINO, PLAIN):
-            raise click.UsageError(NO_FORM.format(form))
-        target.update({name: True for name, on in convert_options(form).items() if on})
-    return target
+def _form_options(policy: Optional[str]) -> Dict[str, bool]:
+    """Return the arguments of `convert_files` for the form that was tuned, in a policy file."""
+    form = read_toml(policy).get("form", "") if policy else ""
+    if form not in ("", CONVERTED, FUSED):
+        raise click.UsageError(NO_FORM.format(form))
+    return {name: True for name, on in convert_options(form).items() if on}

@@ -12,7 +12,6 @@ from .options import chosen_policy, dtype_option, saved_model_options
 from .output import examples
 
 _EXAMPLES = examples(
-    "mxamp explain model",
     "mxamp explain model-symbol.json --dtype bfloat16 --precision float32",
     "mxamp explain model --keep-fp32 'stage1_*' --name '*conv*'",
 )
@@ -36,14 +35,10 @@ def explain(prefix: str, epoch: int, name: str, precision: Optional[str], **give
     symbol, args, auxs = load_model(prefix, epoch)
     graph = Graph.from_symbol(symbol)
     as_it_is = not any(given.values()) and (graph.has_fused_operators or graph.is_converted)
-    wanted = given["target_dtype"], given["policy"], given["device"]
     with saved_semantics(prefix, epoch):
-        plan = explain_symbol(
-            symbol,
-            policy=None if as_it_is else chosen_policy(*wanted),
-            excluded_sym_names=given["excluded_sym_names"],
-            params={**args, **auxs},
-        )
+        policy = None if as_it_is else chosen_policy(**given)
+        kept, params = given["excluded_sym_names"], {**args, **auxs}
+        plan = explain_symbol(symbol, policy=policy, excluded_sym_names=kept, params=params)
     found = plan.filter(name=name)
     # An unknown name raises.
     click.echo(found.filter(precision=precision) if len(found) else plan[name])

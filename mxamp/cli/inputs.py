@@ -2,7 +2,7 @@
 
 import zipfile
 import zlib
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import click
 import numpy as np
@@ -49,11 +49,11 @@ class NamedDtype(click.ParamType):
 
     name = "NAME:DTYPE"
 
-    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Any) -> Tuple[str, str]:
+    def convert(self, value: Any, param: Optional[click.Parameter], _: object) -> Tuple[str, str]:
         """Return the input's name and dtype."""
         name, _, dtype = value.partition(":")
         if not (name and dtype):
-            self.fail(f"{value!r} is not NAME:DTYPE, such as index:int64", param, ctx)
+            self.fail(f"{value!r} is not NAME:DTYPE, such as index:int64", param)
         return name, checked_dtype(name, dtype)
 
 
@@ -76,14 +76,30 @@ def input_values(
 
 
 def read_batches(
-    model: Model, files: Sequence[str], dtypes: Mapping[str, str]
-) -> Iterator[Dict[str, Any]]:
-    """Yield the arrays in each .npz file by input name, in the dtypes of the model's inputs."""
-    for path in files:
+    model: Model, data: Sequence[str], inputs: Named, input_dtypes: Named, metric: object, **_: Any
+) -> Tuple[List[Dict[str, Any]], List[Any], List[str]]:
+    """Return batches of arrays by input name, their labels, and the names of random inputs.
+
+    Each .npz file in `data` holds a batch and, for a metric, its labels by the name "label".
+    Without files, the batch is that of `input_values`.
+    """
+    if data and inputs:
+        raise click.UsageError("give --data or --input, not both")
+    if metric and not data:
+        raise click.UsageError("--metric needs labels: give --data files that hold an array label")
+    if not data:
+        values, drawn = input_values(model, inputs, input_dtypes)
+        return [checked_batch(model, values, dict(input_dtypes))], [], drawn
+    batches, labels = [], []
+    for path in data:
         with prefix_errors(f"--data {path}"):
             arrays = _load_numpy(path, dict)
+            if metric:
+                check_names(["label"], [*arrays], "array")
+                labels.append(nd.array(arrays.pop("label")))
             check_names(arrays, _data_names(model), "input")
-            yield checked_batch(model, arrays, dtypes)
+            batches.append(checked_batch(model, arrays, dict(input_dtypes)))
+    return batches, labels, []
 
 
 def checked_batch(

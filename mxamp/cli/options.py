@@ -8,16 +8,19 @@ from functools import wraps
 from typing import Any, Callable, Optional, Sequence, Tuple
 
 import click
+from mxnet.metric import EvalMetric
 
 from ..backends import DEVICES
 from ..convert.saved import epochs_of, model_files
 from ..framework.files import check_writable
 from ..policy.policy import Policy
-from ..policy.targets import TARGETS, default_dtype
+from ..policy.targets import DTYPES, default_dtype
+from ..tools.tuning.forms import checked_metric
 from .inputs import READ, NamedDtype, NamedInput, record_files
 from .output import POLICY_HOLDS
 
 Command = Callable[..., Any]
+Text = Optional[str]
 
 SEVERAL = "{prefix!r} has parameters of the epochs {epochs}: give --epoch, or the name of a file"
 IS_READ = "--out {path!r} is a file that this command reads: give another --out"
@@ -33,7 +36,7 @@ def repeatable(*names: str, text: str, **settings: Any) -> Callable[[Command], C
 
 # An option that stands for an argument of a function has its name: see `in_options`.
 _DTYPE = "Default: float16 for GPUs, bfloat16 for CPUs."
-dtype_option = click.option("--dtype", "target_dtype", type=click.Choice(TARGETS), help=_DTYPE)
+dtype_option = click.option("--dtype", "target_dtype", type=click.Choice(DTYPES), help=_DTYPE)
 _DEVICE = "Default: the GPU if there is one, else the CPU."
 device_option = click.option("--device", type=click.Choice(DEVICES), help=_DEVICE)
 _POLICY = "A policy file (TOML), in place of --dtype."
@@ -43,6 +46,8 @@ _INPUT = "Shape of an input, such as data:1,3,224,224, or a file of values."
 _INPUT_DTYPE = "Dtype of an input that is not float32, such as index:int64."
 _EPOCH = "Number in the name of the parameter file; needed if there are several."
 _IMPORT = "Module to import first, such as one that registers custom operators."
+_DATA = "A batch: arrays by input name, and for --metric the array label."
+_METRIC = "A metric of MXNet of which more is better, or MODULE:FUNCTION of label and output."
 _KEEP = "Layers to keep in float32, by name; * and ? match any characters."
 
 
@@ -51,6 +56,21 @@ def input_options(command: Command) -> Command:
     dtypes = repeatable("--input-dtype", "input_dtypes", type=NamedDtype(), text=_INPUT_DTYPE)
     values = repeatable("--input", "inputs", type=NamedInput(), text=_INPUT)
     return values(dtypes(command))
+
+
+def batch_options(command: Command) -> Command:
+    """Add `input_options`, --data and --metric to a command."""
+    data = repeatable("--data", metavar="FILE.npz", callback=record_files, text=_DATA)
+    return data(input_options(click.option("--metric", metavar="NAME", help=_METRIC)(command)))
+
+
+def named_metric(name: Text) -> Optional[EvalMetric]:
+    """Return the metric of a name, or the Python function of a MODULE:FUNCTION; None for None."""
+    module, _, function = (name or "").rpartition(":")
+    found = getattr(importlib.import_module(module), function, None) if module else name
+    if module and not callable(found):
+        raise click.UsageError(f"--metric {name}: module {module!r} has no function {function!r}")
+    return checked_metric(found) if name else None
 
 
 def model_options(command: Command) -> Command:
@@ -86,16 +106,16 @@ def check_out(out: str, force: bool) -> None:
     check_writable(out)
 
 
-def chosen_policy(dtype: Optional[str], path: Optional[str], device: Optional[str]) -> Policy:
-    """Return the policy in the file `path`, or the one for `dtype`; raise if both are given.
+def chosen_policy(target_dtype: Text, policy: Text, device: Text, **_: object) -> Policy:
+    """Return the policy in the file `policy`, or that of `target_dtype`; raise if both are given.
 
     Without either, return the device's default policy.
     """
-    if path is None:
-        return Policy.default(dtype or default_dtype(device), device)
-    if dtype:
+    if policy is None:
+        return Policy.default(target_dtype or default_dtype(device), device)
+    if target_dtype:
         raise click.UsageError(POLICY_HOLDS)
-    return Policy.load(path, device)
+    return Policy.load(policy, device)
 
 
 def split_prefix(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:

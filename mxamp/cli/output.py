@@ -1,7 +1,9 @@
 """Texts that commands print: examples in their help, and tables of errors."""
 
+import logging
 import re
-from typing import Any, Iterable
+from contextlib import contextmanager
+from typing import Any, Iterable, Iterator
 
 import click
 
@@ -44,3 +46,21 @@ def print_errors(errors: Iterable[Any]) -> None:
         for e in errors
     ]
     click.echo(text_table(headings, rows) if rows else "The outputs were not checked.")
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Context that shows on a terminal which step runs: `text`, then the steps that mxamp logs."""
+    from rich.console import Console  # other commands start faster without it
+
+    steps, handler = logging.getLogger("mxamp.progress"), logging.Handler()
+    steps.setLevel(logging.INFO)
+    console = Console(stderr=True, force_terminal=click.get_text_stream("stderr").isatty())
+    # A spinner that turns more often would take time from what is timed.
+    with console.status(text, refresh_per_second=2) as status:
+        handler.emit = lambda record: status.update(record.getMessage())  # type: ignore
+        steps.addHandler(handler)
+        try:
+            yield
+        finally:
+            steps.removeHandler(handler)

@@ -13,6 +13,12 @@ def test_explain_shows_operators_by_name_and_precision(folder):
     assert "casts" in summary
 
 
+def test_explain_shows_float32_as_a_form(folder):
+    assert (
+        "if converted to float32: " in run("explain", folder / "net", "--dtype", "float32").output
+    )
+
+
 def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):
     monkeypatch.chdir(folder)
     run("convert", "net", "--dtype", "float16", "--device", "gpu", "--out", "half")
@@ -21,7 +27,8 @@ def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):
     run("convert", "net", "--dtype", "float16", "--device", "cpu", "--out", "rounded")
     (row, *_) = [one for one in run("explain", "rounded").output.splitlines() if " Conv" in one]
     assert row.endswith(" float32    its inputs are float32, rounded to float16")
-    assert "as it is" not in run("explain", "half", "--dtype", "bfloat16").output
+    for other in ("bfloat16", "float32"):
+        assert f"if converted to {other}" in run("explain", "half", "--dtype", other).output
     run("convert", "net", "--dtype", "float32", "--fuse", "--out", "fused")
     run("convert", "half", "--dtype", "float32", "--out", "wide")
     _, first, *_, summary = run("explain", "fused").output.splitlines()

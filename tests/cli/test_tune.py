@@ -1,7 +1,12 @@
 """`mxamp tune`: a policy for a saved model, and what the other commands make of it."""
 
+import io
 import json
+import logging
 import os
+import re
+import sys
+import time
 from dataclasses import replace
 
 import mxnet as mx
@@ -12,7 +17,10 @@ from click.testing import CliRunner
 import mxamp as amp
 from helpers import ROOT, randn
 from mxamp.cli.main import main
+from mxamp.cli.output import progress
+from mxamp.convert.outputs import run_model
 from mxamp.tools.tuning import tune as module
+from tuned import FAST
 
 S = mx.sym
 NET = S.FullyConnected(S.var("data"), num_hidden=32, name="fc")
@@ -41,6 +49,12 @@ def models(tmp_path_factory):
     np.savez(folder / "one.npz", data=data[:3])
     np.savez(folder / "two.npz", data=data[3:])
     np.savez(folder / "index.npz", index=np.array([[1, 2, 3]]))
+    (outputs,) = run_model((NET, PARAMS, {}), {"data": mx.nd.array(data)}, mx.cpu())
+    labels = outputs.argmax(1)
+    text = "def agreement(label, output):\n    return (output.argmax(1) == label).mean()"
+    (folder / "judge.py").write_text(text)
+    np.savez(folder / "labelled.npz", data=data, label=labels)
+    np.savez(folder / "short.npz", data=data, label=labels[:2])
     np.savez(folder / "wrong.npz", dat=data)
     np.savez(folder / "nan.npz", data=data * np.nan)
     np.savez(folder / "wide.npz", data=randn(3, 9).asnumpy())
@@ -113,22 +127,63 @@ def test_a_model_with_numpy_semantics(models, out):
     assert len(amp.Policy.load(out).fp32_layers) == 1
 
 
-@pytest.mark.parametrize("way", ["plain", "converted", "fused", "openvino"])
+@pytest.mark.parametrize("way", ["plain", "autocast", "converted", "fused", "openvino"])
 def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, monkeypatch):
     measured, converted = module._Search.tuning, {}
-    monkeypatch.setattr(module._Search, "tuning", lambda self: replace(measured(self), way=way))
+    beside = {"in_mxnet": FAST} if way == "openvino" else {}
+    monkeypatch.setattr(
+        module._Search, "tuning", lambda self: replace(measured(self), way=way, **beside)
+    )
     monkeypatch.setattr("mxamp.cli.convert.convert_files", lambda *_, **o: converted.update(o))
-    last = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml").splitlines()[-1]
-    if way in ("plain", "openvino"):
-        export = "Wrote p.toml. Next: mxamp export-onnx m --input data:3,8 --out m.onnx"
-        assert (export if way == "openvino" else "run the model as it is") in last
+    *_, before, last = run("tune", "m", *F16, "--data", "one.npz", "--out", "p.toml").splitlines()
+    assert last in out.read_text()
+    if way in ("plain", "autocast"):
+        assert ("amp.init(policy=amp.Policy.load('p.toml'))" in last) == (way == "autocast")
+        assert before == "Wrote p.toml." and "run the model as it is" in last
         refused = CliRunner().invoke(main, "convert m --policy p.toml --out x --fuse".split())
         assert refused.exit_code == 2 and repr(way) in refused.output and not converted
         return
+    export = "Next, for OpenVINO: mxamp export-onnx m --input data:3,8 --out m.onnx"
+    assert before == (export if way == "openvino" else "Wrote p.toml.")
     command = last.partition(": mxamp ")[2].split()
     assert command[-1] == "m-p"
     CliRunner().invoke(main, command)
-    assert converted["cast_optional_params"] and converted["fuse"] == (way == "fused")
+    assert converted["cast_optional_params"] and converted["fuse"] == (way in ("fused", "openvino"))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "judge:agreement"])
+def test_a_metric_on_labels_in_the_files(models, out, metric):
+    options = ["--data", "labelled.npz", "--data", "labelled.npz", "--metric", metric]
+    output = run("tune", "m", *F16, *options, "--min-metric", 0.5, "--out", out)
+    assert "with a metric from 0.5." in output and "metric 1." in output
+    assert amp.Policy.load(out).fp32_layers == ("large",)
+    run("convert", "m", "--policy", out, "--out", "judged", "--force")
+    _, row, scores, _ = run("compare", "m", "judged", *options).splitlines()
+    assert row.startswith("last_output")
+    assert re.fullmatch(r"\S*(accuracy|agreement)\S*: 1 for m, 1 for judged", scores)
+
+
+def test_float32_is_a_dtype(out):
+    options = ["--dtype", "float32", "--budget", "1s", "--input", "data:4,8"]
+    assert "float16" not in run("tune", "m", *options, "--out", out)
+    assert amp.Policy.load(out).target_dtype == "float32"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    steps = logging.getLogger("mxamp.progress")
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress("Starting"):
+            steps.info("Timing fused once")
+            time.sleep(0.6)
+        steps.info("unseen")
+        assert ("Timing fused once" in stream.getvalue()) == stream.isatty()
+        assert "unseen" not in stream.getvalue()
 
 
 # ---------------------------------------------------------------------- what is wrong
