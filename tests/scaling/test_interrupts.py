@@ -40,13 +40,14 @@ class Interrupt:
 
     def run(self, function):
         """Return whether `function` was interrupted."""
+        before = sys.gettrace()  # that of coverage
         sys.settrace(self)
         try:
             function()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return False
 
 
