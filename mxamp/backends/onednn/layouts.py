@@ -89,11 +89,42 @@ def follows_concat(node: Node, concats: AbstractSet[int]) -> bool:
 
 def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
     """Return the indexes of nodes whose output reaches a BatchNorm in an unchanged layout."""
-    reaching: set[int] = set()
+    return _nodes_before(nodes, NORMS, _keeps_layout)
+
+
+def nodes_of_plain_layout(graph: Graph) -> frozenset[int]:
+    """Return the indexes of nodes whose output a blocked layout would make unreadable.
+
+    An RNN, a softmax or a slice reads it, or the program gets it from a convolution. Operators that
+    work in place keep the layout of their input, whatever their kernel.
+    """
+    blocked: set[int] = set()
+    for i, node in enumerate(graph.nodes):
+        follows = _may_keep_layout(node) and any(source in blocked for source, _ in node.inputs)
+        if node.operator in CONVOLUTIONS or follows:
+            blocked.add(i)
+    heads = blocked.intersection(i for i, _ in graph.heads)
+    needs_plain = with_trait("reads_plain_layout")
+    return _nodes_before(graph.nodes, needs_plain, _may_keep_layout, heads)
+
+
+def _may_keep_layout(node: Node) -> bool:
+    """Return whether the output of a node may be in the blocked layout of an input."""
+    is_new = node.operator in with_trait("leaves_blocks") | with_trait("spreads_infinity")
+    return not (node.is_variable or is_new)
+
+
+def _nodes_before(
+    nodes: Sequence[Node],
+    ends: AbstractSet[str],
+    passes: Callable[[Node], bool],
+    found: AbstractSet[int] = frozenset(),
+) -> frozenset[int]:
+    """Return `found` and the indexes of nodes that read into `ends`, by `passes`."""
+    reaching = {*found}
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
-        keeps = i in reaching and _keeps_layout(node)
-        if not node.is_variable and (node.operator in NORMS or keeps):
+        if node.operator in ends or (i in reaching and passes(node)):
             reaching.update(source for source, _ in node.inputs)
     return frozenset(reaching)
 

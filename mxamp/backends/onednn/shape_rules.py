@@ -20,7 +20,7 @@ from ..choices import Match, Setting, Sites, last_reason
 from ..passes import Call
 from . import layouts
 from .layouts import BLOCK, COLORS
-from .substitutions import ACTIVATIONS, BLOCKED, PASSES
+from .substitutions import ACTIVATIONS, BLOCKED, PASSES, WRITES_BLOCKS
 
 SMALL_LAYERS = "small_layers"
 # Dense layers in training gain with more rows than this, whatever the size of the weight.
@@ -66,6 +66,7 @@ def _matches(setting: Setting) -> dict[int, Match]:
     if usage.converting or not any(one.substitutions for one in policies):
         return found
     views = layouts.volume_view_readers(graph.nodes, policy, usage)
+    plain = layouts.nodes_of_plain_layout(graph)
     feeding = layouts.nodes_before_products(graph) if usage.training else ()
     concats: set[int] = set()
     dtypes: Mapping[Output, str] = {}
@@ -73,7 +74,8 @@ def _matches(setting: Setting) -> dict[int, Match]:
         if node.operator in PASSES.by_operator and i not in views:
             behind = bool(node.inputs) and node.inputs[0][0] in concats
             call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
-            if (match := PASSES.match(call)) is not None:
+            match = PASSES.match(call)
+            if match is not None and not (i in plain and match[0] in WRITES_BLOCKS):
                 dtypes = dtypes or infer_dtypes(graph, usage)
                 if PASSES.fits(match, graph, node, dtypes):
                     found[i] = match

@@ -76,3 +76,5 @@ PASSES = Passes([
 
 #: Convolutions that have a blocked kernel after these, whatever their numbers of channels.
 BLOCKED = frozenset({"image_convolution", "merged_groups"})
+#: The substitutions whose output may be in a blocked layout where the replaced operator's is not.
+WRITES_BLOCKS = frozenset({"merged_groups", *ACTIVATIONS})

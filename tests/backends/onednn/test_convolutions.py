@@ -17,7 +17,7 @@ def joined(axis=1):
 
 
 def grouped(data):
-    return S.Convolution(data, kernel=(3, 3), num_filter=32, num_group=8, name="c")
+    return S.Flatten(S.Convolution(data, kernel=(3, 3), num_filter=32, num_group=8, name="c"))
 
 
 PLACES = {

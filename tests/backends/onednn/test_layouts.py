@@ -1,4 +1,4 @@
-"""Views of 3-D convolutions' outputs in bfloat16, which oneDNN can't read in graphs."""
+"""Blocked layouts that MXNet can't read: arrays of substitutions, views of 3-D convolutions."""
 
 import mxnet as mx
 import numpy as np
@@ -170,6 +170,59 @@ def test_converted_models_run_and_load(view, tmp_path):
         assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
         with amp.autocast("bfloat16"):
             assert np.abs(values(loaded(DATA)) - plain).max() < 0.03 * np.abs(plain).max()
+
+
+# ---------------------------------------------------------------------- readers of plain layouts
+
+#: What plain MXNet runs on the output of a sigmoid, in a graph or on the graph's output.
+PLAIN_READERS = {
+    "rnn": lambda F, x: F.RNN(
+        x, F.ones((4 * 8 * 16 + 64,)), *[F.zeros((1, 32, 8))] * 2,
+        state_size=8, num_layers=1, mode="lstm",
+    ),
+    "softmax": lambda F, x: F.softmax(x),
+    "log_softmax": lambda F, x: F.log_softmax(x),
+    "slice": lambda F, x: F.slice(x, begin=(0, 1), end=(2, 5)),
+}  # fmt: skip
+MAKERS = {
+    "sigmoid": lambda F, x: F.sigmoid(x),
+    "in place": lambda F, x: F.tanh(F.sigmoid(x)),
+    "added": lambda F, x: F.elemwise_add(F.tanh(x), F.sigmoid(x)),
+    "relu": lambda F, x: F.relu(x),
+    "groups": None,
+}
+
+
+class BesideConvolution(nn.HybridBlock):
+    """A convolution that is an output too, what replaces operators behind it, and a reader."""
+
+    def __init__(self, reader, maker):
+        super().__init__()
+        self.reader, self.maker = PLAIN_READERS.get(reader, lambda _F, x: x), MAKERS[maker]
+        layer = nn.Conv1D if reader == "rnn" else nn.Conv2D
+        groups = {"groups": 8} if self.maker is None else {}
+        with self.name_scope():
+            self.conv = layer(32, 3, padding=1, in_channels=32, **groups)
+
+    def hybrid_forward(self, F, x):
+        x = self.conv(x)
+        return x, self.reader(F, x if self.maker is None else self.maker(F, x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("reader", [*PLAIN_READERS, "the program"])
+def test_arrays_that_must_have_a_plain_layout_are_in_no_other(reader, maker, training):
+    net = BesideConvolution(reader, maker)
+    net.initialize()
+    net.hybridize()
+    data, found = randn(*((2, 32, 8) if reader == "rnn" else (2, 32, 56, 56))), []
+    for policy in (None, B.in_float32()):
+        with amp.autocast(enabled=policy is not None, policy=policy):
+            with autograd.record() if training else autograd.pause():
+                out = net(data)[1]
+            found.append(out[:, 1:5].asnumpy())
+    np.testing.assert_allclose(*found, atol=2e-6)
 
 
 # ---------------------------------------------------------------------- what is decided

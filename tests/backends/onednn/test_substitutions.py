@@ -75,7 +75,7 @@ def test_where_they_do_not_apply(name, changes, shape, policy):
 
 
 def grouped(data):
-    return S.Convolution(data, kernel=(3, 3), num_filter=32, num_group=8, name="c")
+    return S.Flatten(S.Convolution(data, kernel=(3, 3), num_filter=32, num_group=8, name="c"))
 
 
 NORM, GROUPS = S.LayerNorm(X), grouped(X)
