@@ -75,6 +75,77 @@ def test_errors_against_float64_are_those_of_float32():
         assert distance(found, one) <= 1.5 * max(distance(other, one), 1e-7)
 
 
+FULL = {"global_pool": True, "pool_type": "avg", "kernel": (1, 1)}
+CELL = {"state_size": 256, "num_layers": 1, "mode": "lstm"}
+#: Faster equivalents, in functions of arrays of these shapes. `merged_groups` and `padded_channels`
+#: are convolutions as any other, and `sgd` gives MXNet's bits.
+EQUIVALENTS = [
+    ("sigmoid", lambda F, x: F.sigmoid(x), [(64, 512)]),
+    ("tanh", lambda F, x: F.tanh(x), [(64, 512)]),
+    ("relu6", lambda F, x, w: F.FullyConnected(
+        F.clip(x, 0, 6), w, num_hidden=8, no_bias=True), [(64, 512), (8, 512)]),
+    ("split", lambda F, x: F.concat(*F.split(x, num_outputs=4, axis=-1), dim=0), [(64, 512)]),
+    ("mean", lambda F, x: F.mean(x, axis=(2, 3)), [(4, 32, 28, 28)]),
+    ("mean", lambda F, x: F.mean(x, axis=-1), [(64, 1024)]),
+    ("sum", lambda F, x: F.sum(x, axis=1), [(16, 128, 32)]),
+    ("pool_in_parts", lambda F, x: F.Pooling(x, **FULL), [(4, 64, 30, 30)]),
+    ("pool_in_parts", lambda F, x: F.Pooling(x, **FULL), [(4, 32, 113, 113)]),
+    # With a scale of one, the gradient of the data is that of the output, centered.
+    ("layer_norm", lambda F, x, g: F.LayerNorm(x, F.ones_like(g), g), [(64, 512), (512,)]),
+    ("layer_norm", lambda F, x, g: F.LayerNorm(x, F.ones_like(g), g), [(8, 16, 768), (768,)]),
+    ("layer_norm", lambda F, x, g, b: F.LayerNorm(x, g, b), [(64, 512), (512,), (512,)]),
+    ("broadcast", lambda F, x, y: F.broadcast_add(x, y), [(512, 128), (128,)]),
+    ("broadcast", lambda F, x, y: F.broadcast_sub(y, x), [(512, 128), (128,)]),
+    ("broadcast", lambda F, x, y: F.broadcast_mul(x, y), [(8, 32, 28, 28), (8, 32, 1, 1)]),
+    ("broadcast", lambda F, x, y: F.broadcast_div(x, y), [(8, 32, 28, 28), (1, 32, 1, 1)]),
+    ("rnn_layers", lambda F, x, i, h, b, s: F.RNN(
+        x, F._internal._rnn_param_concat(F.reshape(i, (-1,)), F.reshape(h, (-1,)), b, b, dim=0), s,
+        s, **CELL), [(5, 8, 256), (1024, 256), (1024, 256), (1024,), (1, 8, 256)]),
+]  # fmt: skip
+#: A shift and a scale of the data, and of the gradient of the output.
+HOSTILE = {
+    "normal": (0, 1, 0, 1), "shifted data": (100, 1, 0, 1), "shifted gradient": (0, 1, 100, 1),
+    "both": (-1e4, 1, -1e4, 1), "large": (0, 1e3, 0, 1e9), "tiny": (0, 1e-6, 0, 1e-9), "zeros": (0, 0, 0, 0),
+}  # fmt: skip
+
+
+def output_and_gradients(function, arrays, head, dtype, policy=None):
+    """Return the output of a hybridized function in training, and the gradients of its inputs."""
+    net = nn.HybridLambda(function)
+    net.hybridize()
+    inputs = [nd.array(array, dtype=dtype) for array in arrays]
+    for one in inputs:
+        one.attach_grad()
+    with amp.autocast(enabled=policy is not None, policy=policy):
+        with autograd.record():
+            out = net(*inputs)
+        out.backward(nd.array(np.resize(head, out.shape), dtype=dtype))
+        reasons = [node.reason for node in amp.explain(net, mode="training") if policy]
+    return [one.asnumpy() for one in (out, *(x.grad for x in inputs))], reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("number", range(len(EQUIVALENTS)))
+def test_equivalents_round_as_float32_does_on_hostile_values(number, kind):
+    """Sums get some ulps of their terms' magnitudes: BLAS adds in order, and MXNet compensates."""
+    name, function, shapes = EQUIVALENTS[number]
+    policy = POLICY.override(substitutions=[name])
+    shift, scale, head_shift, head_scale = HOSTILE[kind]
+    random = np.random.RandomState(number)
+    arrays = [random.randn(*shape) for shape in shapes]
+    arrays = [np.float32(arrays[0] * scale + shift), *map(np.float32, arrays[1:])]
+    head = np.float32(random.randn(2**19) * head_scale + head_shift)
+    exact, _ = output_and_gradients(function, arrays, head, "float64")
+    least, _ = output_and_gradients(function, [*map(abs, arrays)], abs(head), "float64")
+    plain, _ = output_and_gradients(function, arrays, head, "float32")
+    found, reasons = output_and_gradients(function, arrays, head, "float32", policy)
+    assert any("stands in for" in reason for reason in reasons)
+    for one, magnitude, other, fast in zip(exact, least, plain, found):
+        floor = 3 * np.finfo("float32").eps * np.linalg.norm(magnitude)
+        assert np.linalg.norm(fast - one) <= 1.5 * np.linalg.norm(other - one) + floor
+
+
 NAN = [
     lambda F, x: F.clip(x, 0, 6), lambda F, x: F.relu(x), lambda F, x: F.sigmoid(x),
     lambda F, x: F.tanh(x), lambda F, x: F.mean(x, axis=(2, 3)), lambda F, x: F.sum(x, axis=1),

@@ -40,15 +40,15 @@ def relu6(parts: Parts, detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return () for a LayerNorm over the last axis, unless known to be too small; else None."""
+    """Return (times to center,) for a LayerNorm over the last axis, unless too small; else None."""
     if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
         return None
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not is_true(attrs.get("output_mean_var", "False"))
-    return () if plain else None
+    return (1 if call.policy.lowers else 2,) if plain else None
 
 
-def layer_norm(parts: Parts, _detail: Detail) -> None:
+def layer_norm(parts: Parts, detail: Detail) -> None:
     """Before: LayerNorm(x). After: its sums and broadcasts as matrix products with vectors.
 
     Conditions: training, the last axis, and nobody reads mean and variance.
@@ -56,7 +56,11 @@ def layer_norm(parts: Parts, _detail: Detail) -> None:
     The products' gradients are products too. The gradients of MXNet's LayerNorm and broadcasts are
     reductions that add one element at a time. The sums are a `batch_dot` of a single pair, whose
     gradient reads the vector alone: that of `dot` would keep the other input for the backward pass.
+
+    Centering x centers its gradient too. BLAS rounds sums more than MXNet's LayerNorm does: float32
+    policies center twice, which removes the rest of a large constant that gradients share.
     """
+    [centerings] = detail
     x, gamma, beta = parts.inputs
     add = parts.add
     rows = add("Reshape", "rows", x, shape="(1, -1, 0)", reverse="True")
@@ -64,8 +68,11 @@ def layer_norm(parts: Parts, _detail: Detail) -> None:
     row = add("Reshape", "row", ones, shape="(1, -1)")
     share = add("broadcast_div", "share", ones, add("sum", "count", ones))
     weights = add("Reshape", "weights", share, shape="(1, -1, 1)")
-    mean = add("batch_dot", "mean", rows, weights)
-    centered = add("elemwise_sub", "centered", rows, add("dot", "means", mean, row))
+    centered = rows
+    for k in range(centerings):
+        mean = add("batch_dot", f"mean{k}", centered, weights)
+        means = add("dot", f"means{k}", mean, row)
+        centered = add("elemwise_sub", f"centered{k}", centered, means)
     variance = add("batch_dot", "variance", add("square", "square", centered), weights)
     padded = add("_plus_scalar", "padded", variance, scalar=parts.attrs.get("eps", "1e-05"))
     inverse = add("rsqrt", "inverse", padded)
