@@ -6,6 +6,7 @@ rules and passes read, bodies of loops, and the graph with what was chosen.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple, Union
@@ -96,8 +97,11 @@ class Passes:
         if call.operator not in self.by_operator or call.policy.rule(call.operator).given:
             return None
         phase = TRAINING if call.training else INFERENCE
+        sizes = [math.prod(shape) for shape in call.shapes if shape is not None]
+        size = max(sizes, default=math.inf) / (2 if call.training else 1)
         for one in self.by_operator[call.operator]:
-            if one.name in call.policy.substitutions and phase in one.phases:
+            small = call.policy.target_dtype == "float32" and size < one.least_float32
+            if one.name in call.policy.substitutions and phase in one.phases and not small:
                 detail = one.match(call)
                 if detail is not None:
                     return str(one.name), detail

@@ -146,6 +146,9 @@ class Pass(NamedTuple):
     phases: frozenset[str] = _RUNNING
     float32: str | None = None  #: why all its operators compute in float32
     wide_in_training: bool = False  #: they do so in training alone
+    #: The elements of the largest input from which it gains under float32 policies, twice as many
+    #: in training: with fewer, starting its operators takes longer (measured on AVX2).
+    least_float32: int = 2**13
     fits: Callable[[Sequence[str]], bool] = CASTABLE.issuperset  #: the dtypes of the call's inputs
     #: The tensors that it reads in place of the call's inputs.
     inputs: Callable[[Graph, Node], Sequence[Output]] = own_inputs

@@ -9,6 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import substitutions as chosen_names
 from mxamp.backends import substitutions
 from mxamp.framework.data import own_tables
 from mxamp.policy.active import nearest_policy
@@ -144,6 +145,19 @@ def test_equivalents_round_as_float32_does_on_hostile_values(number, kind):
     for one, magnitude, other, fast in zip(exact, least, plain, found):
         floor = 3 * np.finfo("float32").eps * np.linalg.norm(magnitude)
         assert np.linalg.norm(fast - one) <= 1.5 * np.linalg.norm(other - one) + floor
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name, symbol, least", [
+    ("tanh", mx.sym.tanh(mx.sym.var("x")), 2**11),
+    ("sum", mx.sym.sum(mx.sym.var("x"), axis=1), 2**13),
+])  # fmt: skip
+def test_small_operators_stay_as_they_are(name, symbol, least, training):
+    policy = amp.Policy.default("float32", "cpu")
+    least *= 2 if training else 1
+    for rows, made in ((least // 64, {name}), (least // 64 - 1, set())):
+        shapes = {"x": (rows, 64)}
+        assert chosen_names(symbol, policy, shapes=shapes, training=training) == made
 
 
 NAN = [

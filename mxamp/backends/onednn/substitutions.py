@@ -25,6 +25,10 @@ ACTIVATIONS = {
 }
 
 
+# The least elements in float32 of equivalents that take as many operators as they replace.
+_ONE_TO_ONE = 2**11
+
+
 def _activation(act_type: str) -> Pass:
     """Return the substitution of relu, sigmoid or tanh (`mx.nd` and `mx.np`) by `Activation`."""
 
@@ -37,7 +41,8 @@ def _activation(act_type: str) -> Pass:
         """Before: relu, sigmoid or tanh. After: Activation. Conditions: x has elements."""
         parts.add("Activation", "", *parts.inputs, act_type=act_type)
 
-    return Pass(act_type, apply, frozenset(ACTIVATIONS[act_type]), match)
+    operators = frozenset(ACTIVATIONS[act_type])
+    return Pass(act_type, apply, operators, match, least_float32=_ONE_TO_ONE)
 
 
 _TRAINING, _INFERENCE = frozenset({TRAINING}), frozenset({INFERENCE})
@@ -71,7 +76,8 @@ PASSES = Passes([
     Pass("masked_softmax", equivalents.masked_softmax, frozenset({"softmax"}),
          equivalents.match_masked_softmax, _INFERENCE, SUMS, fits=equivalents.has_integer_lengths),
     Pass("split", equivalents.split, frozenset({"SliceChannel", "_split_v2"}),
-         equivalents.match_split, float32=IN_TRAINING, wide_in_training=True),
+         equivalents.match_split, float32=IN_TRAINING, wide_in_training=True,
+         least_float32=_ONE_TO_ONE),
 ])  # fmt: skip
 
 #: Convolutions that have a blocked kernel after these, whatever their numbers of channels.
