@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple, Union
 
 from ..graph.edit import Edit
 from ..graph.ir import (
+    HALVES,
     Graph,
     Node,
     Output,
@@ -107,10 +108,12 @@ class Passes:
                     return str(one.name), detail
         return None
 
-    def fits(self, match: Match, graph: Graph, node: Node, dtypes: Mapping[Output, str]) -> bool:
-        """Return whether the dtypes of a node's inputs suit the matched substitution."""
+    def fits(self, match: Match, call: Call, graph: Graph, dtypes: Mapping[Output, str]) -> bool:
+        """Return whether the dtypes of a call's inputs suit the matched substitution."""
         one = self.by_name[match[0]]
-        return one.fits([dtypes[output] for output in one.inputs(graph, node)])
+        read = [dtypes[output] for output in one.inputs(graph, call.node)]
+        # A float32 policy leaves arrays in half precision to MXNet.
+        return one.fits(read) and (call.policy.target_dtype != "float32" or HALVES.isdisjoint(read))
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
         """Return the tensors that substitutions of a node read in place of its inputs."""
@@ -174,7 +177,7 @@ class ChoosingBackend(Backend):
             match = None if usage.converting else self.passes.match(call)
             if match is not None:
                 dtypes = dtypes or infer_dtypes(graph, usage)
-                if self.passes.fits(match, graph, node, dtypes):
+                if self.passes.fits(match, call, graph, dtypes):
                     substituted[i] = match
         return kept, substituted
 

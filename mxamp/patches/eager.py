@@ -270,8 +270,6 @@ STEPS: Mapping[str, Sequence[Step]] = {"FullyConnected": (separate_bias,)}
 def _may_cast(operator: Operator, policy: Policy) -> bool:
     """Return whether a policy may cast an operator's inputs or outputs in eager calls."""
     rule = policy.rule(operator.name)
-    if policy.target_dtype == "float32" and not rule.given:
-        return False  # as in plain MXNet
     follows = rule.op_class in ("neutral", "widest") and not rule.conditions
     alone = len(operator.inputs) <= 1 and not operator.variadic
     return rule.op_class != "untouched" and not (follows and rule.no_kernel is None and alone)

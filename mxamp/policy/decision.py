@@ -101,7 +101,8 @@ def decide(
     op_class, reason = _class_and_reason(rule, attributes, policy, layer, why)
     untouched = (None,) * len(dtypes)
     if op_class == "untouched":
-        return Decision(untouched, reason)
+        is_float32 = policy.target_dtype == "float32" and {*dtypes} == {"float32"}
+        return Decision(untouched, reason, "float32" if is_float32 else "as is")
 
     floats, leading = _float_inputs(rule, attributes, dtypes)
     if not floats:

@@ -28,6 +28,7 @@ logger = logging.getLogger("mxamp")
 
 Table = Mapping[str, Any]
 
+AS_IN_MXNET = "it computes as in plain MXNet"
 DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
 
 LISTED = (
@@ -154,13 +155,9 @@ def list_from_json(
     )
 
 
-def without_casts_down(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
-    """Return `listed` without its rules about half precision, with the substitutions `gains`.
-
-    Rules about kernels that the half precision lacks have no meaning in float32.
-    """
-    changes: dict[str, Any] = {"no_kernel": None, "by_shape": (), "given": False}
-    rules = {name: replace(one, **changes) for name, one in listed.rules.items()}
+def without_casts(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
+    """Return `listed` with every operator untouched, and the substitutions `gains`."""
+    rules = {name: Rule(name, "untouched", AS_IN_MXNET) for name in listed.rules}
     return OperatorList(MappingProxyType(rules), listed.fp32_layers, MappingProxyType({**gains}))
 
 

@@ -29,7 +29,7 @@ from .lists import (
     list_from_json,
     own_data,
     read_toml,
-    without_casts_down,
+    without_casts,
 )
 from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
@@ -94,8 +94,7 @@ class Policy:
         if last is None and self.target_dtype == "float32":
             backend = backend_of(self.device)
             low = policy_of(backend.dtypes[0], self.device, (), self._surroundings)
-            plain = low.changed(Change(neutral="it computes as in plain MXNet"))
-            return without_casts_down(plain._list, backend.float32_substitutions())
+            return without_casts(low._list, backend.float32_substitutions())
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)

@@ -240,17 +240,39 @@ def test_regions_of_a_model_may_be_float32():
     assert all("autocast('float32')" in node.reason for node in plan.filter(operator="dot"))
 
 
-def test_code_in_float16_runs_as_in_plain_mxnet():
-    amp.init("float32")
-    x = nd.ones((2, 4), dtype="float16")
-    x.attach_grad()
-    with autograd.record():
-        y = nd.exp(x)
-    y.backward(nd.ones((2, 4), dtype="float16"))
-    assert y.dtype == x.grad.dtype == np.float16
-    net = nn.HybridLambda("relu")
-    net.hybridize()
-    assert net(x).dtype == np.float16
+#: Operators with equivalents, and operators that refuse arrays of two dtypes.
+OF_HALVES = [
+    lambda F, x: F.sum(x, axis=1), lambda F, x: F.mean(x, axis=1),
+    lambda F, x: F.sigmoid(x), lambda F, x: F.clip(x, 0, 6),
+    lambda F, x: F.concat(*F.split(x, num_outputs=2, axis=-1), dim=0),
+    lambda F, x: F.broadcast_mul(x, F.slice_axis(x, axis=0, begin=0, end=1)),
+    lambda F, x, y: F.elemwise_add(x, y), lambda F, x, y: F.broadcast_add(x, y),
+    lambda F, x, y: F.concat(x, y, dim=0), lambda F, x, y: F.where(x > 0, x, y),
+    lambda F, x, y: F.dot(x, y, transpose_b=True), lambda F, x: F.exp(x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("number", range(len(OF_HALVES)))
+def test_arrays_in_float16_are_computed_as_in_plain_mxnet(number, hybrid):
+    """With the same bits, or with an error of the same operator."""
+    arrays = [np.random.RandomState(k).randn(64, 512) for k in range(2)]
+    found = []
+    for enabled in (False, True):
+        net = nn.HybridLambda(OF_HALVES[number], prefix="same_")
+        net.hybridize(hybrid)
+        x, y = (nd.array(one, dtype=d) for one, d in zip(arrays, ("float16", "float32")))
+        x.attach_grad()
+        inputs = [x, y][: OF_HALVES[number].__code__.co_argcount - 1]
+        try:
+            with amp.autocast("float32", enabled=enabled), mx.name.NameManager():
+                with autograd.record():
+                    out = net(*inputs)
+                out.backward()
+                found.append([out.asnumpy().tobytes(), x.grad.asnumpy().tobytes(), out.dtype])
+        except mx.MXNetError as error:
+            found.append(str(error).split("[")[0])
+    assert found[0] == found[1]
 
 
 def test_a_dtype_named_by_the_caller_is_announced_as_such(on_machine, caplog):

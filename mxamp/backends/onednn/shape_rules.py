@@ -77,7 +77,7 @@ def _matches(setting: Setting) -> dict[int, Match]:
             match = PASSES.match(call)
             if match is not None and not (i in plain and match[0] in WRITES_BLOCKS):
                 dtypes = dtypes or infer_dtypes(graph, usage)
-                if PASSES.fits(match, graph, node, dtypes):
+                if PASSES.fits(match, call, graph, dtypes):
                     found[i] = match
         if layouts.follows_concat(_running(node, found.get(i)), concats):
             concats.add(i)

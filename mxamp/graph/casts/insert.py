@@ -256,7 +256,7 @@ class _Rewriter:
             ]
         if node.operator == "Cast" and reads[0].dtype in HALVES and made[0].dtype == "float32":
             return [made[0]._replace(source=reads[0])]
-        if plan.op_class != "untouched":
+        if plan.op_class != "untouched" or plan.policy.target_dtype == "float32":
             return made
         # A model fused for bfloat16 computes in it under a float16 policy too, whose lists don't
         # say which operators can read bfloat16.
