@@ -185,6 +185,10 @@ class Backend:
         """
         return NONE
 
+    def leaves_as_is(self, graph: Graph, policy: Policy) -> bool:
+        """Return whether a graph runs as in plain MXNet under `policy`, whatever its inputs."""
+        return policy.target_dtype == "float32" and not policy.changes
+
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
         """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
         return graph

@@ -207,6 +207,12 @@ class ChoosingBackend(Backend):
         choices = Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
         return choices if any(choices) else NONE
 
+    def leaves_as_is(self, graph: Graph, policy: Policy) -> bool:
+        """Return whether a graph runs as in plain MXNet under `policy`, whatever its inputs."""
+        passes = (self.passes.by_operator.get(node.operator, ()) for node in graph.all_nodes)
+        replaced = any(one.name in policy.substitutions for some in passes for one in some)
+        return super().leaves_as_is(graph, policy) and not (replaced or graph.marks)
+
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
         """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
         if not choices:

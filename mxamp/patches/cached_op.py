@@ -318,6 +318,8 @@ class PolicyCachedOp:
         args, output = block._in_format, block._out_format
         #: The number of arguments if they and the output are arrays, not lists of arrays.
         self.arrays = len(args) if [*args, output] == [0] * (len(args) + 1) else None
+        #: The policy of the last call, and whether it leaves calls without gradients to MXNet.
+        self._idle: tuple[Policy | None, bool] = None, False
         #: What selected a device's last op, the op, and objects whose ids must stay valid: by the
         #: id of the first parameter's array there.
         self._last: dict[int, tuple[Any, _Op, Any]] = {}
@@ -368,7 +370,10 @@ class PolicyCachedOp:
         """Return a call's policy, and whether it holds in the graph's regions and losses only."""
         policy = self._own_policy or current_policy()
         if policy is not None:
-            return policy, False
+            if policy is not self._idle[0]:
+                idle = backend_of(policy.device).leaves_as_is(self.variants.graph, policy)
+                self._idle = policy, idle and not self._own_policy
+            return (None if self._idle[1] and not autograd.is_recording() else policy), False
         if self._marks:
             policy = policy_for_regions(self._marks)
         return policy or (_records_under_policy() if self._scales else None), True
