@@ -95,36 +95,30 @@ def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
 def nodes_of_plain_layout(graph: Graph) -> frozenset[int]:
     """Return the indexes of nodes whose output a blocked layout would make unreadable.
 
-    An RNN, a softmax or a slice reads it, or the program gets it from a convolution. Operators that
-    work in place keep the layout of their input, whatever their kernel.
+    An RNN, a softmax or a slice reads it, or the program gets it from a graph with convolutions.
+    Operators that work in place keep the layout of their input, whatever their kernel.
     """
-    blocked: set[int] = set()
-    for i, node in enumerate(graph.nodes):
-        follows = _may_keep_layout(node) and any(source in blocked for source, _ in node.inputs)
-        if node.operator in CONVOLUTIONS or follows:
-            blocked.add(i)
-    heads = blocked.intersection(i for i, _ in graph.heads)
-    needs_plain = with_trait("reads_plain_layout")
-    return _nodes_before(graph.nodes, needs_plain, _may_keep_layout, heads)
+    ends_layout = with_trait("leaves_blocks") | with_trait("spreads_infinity")
 
+    def keeps(node: Node) -> bool:
+        return not node.is_variable and node.operator not in ends_layout
 
-def _may_keep_layout(node: Node) -> bool:
-    """Return whether the output of a node may be in the blocked layout of an input."""
-    is_new = node.operator in with_trait("leaves_blocks") | with_trait("spreads_infinity")
-    return not (node.is_variable or is_new)
+    has_blocks = any(node.operator in CONVOLUTIONS for node in graph.nodes)
+    heads = {i for i, _ in graph.heads if has_blocks}
+    return _nodes_before(graph.nodes, with_trait("reads_plain_layout"), keeps, heads)
 
 
 def _nodes_before(
     nodes: Sequence[Node],
     ends: AbstractSet[str],
-    passes: Callable[[Node], bool],
-    found: AbstractSet[int] = frozenset(),
+    keeps: Callable[[Node], bool],
+    heads: AbstractSet[int] = frozenset(),
 ) -> frozenset[int]:
-    """Return `found` and the indexes of nodes that read into `ends`, by `passes`."""
-    reaching = {*found}
+    """Return `heads` and the indexes of nodes that operators in `ends` read, also by `keeps`."""
+    reaching = {*heads}
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
-        if node.operator in ends or (i in reaching and passes(node)):
+        if node.operator in ends or (i in reaching and keeps(node)):
             reaching.update(source for source, _ in node.inputs)
     return frozenset(reaching)
 
