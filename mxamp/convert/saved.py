@@ -20,7 +20,14 @@ from mxnet.ndarray.ndarray import NDArray
 from mxnet.symbol import Symbol
 
 from ..errors import ArgumentError, closest
-from ..framework.files import NOT_THE_SAME, check_file_path, checksum, left_beside, replaced_files
+from ..framework.files import (
+    NOT_THE_SAME,
+    check_file_path,
+    checksum,
+    left_beside,
+    locked,
+    replaced_files,
+)
 from ..framework.machine import dtype_name
 from ..framework.wording import shortened
 from ..graph.ir import Graph
@@ -136,7 +143,8 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 
 def _left_by_kills(path: Path) -> str:
     """Return a hint for an error message: files that killed conversions left beside `path`."""
-    left = left_beside(path) if path.parent.is_dir() else []
+    with locked(path):  # other conversions set files aside for a moment
+        left = left_beside(path) if path.parent.is_dir() else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
 
 
@@ -218,6 +226,9 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
         logger.warning(NUMPY_BFLOAT16, files[0])
 
     def check_content(written: Sequence[Path]) -> None:
+        for path in files:
+            if not force and (path.exists() or left_beside(path)):
+                raise ArgumentError(IS_THERE.format(path=str(path)))
         checksum(written[1])  # reads the file from the disk, not from the cache
         try:
             found = _read_symbol(written[0]), *_read_params(written[1])
@@ -227,9 +238,6 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
             raise OSError(NOT_THE_SAME)
 
     with replaced_files(files, check_content) as (symbol_file, params_file):
-        for path in files:
-            if not force and (path.exists() or left_beside(path)):
-                raise ArgumentError(IS_THERE.format(path=str(path)))
         try:
             model[0].save(str(symbol_file), remove_amp_cast=False)
             mx.nd.save(str(params_file), content)

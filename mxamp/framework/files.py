@@ -1,5 +1,6 @@
 """Atomic file writes: a crash or a full disk leaves the old files whole, or the new ones."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -13,13 +14,9 @@ from ..errors import ArgumentError, WriteError
 
 #: Beside a file, the names of a new and an old one end in these and in ids of thread and process.
 _NEW, _OLD = ".mxamp-new-", ".mxamp-old-"
-_BLOCK = 2**20
 #: Seconds: a temporary file that has not changed for so long is a killed process's.
 _ORPHANED = 3600
 
-A_FOLDER = "{path!r} is a folder: give the name of a file"
-NO_FOLDER = "there is no folder {path!r}: create it, or choose another path"
-NOT_WRITTEN = "{path!r} can't be written ({why}); an existing file is unchanged"
 NOT_THE_SAME = "the content read back differs from the content written"
 
 
@@ -30,8 +27,7 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
     """
 
     def check_content(written: List[Path]) -> None:
-        size, checked = written[0].stat().st_size, checksum(written[0])
-        if (size, checked) != (len(content), zlib.crc32(content)):
+        if checksum(written[0]) != zlib.crc32(content):
             raise OSError(NOT_THE_SAME)
 
     with replaced_files([path], check_content) as (temporary,):
@@ -47,7 +43,8 @@ def replaced_files(
     Before the replacement, the temporary files are synced to the disk and `check` reads them back.
     The targets of symbolic links are replaced, and the modes of the old files kept. Several old
     files are set aside first, `paths[0]` before the others, and the new `paths[0]` comes last: who
-    opens that first finds the old files, none, or the new ones.
+    opens that first finds the old files, none, or the new ones. From `check` on, the folders are
+    locked: of several processes that write the same files, one after the other replaces all.
     What killed processes have left is removed once the new files are complete.
     Raises `WriteError` on failure, and leaves `paths` as they were; raises `ArgumentError` if one
     can't be the name of a file.
@@ -55,7 +52,7 @@ def replaced_files(
     for path in paths:
         check_file_path(path)
     places = [Path(os.path.realpath(path)) for path in paths]
-    written = [_beside(place, _NEW) for place in places]
+    written = [_temporary(place, _NEW) for place in places]
     with wrap_write_errors(paths[0]):
         try:
             yield written
@@ -63,25 +60,46 @@ def replaced_files(
                 if place.exists():
                     shutil.copymode(place, temporary)
                 sync_to_disk(temporary)
-            check(written)
-            _replace_all(written, places)
+            with locked(*places) as folders:
+                check(written)
+                _replace_all(written, places)
+                with suppress(OSError):  # the files are in place, and whole after a crash too
+                    for folder in folders:
+                        os.fsync(folder)
+                    for place in places:
+                        for old in left_beside(place):
+                            old.unlink()
+                        for temporary in left_beside(place, _NEW):
+                            if temporary.stat().st_mtime < time.time() - _ORPHANED:
+                                temporary.unlink()
         finally:
             for temporary in written:
                 temporary.unlink(missing_ok=True)
-    with suppress(OSError):  # the files are in place, and whole after a crash too
-        for place in places:
-            sync_to_disk(place.parent)
-            for old in left_beside(place):
-                old.unlink()
-            for temporary in left_beside(place, _NEW):
-                if temporary.stat().st_mtime < time.time() - _ORPHANED:
-                    temporary.unlink()
+
+
+@contextmanager
+def locked(*paths: Path) -> Iterator[List[int]]:
+    """Context manager that locks the folders of `paths`, once no other process has locked them.
+
+    Yields file descriptors of the folders. A folder that can't be locked, as in some network file
+    systems, does not raise.
+    """
+    folders: List[int] = []
+    try:
+        with suppress(OSError):
+            for folder in sorted({path.parent for path in paths}):
+                folders.append(os.open(folder, os.O_RDONLY))
+                fcntl.flock(folders[-1], fcntl.LOCK_EX)
+        yield folders
+    finally:
+        for descriptor in folders:
+            os.close(descriptor)
 
 
 def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
     """Move the `written` files to `places`, setting several old ones aside; undo on an error."""
-    old = [place for place in places if place.exists()] if len(places) > 1 else []
-    moves = [*((place, _beside(place, _OLD)) for place in old), *reversed([*zip(written, places)])]
+    aside = [(one, _temporary(one, _OLD)) for one in places if len(places) > 1 and one.exists()]
+    moves = [*aside, *reversed([*zip(written, places)])]
     done: List[Tuple[Path, Path]] = []
     try:
         for source, target in moves:
@@ -96,9 +114,9 @@ def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
 def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
     """Return, sorted, the old or new files that killed writes of `path` left in its folder.
 
-    An old file may be the only copy.
+    An old file may be the only copy. Within `locked(path)`, no file is one of a running process.
     """
-    start = f".{path.name}{kind}"
+    start = _beside(path, kind)
     return sorted(one for one in path.parent.iterdir() if one.name.startswith(start))
 
 
@@ -110,8 +128,8 @@ def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
     except WriteError:
         raise
     except OSError as error:
-        why = error.strerror or str(error)
-        raise WriteError(NOT_WRITTEN.format(path=os.fspath(path), why=why)) from error
+        why = f"({error.strerror or error}); an existing file is unchanged"
+        raise WriteError(f"{os.fspath(path)!r} can't be written {why}") from error
 
 
 def check_file_path(path: Union[str, Path]) -> None:
@@ -119,9 +137,9 @@ def check_file_path(path: Union[str, Path]) -> None:
     place = Path(os.path.realpath(path))
     with wrap_write_errors(path):
         if place.is_dir():
-            raise ArgumentError(A_FOLDER.format(path=os.fspath(path)))
+            raise ArgumentError(f"{os.fspath(path)!r} is a folder: give the name of a file")
         if not place.parent.is_dir():
-            raise ArgumentError(NO_FOLDER.format(path=str(place.parent)))
+            raise ArgumentError(f"there is no folder {str(place.parent)!r}: create it")
 
 
 def check_writable(path: Union[str, Path]) -> None:
@@ -130,7 +148,7 @@ def check_writable(path: Union[str, Path]) -> None:
     Call it before a long computation, which would otherwise fail at its end.
     """
     check_file_path(path)
-    temporary = _beside(Path(os.path.realpath(path)), _NEW)
+    temporary = _temporary(Path(os.path.realpath(path)), _NEW)
     with wrap_write_errors(path):
         temporary.touch()
         temporary.unlink()
@@ -139,22 +157,26 @@ def check_writable(path: Union[str, Path]) -> None:
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file, read from the disk rather than the cache if possible."""
     with open(path, "rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = 0
-        while block := file.read(_BLOCK):
+        while block := file.read(2**20):
             found = zlib.crc32(block, found)
         return found
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Flush a file to the disk (fsync)."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
-def _beside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}{kind}{threading.get_ident()}-{os.getpid()}")
+def _beside(path: Path, kind: str) -> str:
+    """Return the start of the names of temporary files of one `kind` beside `path`."""
+    name = os.fsencode(path.name)
+    # File systems allow 255 bytes, and the ids of the process and thread follow.
+    short = path.name if len(name) <= 200 else f"{zlib.crc32(name):08x}"  # noqa: PLR2004
+    return f".{short}{kind}"
+
+
+def _temporary(path: Path, kind: str) -> Path:
+    return path.with_name(f"{_beside(path, kind)}{threading.get_ident()}-{os.getpid()}")

@@ -9,7 +9,13 @@ import pytest
 import mxamp as amp
 from helpers import randn
 from mxamp.framework import files
-from mxamp.framework.files import check_writable, write_file
+from mxamp.framework.files import (
+    check_writable,
+    left_beside,
+    locked,
+    replaced_files,
+    write_file,
+)
 from training import setup
 
 NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="fc")
@@ -175,6 +181,51 @@ def test_models_are_not_written_to_a_prefix_without_a_name(folder, out, monkeypa
 def test_names_that_no_file_can_have(folder, name, error, words):
     with pytest.raises(error, match=words):
         write_file(folder / name, b"")
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\N{SNOWMAN}" * 85, "n" * 200, "n" * 201])
+def test_names_as_long_as_the_file_system_allows(folder, name):
+    check_writable(folder / name)
+    write_file(folder / name, b"new")
+    assert (folder / name).read_bytes() == b"new"
+    nothing_left(folder, [name])
+
+
+def test_models_of_long_names_replace_their_own_files(folder):
+    save_model(folder.parent)
+    names = [letter * 240 for letter in "ab"]
+    for name in (*names, names[0]):
+        amp.convert_files(
+            folder.parent / "model", folder / name, target_dtype="bfloat16", force=True
+        )
+    nothing_left(
+        folder, [f"{name}{end}" for name in names for end in ("-symbol.json", "-0000.params")]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_processes_replace_files_one_after_the_other(folder):
+    """Each writes its own number to two files, and never finds another's set aside."""
+    paths, children = [folder / "a", folder / "b"], []
+    for number in range(4):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                for _ in range(50):
+                    with replaced_files(paths, lambda _: None) as written:
+                        for path in written:
+                            path.write_text(str(number))
+                    with locked(paths[0]):
+                        texts = {path.read_text() for path in paths}
+                        assert len(texts) == 1
+                        assert not left_beside(paths[0])
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    nothing_left(folder, ["a", "b"])
 
 
 def test_orphans_are_removed_after_an_hour(folder):
