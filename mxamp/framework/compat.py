@@ -24,22 +24,12 @@ MXNET = "1.9.1"
 # The tested versions of NumPy, as in setup.cfg.
 NUMPY_FROM, NUMPY_BELOW = "1.17", "2.6"
 
-FAILED_BEFORE = (
-    "the import of MXNet has failed in this process before, and MXNet can't be imported twice. "
-    "Start a new process, with `import mxamp` above the first `import mxnet`."
-)
+FAILED_BEFORE = "MXNet's import has failed: start a new process, with `import mxamp` first"
 BROKEN = "MXNet can't be imported: {error}. mxamp needs 1.9.1; `mxamp doctor` says what to do."
-WRONG_NUMPY = (
-    f"NumPy {{}} is installed, but MXNet needs {NUMPY_FROM} or later, below {NUMPY_BELOW}: "
-    f'pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
-)
+WRONG_NUMPY = f'NumPy {{}} is not for MXNet: pip install "numpy>={NUMPY_FROM},<{NUMPY_BELOW}"'
 WRONG_MXNET = (
-    f"MXNet {{}} is installed, but mxamp needs MXNet {MXNET}: pip install mxnet=={MXNET}, or for "
-    f"NVIDIA GPUs pip install mxnet-cu112=={MXNET}"
-)
-NOT_INSTALLED = (
-    "MXNet is not installed. Install mxamp with one of its extras: mxamp[cpu] for "
-    f"mxnet=={MXNET}, mxamp[cu112] for mxnet-cu112=={MXNET}."
+    f"MXNet {{}}, but mxamp needs MXNet {MXNET}: pip install mxnet=={MXNET}, or for NVIDIA GPUs "
+    f"pip install mxnet-cu112=={MXNET}. `mxamp doctor` says what else this machine needs."
 )
 
 
@@ -52,7 +42,7 @@ def import_mxnet() -> types.ModuleType:
     mxnet = sys.modules.get("mxnet") or _first_import()
     # A stand-in module may have no version.
     if getattr(mxnet, "__version__", MXNET) != MXNET:
-        raise InstallError(WRONG_MXNET.format(mxnet.__version__))
+        raise InstallError(WRONG_MXNET.format(f"{mxnet.__version__} is installed"))
     _restore_packing(sys.modules["numpy"], sys.modules.get("mxnet.recordio"))
     return mxnet
 
@@ -62,7 +52,7 @@ def _first_import() -> types.ModuleType:
     if any(name.startswith("mxnet.") for name in sys.modules):
         raise InstallError(FAILED_BEFORE)
     if importlib.util.find_spec("mxnet") is None:
-        raise InstallError(NOT_INSTALLED)
+        raise InstallError(WRONG_MXNET.format("is not installed"))
     prepare_import()
     with warnings.catch_warnings():
         # Warnings about NumPy and distutils in MXNet's own code.

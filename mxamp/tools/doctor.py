@@ -31,13 +31,15 @@ _IMPORT_SECONDS, _GPU_SECONDS = 60, 10
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 #: Names of the environment variables to report: those of MXNet, oneDNN, OpenMP and CUDA.
 _VARIABLES = re.compile(r"(MXNET|DNNL|MKLDNN)_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES")
+#: No index has mxamp: its extras are installed from a clone or from a wheel.
+_CU112 = f'pip install ".[cu112]" in a clone, or "mxamp-{__version__}-py3-none-any.whl[cu112]"'
 #: Advice by a part of the message of the failed import; the first part found counts.
 _IMPORT_ADVICE = {
-    "cannot open shared object": 'install the CUDA libraries: pip install "mxamp[cu112]"',
+    "cannot open shared object": f"install the CUDA libraries: {_CU112}",
     "Invalid Parameter format": "set that environment variable to such a value, or unset it",
     "longer than": "run mxamp doctor again when the machine is idle; check nvidia-smi",
     # MXNet's metadata asks for NumPy below 2, of which there is no wheel for Python 3.13.
-    "": 'pip install "mxamp[cpu]" in a new virtual environment; on Python 3.13 '
+    "": f"pip install mxnet=={MXNET} in a new virtual environment; on Python 3.13 "
     f"pip install --no-deps mxnet=={MXNET} && pip install requests",
 }
 #: Patterns of harmful values of variables, and their effect; from MXNet 1.9.1's sources.
@@ -105,7 +107,7 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Diagnosis]:
     automatic = automatic_value()
     if automatic and "mxamp_startup" not in sys.modules:
         what = f"{AUTOMATIC}={automatic} has no effect: Python did not load mxamp's start-up hook"
-        yield Diagnosis(PROBLEM, what, "pip install mxamp in this Python, or use `mxamp run`")
+        yield Diagnosis(PROBLEM, what, "pip install . in a clone, or use `mxamp run`")
 
 
 def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
@@ -121,7 +123,7 @@ def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
             yield Diagnosis(PROBLEM if cuda else NOTE, what, advice)
         elif wheels and not cuda:
             what = f"{name} is not used: the installed MXNet is a CPU build"
-            yield Diagnosis(PROBLEM, what, 'pip uninstall mxnet && pip install "mxamp[cu112]"')
+            yield Diagnosis(PROBLEM, what, f"pip uninstall mxnet && {_CU112}")
 
 
 def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Diagnosis]:

@@ -72,8 +72,8 @@ def test_nothing_is_found_where_nothing_is_wrong(install, changes):
 @pytest.mark.parametrize(
     "changes, level, what, advice",
     [
-        ({"error": "MXNet is not installed"}, PROBLEM, "MXNet can't be imported: MXNet is not installed", "mxamp[cpu]"),
-        ({"error": "libcudnn.so.8: cannot open shared object file"}, PROBLEM, "libcudnn", "mxamp[cu112]"),
+        ({"error": "MXNet is not installed"}, PROBLEM, "MXNet can't be imported: MXNet is not installed", "pip install mxnet==1.9.1"),
+        ({"error": "libcudnn.so.8: cannot open shared object file"}, PROBLEM, "libcudnn", 'pip install ".[cu112]" in a clone'),
         ({"error": "Invalid Parameter format for X expect int"}, PROBLEM, "X", "unset it"),
         ({"error": "it took longer than 60 s"}, PROBLEM, "60 s", "nvidia-smi"),
         ({**ON_T4, "wheels": {**CPU_BUILD, **CUDA_BUILD}}, PROBLEM, "mxnet and mxnet-cu112", "uninstall"),
