@@ -1,5 +1,6 @@
 """Gluon blocks: the graph of a block, and a new block around a converted graph."""
 
+import inspect
 import logging
 import warnings
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
@@ -23,12 +24,12 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from .options import Options
 from .outputs import error_reason
-from .saved import files_to_write, write_model
+from .saved import check_prefix, model_files, write_model
 from .symbols import Converted
 
 NOT_RUN = "block {name!r} has no graph yet: hybridize it and run it once, or give example_inputs"
 NO_EXAMPLE = "example_inputs must be an NDArray, or the arguments of one call, not {given}"
-NOT_ON_EXAMPLE = "block {name!r} does not run on a call with arrays of shape {shapes}: {why}"
+NOT_ON_EXAMPLE = "block {name!r} ({takes}) does not run on a call with arrays of shape {shapes}"
 OVERRIDES = "block {name!r} overrides forward, which can't be traced: convert the blocks inside it"
 FROZEN = "block %r was converted with cast_optional_params or fuse: it does not train %s"
 
@@ -133,8 +134,11 @@ def _example_error(block: HybridBlock, arguments: Tuple[Any, ...], error: Except
     if is_call and not type(block).forward.__module__.startswith("mxnet."):
         return ArgumentError(OVERRIDES.format(name=block.name))
     arrays = [one for one in _flatten(arguments, "input")[0] if one is not None]
-    shapes, why = " and ".join(str(array.shape) for array in arrays), error_reason(error)
-    return ArgumentError(NOT_ON_EXAMPLE.format(name=block.name, shapes=shapes, why=why))
+    shapes = " and ".join(str(array.shape) for array in arrays)
+    named = [*inspect.signature(block.hybrid_forward).parameters][1:]  # after F
+    takes = ", ".join(name for name in named if name not in block._reg_params)
+    message = NOT_ON_EXAMPLE.format(name=block.name, takes=takes, shapes=shapes)
+    return ArgumentError(f"{message}: {error_reason(error)}")
 
 
 def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
@@ -224,7 +228,8 @@ class ConvertedBlock(SymbolBlock):
         symbol = self._cached_graph[1]
         values = {n: _cpu_value(p).as_nd_ndarray() for n, p in self.collect_params().items()}
         auxs = {name: values.pop(name) for name in symbol.list_auxiliary_states()}
-        write_model((symbol, values, auxs), files_to_write(path, epoch))
+        check_prefix(path)
+        write_model((symbol, values, auxs), model_files(path, epoch))
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
         """Return the parameters by the names that `save_parameters` and `load_parameters` use.

@@ -129,7 +129,6 @@ def convert_files(
                 original = converted_model(model, Options.of("float32", input_dtypes=input_dtypes))
             errors = compare_models(original, runnable, check_inputs)
             check_errors(errors, tolerance, KEEP_MORE if policy.lowers else ALL_WIDE)
-        before = sum(path.stat().st_size for path in read)
         write_model(converted, written, force)
-    after = sum(path.stat().st_size for path in written)
+    before, after = (sum(path.stat().st_size for path in files) for files in (read, written))
     return ConvertedFiles(*written, before, after, errors)

@@ -29,7 +29,9 @@ from ..framework.files import (
     replaced_files,
 )
 from ..framework.machine import dtype_name
+from ..framework.operators import resolve
 from ..framework.wording import shortened
+from ..graph.inspect import shapes_for_any_data
 from ..graph.ir import Graph
 from .outputs import Model, error_reason
 
@@ -45,17 +47,18 @@ _SYMBOL = "-symbol.json"
 _MAGIC, _NUMPY_ARRAY = slice(24, 28), (0xF993FACA).to_bytes(4, "little")
 
 _MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.(onnx|json|params|toml))$")
-# The names that Gluon and Symbol give to the parameters of a node, after the node's name.
-_PARAM_SUFFIX = re.compile(r"_(weight|bias|gamma|beta|parameters|\w+_(mean|var|weight|bias))$")
+#: Inputs of operators that are parameters, where the variable's name ends as the input's.
+_PARAMS = frozenset({"weight", "bias", "gamma", "beta", "parameters"})
 
 NOT_A_PREFIX = "{path!r} is a file: the prefix of its model is {prefix!r} (`policy` takes policies)"
+IS_ONNX = "{path!r} is an ONNX file: give a model that MXNet saved (export-onnx compares the two)"
 LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
 NUMPY_BFLOAT16 = "%s: under npx.set_np(), use it within mx.util.np_array(False), np_shape(True)"
 SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
 IS_THERE = "{path!r} is there already: give another `out`, or overwrite it with `force=True`"
 NO_PARAMS = "{path!r} can't be read as parameters: {why}"
 NO_NAMES = "its arrays are not named arg:... or aux:..., as block.export and save_checkpoint do"
-OTHER_PARAMS = "the parameters in {params!r} are not those of {symbol!r}, which reads {names} too"
+UNREAD = "%r holds %s, which the model does not read: SymbolBlock.imports and Module.load refuse it"
 
 
 def model_files(prefix: Prefix, epoch: int) -> Files:
@@ -66,22 +69,13 @@ def model_files(prefix: Prefix, epoch: int) -> Files:
     return Path(name + _SYMBOL), Path(f"{name}-{operator.index(epoch):04d}.params")
 
 
-def files_to_write(out: Prefix, epoch: int) -> Files:
-    """Return the paths to save a model to; raise if `out` is the name of a file."""
-    check_prefix(out)
-    files = model_files(out, epoch)
-    left = _left_by_kills(files[0])
-    if left:
-        logger.warning("%s%s", files[0], left)
-    return files
-
-
 def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> Files:
-    """Return the paths to write for `out`; raise if a file exists or is the source model's.
+    """Return the paths to write for `out`; raise if a file exists or is one of `read`.
 
     Existing files raise without `force` only.
     """
-    written = files_to_write(out, epoch)
+    check_prefix(out)
+    written = model_files(out, epoch)
     for path in written:
         check_file_path(path)
         if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
@@ -95,7 +89,8 @@ def check_prefix(prefix: Prefix) -> None:
     """Raise if a model's prefix is the name of one of its files."""
     match = _MODEL_FILE.match(os.fspath(prefix))
     if match is not None:
-        raise ArgumentError(NOT_A_PREFIX.format(path=os.fspath(prefix), prefix=match[1]))
+        message = IS_ONNX if match[3] == "onnx" else NOT_A_PREFIX
+        raise ArgumentError(message.format(path=match[0], prefix=match[1]))
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
@@ -188,28 +183,32 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
 
 
 def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
-    """Raise if `params` lacks parameters that the symbol needs, or has none of its inputs."""
-    read = set(symbol.list_inputs())
-    missing = sorted(_certain_param_names(symbol) - params.keys())
-    if missing or (params and not params.keys() & read):
-        names = shortened(missing or sorted(read))
-        message = OTHER_PARAMS.format(params=str(files[1]), symbol=str(files[0]), names=names)
-        raise ArgumentError(message + _left_by_kills(files[0]))
+    """Raise if `params` lacks parameters that the symbol needs, or has some of other shapes."""
+    graph, read, wrong = Graph.from_symbol(symbol), set(symbol.list_inputs()), ""
+    missing = _certain_param_names(graph).union(symbol.list_auxiliary_states()) - params.keys()
+    unread = sorted(params.keys() - read)
+    for name, fitting in shapes_for_any_data(graph, params.keys()).items():
+        shape = params[name].shape
+        if len(shape) != len(fitting) or any(b not in (0, a) for a, b in zip(shape, fitting)):
+            sizes = " x ".join(str(size or "any") for size in fitting)
+            wrong = f"holds {name!r} of shape {shape}, which has to be {sizes} in"
+    if missing or (unread and len(unread) == len(params)):
+        wrong = f"lacks {shortened(sorted(missing or read))} of"
+    if wrong:
+        hint = f"use the files that were saved together{_left_by_kills(files[0])}"
+        raise ArgumentError(f"{str(files[1])!r} {wrong} {str(files[0])!r}: {hint}")
+    if unread:
+        logger.warning(UNREAD, str(files[1]), shortened(unread))
 
 
-def _certain_param_names(symbol: Symbol) -> Set[str]:
-    """Return the names of inputs that can't be data: auxiliary states, and `NODE_weight` etc.
-
-    MXNet calls the inputs of node "fc" fc_weight and fc_bias; Gluon's node is called fc_fwd.
-    """
-    graph = Graph.from_symbol(symbol)
-    found = set(symbol.list_auxiliary_states())
+def _certain_param_names(graph: Graph) -> Set[str]:
+    """Return the names of variables that can't be data: those of Gluon, and `fc_weight` etc."""
+    found = {one.name for one in graph.variables if "__lr_mult__" in one.attrs}
     for node in graph.nodes:
-        name = node.name[:-4] if node.name.endswith("_fwd") else node.name
-        for source, _ in node.inputs[1:]:
+        inputs = () if node.is_variable else resolve(node.op).inputs
+        for (source, _), name in zip(node.inputs, inputs):
             variable = graph.nodes[source]
-            suffix = _PARAM_SUFFIX.search(variable.name)
-            if variable.is_variable and suffix and variable.name[: suffix.start()] == name:
+            if variable.is_variable and name in _PARAMS and variable.name.endswith(f"_{name}"):
                 found.add(variable.name)
     return found
 
@@ -219,9 +218,8 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
 
     Without `force`, raises `ArgumentError` if a file exists. Raises `WriteError` if writing fails.
     """
-    content = {
-        f"{kind}:{n}": a for kind, one in zip(("arg", "aux"), model[1:]) for n, a in one.items()
-    }
+    content = {f"arg:{name}": array for name, array in model[1].items()}
+    content.update({f"aux:{name}": array for name, array in model[2].items()})
     if mx.util.is_np_shape() and "bfloat16" in {dtype_name(a.dtype) for a in content.values()}:
         logger.warning(NUMPY_BFLOAT16, files[0])
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from math import prod
-from typing import Mapping, NamedTuple, Sequence
+from typing import Collection, Mapping, NamedTuple, Sequence
+
+from mxnet.base import MXNetError
 
 from . import ir
 from .ir import CASTS, Graph, Node, Output, Shape, Usage, emulated_dtype
@@ -111,3 +114,28 @@ def tensors_of(
     types = inferred[1] if inferred is not None else ("float32",) * len(entries)
     known = ir.infer_shapes(graph, shapes)
     return {entry: TensorType(dtype, known[entry]) for entry, dtype in zip(entries, types)}
+
+
+def shapes_for_any_data(graph: Graph, params: Collection[str]) -> dict[str, Shape]:
+    """Return the shapes that `params` must have whatever the sizes and the rank of the data.
+
+    In a shape 0 stands for any size. MXNet's own inference of unknown sizes is of no use: it takes
+    them for -1, and multiplies them. So it runs on several sizes, and shapes that differ between
+    those depend on the data.
+    """
+    later = {graph.nodes[i].name for node in graph.nodes for i, _ in node.inputs[1:]}
+    data = set(graph.input_names) - later - set(params)  # operators read labels second
+    symbol, found = graph.to_symbol(), None
+    names = [*symbol.list_arguments(), *symbol.list_auxiliary_states()]
+    for rank in range(1, 6):
+        with suppress(MXNetError):
+            known = [dict.fromkeys(data, (size,) * rank) for size in (960, 1920)]
+            for arguments, _, states in [symbol.infer_shape_partial(**one) for one in known]:
+                new = [tuple(shape or ()) for shape in (*arguments, *states)]
+                found = list(map(_common_sizes, found or new, new))
+    return {name: shape for name, shape in zip(names, found or ()) if shape and name in params}
+
+
+def _common_sizes(first: Shape, second: Shape) -> Shape:
+    same_rank = len(first) == len(second)
+    return tuple(a if a == b > 0 else 0 for a, b in zip(first, second)) if same_rank else ()

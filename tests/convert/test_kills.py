@@ -24,8 +24,8 @@ import mxnet as mx
 version, folder = float(sys.argv[1]), sys.argv[2]
 symbol, params = mx.sym.var("data"), {}
 for i in range(8):
-    symbol = mx.sym.FullyConnected(symbol, num_hidden=1024, no_bias=True, name=f"layer{i}")
-    params[f"layer{i}_weight"] = mx.nd.full((1024, 256), version)
+    symbol = mx.sym.FullyConnected(symbol, num_hidden=512, no_bias=True, name=f"layer{i}")
+    params[f"layer{i}_weight"] = mx.nd.full((512, 512), version)
 mx.model.save_checkpoint(f"{folder}/source", 0, symbol * version, params, {})
 options = {"target_dtype": "bfloat16", "force": True}
 mx.nd.waitall()

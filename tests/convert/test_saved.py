@@ -103,8 +103,65 @@ def test_parameters_of_another_model_are_refused(folder):
     load_model(folder / "m")
     del args["fc_weight"]
     mx.model.save_checkpoint(str(folder / "m"), 0, symbol, args, auxs)
-    with pytest.raises(amp.ArgumentError, match="reads fc_weight too"):
+    with pytest.raises(amp.ArgumentError, match="lacks fc_weight of"):
         load_model(folder / "m")
+
+
+def gluon_model(path):
+    """Save a small convolutional net; return the content of its parameter file."""
+    net = gluon.nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(gluon.nn.Conv2D(8, 3), gluon.nn.BatchNorm(), gluon.nn.GlobalAvgPool2D())
+        net.add(gluon.nn.Dense(6), gluon.nn.Dense(2))
+    net.initialize()
+    net.hybridize()
+    net(randn(1, 3, 8, 8))
+    net.export(str(path))
+    return mx.nd.load(f"{path}-0000.params")
+
+
+@pytest.mark.parametrize("name, shape, wanted", [
+    ("arg:net_conv0_weight", (8, 3, 5, 5), "8 x any x 3 x 3"), ("arg:net_conv0_bias", (9,), "8"),
+    ("arg:net_batchnorm0_gamma", (4,), "8"), ("aux:net_batchnorm0_running_var", (16,), "8"),
+    ("arg:net_dense0_weight", (6, 9), "6 x 8"), ("arg:net_dense1_weight", (2, 5), "2 x 6"),
+    ("arg:net_dense1_bias", (3,), "2"), ("arg:net_dense0_weight", (6, 8, 1), "6 x 8"),
+])  # fmt: skip
+def test_a_parameter_of_another_shape_is_refused(name, shape, wanted, folder):
+    params = gluon_model(folder / "m")
+    load_model(folder / "m")
+    mx.nd.save(str(folder / "m-0000.params"), {**params, name: mx.nd.ones(shape)})
+    with pytest.raises(amp.ArgumentError) as raised:
+        amp.convert_files(folder / "m", folder / "out", **BFLOAT16)
+    assert f"holds {name[4:]!r} of shape {shape}, which has to be {wanted} in" in str(raised.value)
+    assert sorted(os.listdir(folder)) == ["m-0000.params", "m-symbol.json"]
+
+
+def test_a_parameter_that_lacks_or_that_nothing_reads(folder, caplog):
+    params = gluon_model(folder / "m")
+    mx.nd.save(str(folder / "m-0000.params"), {**params, "arg:head_weight": mx.nd.ones(2)})
+    load_model(folder / "m")
+    assert "m-0000.params' holds head_weight, which the model does not read" in caplog.text
+    for name in params:
+        rest = {other: array for other, array in params.items() if other != name}
+        mx.nd.save(str(folder / "m-0000.params"), rest)
+        with pytest.raises(amp.ArgumentError, match=f"lacks {name[4:]} of '.*m-symbol.json'"):
+            load_model(folder / "m")
+
+
+@pytest.mark.parametrize("net, data", [
+    (gluon.rnn.LSTM(4, input_size=3), (5, 2, 3)),
+    (gluon.nn.Dense(4, flatten=False), (2, 5, 3)),
+    (gluon.nn.Conv1D(4, 3, layout="NCW"), (2, 3, 9)),
+    (gluon.nn.Embedding(7, 4), (2, 5)),
+    (gluon.nn.LayerNorm(), (2, 5, 3)),
+    (gluon.nn.PReLU(), (2, 3)),
+], ids=repr)  # fmt: skip
+def test_parameters_of_any_layer_fit(net, data, folder):
+    net.initialize()
+    net.hybridize()
+    net(mx.nd.ones(data))
+    net.export(str(folder / "m"))
+    load_model(folder / "m")
 
 
 # ---------------------------------------------------------------------- errors amid
