@@ -101,9 +101,8 @@ def _from_start(c: OnnxCall) -> None:  # MXNet's translations take no axis from 
     c.attrs["axis"] = str(*(k % len(c.shape) for k in parse_integers(c.attrs["axis"]))) or "None"
 
 
-def _like(
-    c: OnnxCall,
-) -> object:  # MXNet's translations of slice_like and broadcast_like fail in OpenVINO
+def _like(c: OnnxCall) -> object:
+    # MXNet's translations of slice_like and broadcast_like fail in OpenVINO.
     every = range(len(c.shape))
     axes = [[*(parse_integers(v) or every)] for k, v in c.attrs.items() if k.endswith("axes")]
     sizes = c("Gather", c("Shape", c.names[1]), axes[-1])
@@ -235,11 +234,14 @@ def _cross_attention(c: OnnxCall) -> object:
     return c("Reshape", c("Einsum", weights, read, equation="bhqk,kbhs->qbhs"), [0, 0, -1])
 
 
+#: Outputs of models for training that return their first input, and which MXNet does not export.
+_OUTPUTS = ("LinearRegressionOutput", "MAERegressionOutput", "SVMOutput", "make_loss")
 #: Translations in place of MXNet's. Those that return None correct the call for MXNet's.
 _CORRECTIONS: Dict[str, Callable[[OnnxCall], Any]] = {
     "BatchNorm": _batch_norm, "_contrib_SyncBatchNorm": _batch_norm, "LeakyReLU": _leaky_relu,
     "L2Normalization": _l2_normalization, "RNN": _rnn, "Reshape": _reshape,
     "erf": lambda c: c("Erf", *c.names), "SoftmaxActivation": _softmax, "SoftmaxOutput": _softmax,
+    **dict.fromkeys(_OUTPUTS, lambda c: c("Identity", c.names[0])),
     "_contrib_box_nms": _box_nms, "slice_like": _like, "broadcast_like": _like,
     "_contrib_interleaved_matmul_encdec_qk": _cross_attention, "_contrib_arange_like": _from_start,
     "_contrib_interleaved_matmul_encdec_valatt": _cross_attention, "_split_v2": _from_start,

@@ -269,6 +269,20 @@ def test_bad_inputs_are_one_clear_sentence(inputs, words, runtime, tmp_path):
         amp.export_onnx(RELU, tmp_path / "m.onnx", inputs)
 
 
+@pytest.mark.parametrize("output", [
+    "LinearRegressionOutput", "MAERegressionOutput", "LogisticRegressionOutput", "SVMOutput",
+    "SoftmaxOutput", "MakeLoss", "make_loss", "BlockGrad",
+])  # fmt: skip
+def test_outputs_for_training_are_exported_as_in_inference(output, export):
+    scores = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
+    labels = [S.var("label")] if output.endswith("Output") else []
+    symbol = getattr(S, output)(scores, *labels, name="out")
+    errors, _ = export(
+        (symbol, {"fc_weight": randn(4, 3), "fc_bias": randn(4)}, {}), {"data": randn(2, 3)}
+    )
+    assert worst(errors) < 1e-6
+
+
 def test_all_operators_that_cannot_be_exported_are_named(runtime, tmp_path):
     x = S.contrib.fft(S.sum(S.var("data"), axis=0, exclude=True, keepdims=True))
     x = S.contrib.fft(S.contrib.AdaptiveAvgPooling2D(x, output_size=3))
