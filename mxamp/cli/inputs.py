@@ -40,7 +40,9 @@ class NamedInput(click.ParamType):
             return name, _load_numpy(text, np.ndarray)
         sizes = text.split(",")
         if not (name and all(size.strip().isdecimal() and int(size) for size in sizes)):
-            self.fail(f"{value!r} is no NAME:1,3,8,8 (sizes from 1), nor NAME:FILE.npy", param, ctx)
+            name = name if text else "data"
+            hint = f"write sizes from 1 as {name}:1,3,8,8, or a file as {name}:values.npy"
+            self.fail(f"{value!r} has neither a shape nor a file: {hint}", param, ctx)
         return name, tuple(map(int, sizes))
 
 
@@ -53,7 +55,7 @@ class NamedDtype(click.ParamType):
         """Return the input's name and dtype."""
         name, _, dtype = value.partition(":")
         if not (name and dtype):
-            self.fail(f"{value!r} is not NAME:DTYPE, such as index:int64", param)
+            self.fail(f"{value!r} has no dtype: write {name or 'data'}:int64", param, ctx)
         return name, checked_dtype(name, dtype)
 
 
@@ -123,7 +125,8 @@ def _load_numpy(path: str, kind: type) -> Any:
             found = np.load(file)
             found = found if isinstance(found, np.ndarray) else dict(found)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ArgumentError(f"{path!r} can't be read as numbers of NumPy: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ArgumentError(f"{path!r} can't be read as numbers of NumPy: {why}") from None
     if not isinstance(found, kind):
         raise ArgumentError(f"--input takes .npy files, and --data .npz files, not {path!r}")
     return found

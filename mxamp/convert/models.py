@@ -6,7 +6,7 @@ returns the dtypes of the original. The symbol, block and dictionaries that were
 
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Iterable, Mapping, Optional, Tuple
 
 from mxnet.context import Context, current_context
 from mxnet.gluon import HybridBlock, SymbolBlock
@@ -23,8 +23,8 @@ from ..policy.policy import Policy
 from ..policy.targets import DEFAULT_TARGET
 from .blocks import ConvertedBlock, Examples, trace
 from .options import Options
-from .outputs import Model, checked_model
-from .symbols import Converted, Params, convert
+from .outputs import Model, checked_model, inferred_shapes
+from .symbols import Params, convert
 
 #: The arguments of a BucketingModule that its attributes hold.
 _MODULE_OPTIONS = signature(BucketingModule).parameters.keys() - {"logger"}
@@ -233,7 +233,10 @@ def convert_hybrid_block(
         raise ArgumentError(f"ctx must be a Context, or a list of them, not {shown(ctx)}")
     traced = trace(block, example_inputs)
     options = replace(options, input_dtypes=traced.input_dtypes(input_dtypes))
-    converted = convert(traced.symbol, options, traced.param_values())
+    values = traced.param_values()
+    if traced.example_shapes:  # raises where they don't fit
+        inferred_shapes(traced.symbol, values, traced.example_shapes)
+    converted = convert(traced.symbol, options, values)
     return ConvertedBlock(traced, converted, options, contexts)
 
 
@@ -284,8 +287,15 @@ def convert_bucketing_module(
         raise StateError(NOT_BOUND)
     options = Options.of(**locals())
     args, auxs = bucketing_mod.get_params()
-    buckets = _converted_buckets(bucketing_mod, options, {**args, **auxs})
     values = {**args, **auxs}
+    symbols = {key: bucket._symbol for key, bucket in bucketing_mod._buckets.items()}
+    buckets = {key: convert(symbol, options, values) for key, symbol in symbols.items()}
+    # All buckets share their parameters in one dtype.
+    narrowed = [frozenset(one.narrowed) for one in buckets.values()]
+    not_common = frozenset.union(*narrowed) - frozenset.intersection(*narrowed)
+    if not_common:
+        options = replace(options, not_offline=not_common)
+        buckets = {key: convert(symbol, options, values) for key, symbol in symbols.items()}
     for one in buckets.values():  # each has new values only for the parameters that it reads
         values.update({n: one.params[n] for n in one.source.input_names if n in one.params})
     return BucketingModule.load_dict(
@@ -295,17 +305,3 @@ def convert_bucketing_module(
         logger=bucketing_mod.logger,
         **{name: getattr(bucketing_mod, f"_{name}") for name in _MODULE_OPTIONS},
     )
-
-
-def _converted_buckets(
-    module: BucketingModule, options: Options, params: Mapping[str, NDArray]
-) -> Dict[Any, Converted]:
-    """Return each bucket's symbol converted, by bucket key; all share parameters in one dtype."""
-    symbols = {key: bucket._symbol for key, bucket in module._buckets.items()}
-    buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
-    common = set.intersection(*(set(one.narrowed) for one in buckets.values()))
-    not_common = frozenset(name for one in buckets.values() for name in one.narrowed) - common
-    if not_common:
-        options = replace(options, not_offline=not_common)
-        buckets = {key: convert(symbol, options, params) for key, symbol in symbols.items()}
-    return buckets

@@ -3,8 +3,7 @@
 import logging
 import math
 import re
-from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet import nd
@@ -28,14 +27,15 @@ from .options import check_mapping, check_names, checked_dtype, checked_shapes, 
 
 logger = logging.getLogger("mxamp")
 
-Model = Tuple[Symbol, Mapping[str, NDArray], Mapping[str, NDArray]]
+Arrays = Mapping[str, NDArray]
+Model = Tuple[Symbol, Arrays, Arrays]
 
 NO_MODEL = "a saved model must be (symbol, arg_params, aux_params) with NDArrays, not {given}"
-NO_SHAPES = "the shapes of the inputs {inputs} can't be inferred: give them (--input NAME:1,3)"
+NO_SHAPES = "the shapes of {inputs} can't be inferred: give each, as --input {first}:1,3,224,224"
 NO_FIT = "inputs of the shapes {shapes} do not fit the model and its parameters: {why}"
 ALL_ZERO = "every value of output %r of the original is 0: its error says little; give other inputs"
-NOT_ORIGINAL = "the original does not run on inputs of these shapes and dtypes: {why}"
-NOT_HERE = "the other model does not run on these inputs here (one for GPUs needs a GPU): {why}"
+NOT_RUN = "the model does not run on {inputs}: {why}"
+NOT_HERE = "the other model does not run here (one for GPUs needs a GPU): {why}"
 NO_VALUES = "input {name!r} must be an array of numbers, not {given}: mx.nd.zeros(sizes) makes one"
 NOT_FINITE = "input {name!r} is NaN, infinity or beyond float32 in {elements}: give finite values"
 #: The time and source location in front of the reason in a line of an MXNet error.
@@ -71,8 +71,7 @@ class Distance:
             self.maximum = max(self.maximum, float(abs(difference).max()))
 
 
-@dataclass(frozen=True)
-class OutputError:
+class OutputError(NamedTuple):
     """The error of one output of a model against another model's: see `compare_models`."""
 
     name: str
@@ -131,19 +130,12 @@ def compare_models(
     ctx = ctx or current_context()
     with suspended():
         given = {name: finite_input(name, value) for name, value in inputs.items()}
-    try:
-        expected = run_model(model, given, ctx)
-    except MXNetError as error:
-        raise ArgumentError(NOT_ORIGINAL.format(why=error_reason(error))) from None
+    expected = run_model(model, given, ctx)
     try:
         measured = run_model(other, given, ctx)
-    except MXNetError as error:
-        raise StateError(NOT_HERE.format(why=error_reason(error))) from None
-    names = model[0].list_outputs()
-    for name, output in zip(names, expected):
-        if output.size and not output.any():
-            logger.warning(ALL_ZERO, name)
-    return tuple(map(output_error, names, expected, measured))
+    except ArgumentError as error:
+        raise StateError(NOT_HERE.format(why=error)) from None
+    return tuple(map(output_error, model[0].list_outputs(), expected, measured))
 
 
 def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> None:
@@ -162,6 +154,8 @@ def output_error(name: str, reference: Values, measured: Values) -> OutputError:
     distance.add(name, reference, measured)
     if reference.size and not np.isfinite(reference).any():
         raise ArgumentError(f"the original gives only NaN or infinity in output {name!r}")
+    if reference.size and not reference.any():
+        logger.warning(ALL_ZERO, name)
     same_argmax = None
     if reference.ndim == 2 and reference.shape[1] > 1:  # noqa: PLR2004
         same_argmax = float((reference.argmax(1) == measured.argmax(1)).mean())
@@ -169,40 +163,53 @@ def output_error(name: str, reference: Values, measured: Values) -> OutputError:
     return OutputError(name, reference.shape, *measures)
 
 
-def run_model(model: Model, inputs: Mapping[str, NDArray], ctx: Context) -> Sequence[Any]:
-    """Run a model without mxamp; return its outputs as float32 NumPy arrays."""
+def run_model(model: Model, inputs: Arrays, ctx: Context) -> Sequence[Any]:
+    """Run a model without mxamp; return its outputs as float32 NumPy arrays.
+
+    Raises `ArgumentError` if it does not run on `inputs`.
+    """
     symbol, args, auxs = checked_model(model)
     declared, names = Graph.from_symbol(symbol).recorded_dtypes, symbol.list_inputs()
-    values = {**args, **auxs}
+    values, read = {**args, **auxs}, {}
     dtypes = resolved_dtypes(symbol, values)
     with suspended():
         for name in inputs.keys() & set(names):
             array = inputs[name]
             # Indices of an Embedding may be integers, where MXNet infers float32.
             is_cast = name in declared or "float" in dtype_name(array.dtype)
-            values[name] = cast(array, dtypes[name]) if is_cast else array
-        values.update(zeros_for_missing(symbol, values))
-        # Not bound: an executor would fuse operators, differently in each model.
-        outputs = CachedOp(symbol)(*(values[name].as_in_context(ctx) for name in names))
-        return [cast(output, "float32").asnumpy() for output in as_list(outputs)]
+            read[name] = cast(array, dtypes[name]) if is_cast else array
+        values.update({**read, **zeros_for_missing(symbol, values, read)})
+        try:
+            # Not bound: an executor would fuse operators, differently in each model.
+            outputs = CachedOp(symbol)(*(values[name].as_in_context(ctx) for name in names))
+            return [cast(output, "float32").asnumpy() for output in as_list(outputs)]
+        except MXNetError as error:
+            given = ", ".join(f"{name!r}: {shown(array)}" for name, array in inputs.items())
+            raise ArgumentError(NOT_RUN.format(inputs=given, why=error_reason(error))) from None
 
 
-def zeros_for_missing(symbol: Symbol, values: Mapping[str, NDArray]) -> Dict[str, NDArray]:
+def zeros_for_missing(symbol: Symbol, params: Arrays, inputs: Arrays) -> Dict[str, NDArray]:
     """Return zeros for inputs without a value, such as labels; raise if not inferable."""
-    missing = [name for name in symbol.list_inputs() if name not in values]
-    known = {name: array.shape for name, array in values.items()}
-    shapes = _inferred_shapes(symbol, known) if missing else {}
+    shapes = inferred_shapes(symbol, params, {name: array.shape for name, array in inputs.items()})
+    missing = [one for one in symbol.list_inputs() if one not in params and one not in inputs]
     unknown = [name for name in missing if name not in shapes]
     if unknown:
         raise ArgumentError(f"inputs without a value: {', '.join(unknown)}")
     return {name: nd.zeros(shapes[name]) for name in missing}
 
 
-def _inferred_shapes(symbol: Symbol, known: Mapping[str, Sequence[int]]) -> Dict[str, Shape]:
-    """Return the `known` shapes of a symbol's arguments and those that MXNet infers from them."""
+def inferred_shapes(symbol: Symbol, params: Arrays, inputs: Mapping[str, Any]) -> Dict[str, Shape]:
+    """Return the shapes of a symbol's arguments that follow from its parameters and `inputs`.
+
+    Raises if the shapes of `inputs` do not fit the model.
+    """
     arguments = symbol.list_arguments()
-    known = {name: shape for name, shape in known.items() if name in arguments}
-    shapes = symbol.infer_shape_partial(**known)[0]
+    known = {**{name: array.shape for name, array in params.items()}, **inputs}
+    try:
+        given = {name: known[name] for name in arguments if name in known}
+        shapes = symbol.infer_shape_partial(**given)[0]
+    except MXNetError as error:
+        raise ArgumentError(NO_FIT.format(shapes=inputs, why=error_reason(error))) from None
     return {n: shape for n, shape in zip(arguments, shapes or ()) if shape and min(shape) > 0}
 
 
@@ -248,14 +255,10 @@ def random_inputs(
     shapes, dtypes = checked_shapes("shapes", shapes), dict(dtypes or {})
     names = [name for name in symbol.list_inputs() if name not in args and name not in auxs]
     check_names([*shapes, *dtypes], names, "input")
-    try:
-        params = {name: array.shape for name, array in args.items()}
-        found = {**_inferred_shapes(symbol, {**params, **shapes}), **shapes}
-    except MXNetError as error:
-        raise ArgumentError(NO_FIT.format(shapes=shapes, why=error_reason(error))) from None
+    found = {**inferred_shapes(symbol, args, shapes), **shapes}
     missing = [name for name in names if name not in found]
     if missing:
-        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(missing)))
+        raise ArgumentError(NO_SHAPES.format(inputs=", ".join(missing), first=missing[0]))
     random, bounds = np.random.RandomState(seed), _bounds(symbol, found)
     result = {}
     for name in names:
@@ -268,22 +271,19 @@ def random_inputs(
     return result
 
 
-def _bounds(symbol: Symbol, shapes: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, int]]:
+def _bounds(symbol: Symbol, shapes: Mapping[str, Shape]) -> Dict[str, Tuple[int, int]]:
     """Return the range, end excluded, of inputs that are indices or lengths.
 
     MXNet's sequence operators write outside of their arrays for lengths beyond the data's.
     """
     graph = Graph.from_symbol(symbol)
-    tensors = tensors_of(
-        graph, dict.fromkeys(shapes, "float32"), {name: tuple(one) for name, one in shapes.items()}
-    )
+    tensors = tensors_of(graph, dict.fromkeys(shapes, "float32"), shapes)
     bounds: Dict[str, Tuple[int, int]] = {}
     for node in graph.nodes:
+        uses_lengths = is_true(node.attrs.get("use_sequence_length", "0"))
         if node.operator == "Embedding":
             source, bound = node.inputs[0], (0, int(node.attrs["input_dim"]))
-        elif node.operator in with_trait("reads_lengths") and is_true(
-            node.attrs.get("use_sequence_length", "0")
-        ):
+        elif uses_lengths and node.operator in with_trait("reads_lengths"):
             shape, axis = tensors[node.inputs[0]].shape, int(node.attrs.get("axis", "0"))
             source, bound = node.inputs[1], (1, shape[axis] + 1 if shape else 2)
         else:
@@ -326,6 +326,7 @@ def finite_input(name: str, value: object) -> NDArray:
 
 def error_reason(error: Exception) -> str:
     """Return the line of an MXNet error's message that says what failed."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = getattr(error, "strerror", None) or str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]
     return _WHERE.sub("", (wanted or lines or ["unknown"])[-1]).rstrip(".")

@@ -10,8 +10,8 @@ from mxnet.gluon import Block, HybridBlock
 
 from ..convert import outputs
 from ..convert.blocks import trace
-from ..convert.models import convert_model
-from ..convert.options import check_names
+from ..convert.models import converted_model
+from ..convert.options import Options, check_names
 from ..convert.outputs import Model, OutputError
 from ..errors import ArgumentError, InstallError, StateError
 from ..framework.arrays import cast
@@ -26,7 +26,8 @@ from ..policy.active import suspended
 from .debugging.measured import Data, arrays_in
 from .onnx_operators import IR_VERSION, OPSET, OnnxCall, translate
 
-MISSING = '{name} is not installed: pip install "mxamp[onnx]", or for OpenVINO "mxamp[openvino]"'
+#: The versions that setup.cfg has.
+_VERSIONS = {"onnx": ">=1.13,<1.18", "onnxruntime": ">=1.16,<1.20", "openvino": ">=2024.4,<2027"}
 NO_INPUTS = "inputs must be arrays by name, or of a call, as mx.nd.zeros(sizes), not {given}"
 NOT_EXPORTED = "these operators can't be exported, and nothing was written: {operators}"
 NOT_RUN = "ONNX Runtime can't run the model, and nothing was written: {why}"
@@ -96,7 +97,8 @@ def packages(*names: str) -> List[Any]:
     try:
         return [import_module(name) for name in names]
     except ImportError as error:
-        raise InstallError(MISSING.format(name=error.name)) from None
+        needed = " ".join(f'"{name}{_VERSIONS[name]}"' for name in names)
+        raise InstallError(f"{error.name} is not installed: pip install {needed}") from None
 
 
 def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params], List[str]]:
@@ -111,7 +113,7 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
     names: List[str] = []
     if is_block:
         model, calls, names = _saved_block(model, calls)
-    wide = convert_model(*outputs.checked_model(model), target_dtype="float32")
+    wide = converted_model(outputs.checked_model(model), Options.of("float32", notes=False))
     return wide, [_float32_inputs(wide, one) for one in calls], names
 
 
@@ -119,7 +121,7 @@ def _saved_block(
     block: Block, calls: Sequence[Any]
 ) -> Tuple[Model, List[Mapping[str, Any]], List[str]]:
     """Return a block as a saved model, its calls as inputs by name, and its arguments' names."""
-    traced = trace(block, None if isinstance(calls[0], Mapping) else calls[0])
+    traced, *_ = [trace(block, None if isinstance(x, Mapping) else x) for x in calls]
     params, used = traced.param_values(), traced.symbol.list_inputs()
     auxs = {name: params.pop(name) for name in traced.symbol.list_auxiliary_states()}
     names = [one.name for one in traced.inputs]
@@ -133,9 +135,8 @@ def _float32_inputs(model: Model, call: Mapping[str, Any]) -> Params:
     params = {**model[1], **model[2]}
     check_names([*call], [n for n in model[0].list_inputs() if n not in params], "input")
     given = {name: outputs.finite_input(name, value) for name, value in call.items()}
-    floats = {n: a for n, a in given.items() if dtype_name(a.dtype) in FLOATS}
-    given.update({name: cast(array, "float32") for name, array in floats.items()})
-    return {**given, **outputs.zeros_for_missing(model[0], {**params, **given})}
+    given.update({n: cast(a, "float32") for n, a in given.items() if dtype_name(a.dtype) in FLOATS})
+    return {**given, **outputs.zeros_for_missing(model[0], params, given)}
 
 
 def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
@@ -202,6 +203,7 @@ def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
 
 def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -> List[OutputError]:
     """Return the errors of ONNX Runtime's outputs; raise if an error is too large."""
+    expected = outputs.run_model(model, given, mx.cpu())
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only: MXNet's translations write unused constants
     try:
@@ -210,7 +212,6 @@ def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -
         measured = [output.astype(np.float32) for output in session.run(None, fed)]
     except Exception as error:  # ONNX Runtime's errors have no common class
         raise StateError(NOT_RUN.format(why=" ".join(str(error).split()))) from error
-    expected = outputs.run_model(model, given, mx.cpu())
     errors = list(map(outputs.output_error, model[0].list_outputs(), expected, measured))
     outputs.check_errors(errors, 0.01, "With `check=False` it is written all the same")
     return errors

@@ -269,6 +269,30 @@ def test_bad_inputs_are_one_clear_sentence(inputs, words, runtime, tmp_path):
         amp.export_onnx(RELU, tmp_path / "m.onnx", inputs)
 
 
+CONVOLUTION = S.Convolution(S.var("data"), kernel=(3, 3), num_filter=2, no_bias=True, name="conv")
+
+
+@pytest.mark.parametrize("shape, dtype", [
+    ((3, 8, 8), "float32"), ((1, 1, 3, 8, 8), "float32"), ((1, 4, 8, 8), "float32"), ((1, 3, 8, 8), "int64"),
+])  # fmt: skip
+@pytest.mark.parametrize("first", [True, False])
+def test_inputs_that_do_not_fit_are_named(shape, dtype, first, runtime, tmp_path):
+    calls = [{"data": nd.ones(shape, dtype=dtype)}, {"data": nd.ones((1, 3, 8, 8))}]
+    with pytest.raises(amp.ArgumentError) as found:
+        model = CONVOLUTION, {"conv_weight": nd.ones((2, 3, 3, 3))}, {}
+        amp.export_onnx(model, tmp_path / "m.onnx", calls if first else calls[::-1])
+    assert "'data'" in str(found.value) and str(shape) in str(found.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_block_takes_no_more_arrays_than_it_has_arguments(runtime, tmp_path):
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    calls = [nd.ones((1, 3)), (nd.ones((1, 3)), nd.ones((1, 3)))]
+    with pytest.raises(amp.ArgumentError, match=r"block 'dense\d+' \(x\) does not run"):
+        amp.export_onnx(net, tmp_path / "m.onnx", calls)
+
+
 @pytest.mark.parametrize("output", [
     "LinearRegressionOutput", "MAERegressionOutput", "LogisticRegressionOutput", "SVMOutput",
     "SoftmaxOutput", "MakeLoss", "make_loss", "BlockGrad",
@@ -286,12 +310,12 @@ def test_outputs_for_training_are_exported_as_in_inference(output, export):
 def test_all_operators_that_cannot_be_exported_are_named(runtime, tmp_path):
     x = S.contrib.fft(S.sum(S.var("data"), axis=0, exclude=True, keepdims=True))
     x = S.contrib.fft(S.contrib.AdaptiveAvgPooling2D(x, output_size=3))
-    x = S.reshape(x, shape=(-4, 1, -1, -2), reverse=True)
-    x = S.contrib.box_nms(x, in_format="center")[0]
+    x = S.reshape(x, shape=(-2, -1, 1, -4), reverse=True)
     ones = {"data": nd.ones((2, 4, 5, 6)), "g": nd.ones(6), "b": nd.ones(6)}
     given = S.var("data"), S.var("g"), S.var("b")
     resized = S.contrib.BilinearResize2D(given[0], height=2, width=2, align_corners=False)
-    x = S.Group([x, resized, S.LayerNorm(*given, output_mean_var=True)[1] + 1])
+    boxes = S.contrib.box_nms(given[0], in_format="center")[0]
+    x = S.Group([x, boxes, resized, S.LayerNorm(*given, output_mean_var=True)[1] + 1])
     with pytest.raises(amp.ArgumentError) as found:
         amp.export_onnx((x, {}, {}), tmp_path / "m.onnx", ones)
     text = str(found.value)

@@ -82,7 +82,7 @@ def block_of(model: Model, batches: Iterable[Batch]) -> tuple[SymbolBlock, Itera
         if not isinstance(by_name, Mapping):
             raise ArgumentError("the inputs of a saved model are given by name, as a dict")
         known = {name: array for name, array in by_name.items() if name in names}
-        known.update(zeros_for_missing(symbol, {**values, **known}))
+        known.update(zeros_for_missing(symbol, values, known))
         return Batch(tuple(known[name] for name in names), batch.label)
 
     return block, map(ordered, batches)
