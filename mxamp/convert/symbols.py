@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -12,11 +12,10 @@ from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.arrays import cast, copy, float32_parts
 from ..framework.machine import dtype_name
-from ..framework.wording import counted, shown
+from ..framework.wording import counted, shortened, shown
 from ..graph.casts.insert import rewrite
 from ..graph.casts.offline import (
     cast_offline,
-    count_range_errors,
     names_cast_to,
     with_copies_before_casts,
     with_merged_variables,
@@ -30,17 +29,17 @@ from ..policy.active import suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
 from .options import Options, check_names, name_list, resolved_dtypes, with_excluded_layers
+from .outputs import Distance
 
 logger = logging.getLogger("mxamp")
 
 Params = Dict[str, NDArray]
 
-LOSSY = "%s of %r become infinity in %s, and %s zero: name the layer %r in `excluded_sym_names`"
+LOSSY = "in %s, values of %s become infinity or too inexact: name %s in `excluded_sym_names`"
+#: The relative error of an array's cast that is worth a warning: rounding gives 0.0005.
+_LOSS = 0.01
 AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
-FUSED_FLOAT16 = (
-    "a fused model can't become float16: oneDNN's fused operators have no float16 kernel. Convert "
-    "the model as it was before `fuse`, or this one to float32"
-)
+FUSED_FLOAT16 = "a fused model can't become float16: convert the model as it was before `fuse`"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
 
@@ -83,9 +82,7 @@ class Converted(NamedTuple):
 
 
 @collector_paused()
-def convert(
-    symbol: Symbol, options: Options, params: Optional[Mapping[str, NDArray]] = None
-) -> Converted:
+def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -> Converted:
     """Convert a symbol as `options` say: alone or, given `params`, as the graph of a model.
 
     With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
@@ -100,38 +97,7 @@ def convert(
     if params is None:
         data = name_list("data_names", options.data_names)
         check_names(data, graph.input_names, "input")
-    graph, values, dtypes, policy = _float32_source(symbol, graph, policy, options, params)
-    shapes = {name: array.shape for name, array in values.items()}
-    # Parameters are cast offline where asked for, and data where `keep_io_types` allows it.
-    uncast = {*options.not_offline, *(data if options.keep_io_types else ())}
-    if not (options.cast_optional_params or options.fuse):
-        uncast.update(name for name in graph.input_names if name not in data)
-    offline = frozenset(graph.input_names) - uncast
-    usage = Usage(dtypes, shapes, offline=offline, restore=options.keep_io_types, converting=True)
-    new = rewrite(graph, policy, usage).graph
-    lowered = names_cast_to(new, policy.target_dtype)
-    new, narrowed = cast_offline(with_recorded_dtypes(new, dtypes), uncast, policy.target_dtype)
-    dtypes = {**dtypes, **narrowed}
-    _warn_of_bad_values(values, graph, lowered, narrowed, policy.target_dtype)
-    warn_of_speed(policy, of_model=True)
-    if not options.fuse:
-        new = with_copies_before_casts(new, dtypes)
-    written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
-    taken = {name: dtype for name, dtype in dtypes.items() if name in data}
-    return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
-
-
-def _float32_source(
-    symbol: Symbol,
-    graph: Graph,
-    policy: Policy,
-    options: Options,
-    params: Optional[Mapping[str, NDArray]],
-) -> Tuple[Graph, Params, Dict[str, str], Policy]:
-    """Return a symbol's graph with half precision widened, fused if asked for, before casts.
-
-    Also returns the values and the dtypes of its inputs, and the policy for the fused graph.
-    """
+    # The graph without casts: half precision is widened, and operators are fused if asked for.
     values = dict(params or {})
     dtypes = resolved_dtypes(symbol, values, options.input_dtypes)
     graph, variables, _ = widened_for(graph, policy, dtypes, params, options.keep_io_types)
@@ -141,7 +107,29 @@ def _float32_source(
         graph, values, policy = backend_of(policy.device).fuse(graph, values, policy)
     elif policy.lowers and not has_halves(graph, dtypes):
         backend_of(policy.device).check_fused(graph, policy)
-    return graph, values, dtypes, policy
+    shapes = {name: array.shape for name, array in values.items()}
+    uncast = _uncast(graph, data, options)
+    offline = frozenset(graph.input_names) - uncast
+    usage = Usage(dtypes, shapes, offline=offline, restore=options.keep_io_types, converting=True)
+    new = rewrite(graph, policy, usage).graph
+    lowered = names_cast_to(new, policy.target_dtype)
+    new, narrowed = cast_offline(with_recorded_dtypes(new, dtypes), uncast, policy.target_dtype)
+    dtypes = {**dtypes, **narrowed}
+    _warn_of_bad_values(values, graph, lowered | narrowed.keys(), policy.target_dtype)
+    warn_of_speed(policy, of_model=True)
+    if not options.fuse:
+        new = with_copies_before_casts(new, dtypes)
+    written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
+    taken = {name: dtype for name, dtype in dtypes.items() if name in data}
+    return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
+
+
+def _uncast(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
+    """Return the inputs that keep their dtype: parameters and data, unless `options` say not."""
+    kept = {*options.not_offline, *(data if options.keep_io_types else ())}
+    if not (options.cast_optional_params or options.fuse):
+        kept.update(name for name in graph.input_names if name not in data)
+    return kept
 
 
 def widened_for(
@@ -180,14 +168,10 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
     return {**params, **lowered}
 
 
-def _warn_of_bad_values(
-    params: Params, graph: Graph, lowered: Collection[str], offline: Collection[str], dtype: str
-) -> None:
-    """Log the parameters with NaN or Inf, and the `lowered` ones that lose values in `dtype`.
-
-    Of values that become 0, only those cast `offline` are logged, and few of them do not warn.
-    """
+def _warn_of_bad_values(params: Params, graph: Graph, lowered: Collection[str], dtype: str) -> None:
+    """Log the parameters with NaN or Inf, and the `lowered` ones that lose values in `dtype`."""
     readers = {graph.nodes[i].name: node.name for node in graph.nodes for i, _ in node.inputs}
+    lossy = []
     with suspended():
         for name, array in params.items():
             if dtype_name(array.dtype) not in CASTABLE or array.stype != "default":
@@ -195,10 +179,11 @@ def _warn_of_bad_values(
             bad = sum(int((~np.isfinite(values)).sum()) for values in float32_parts(array))
             if bad:
                 logger.warning(NOT_FINITE, name, counted(bad, "value"), array.size)
-            if name in lowered or name in offline:
-                over, vanished = count_range_errors(array, cast(copy(array), dtype))
-                if over or (vanished and name in offline):
-                    values, layer = counted(over, "finite value"), readers.get(name, name)
-                    many = over or vanished > array.size // 1000
-                    level = logging.WARNING if many else logging.INFO
-                    logger.log(level, LOSSY, values, name, dtype, vanished, layer)
+            if name in lowered:
+                error = Distance()
+                for pair in zip(float32_parts(array), float32_parts(cast(copy(array), dtype))):
+                    error.add(name, *pair)
+                lossy += [name] if error.lost or error.relative > _LOSS else []
+    if lossy:
+        layers = dict.fromkeys(repr(readers.get(name, name)) for name in lossy)
+        logger.warning(LOSSY, dtype, shortened(lossy), ", ".join(layers))

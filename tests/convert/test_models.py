@@ -40,7 +40,7 @@ def test_a_converted_model_computes_what_autocast_does(dtype, make, offline):
 @pytest.mark.parametrize("value, words", [
     (float("nan"), "parameter 'fc_weight' of the model holds 2 values of NaN or infinity, among 2000"),
     (65519.0, None),
-    (65520.0, "2 finite values of 'fc_weight' become infinity in float16, and 0 zero: name the layer 'fc' in"),
+    (65520.0, "in float16, values of fc_weight become infinity or too inexact: name 'fc' in"),
     (1e-9, None),
 ])  # fmt: skip
 def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
@@ -55,6 +55,33 @@ def test_values_that_are_not_finite_are_named(value, words, offline, caplog):
     kept = amp.convert_model(net, params, {}, policy=GPU, excluded_sym_names=["fc"])
     assert ("fc_weight" in caplog.text) == bool(np.isnan(value))
     assert kind(kept[1]["fc_weight"]) == "float32"
+
+
+@pytest.mark.parametrize(
+    "scale, is_lossy", [(1e-9, True), (1e-7, True), (1e-3, False), (1e6, True)]
+)
+def test_one_line_names_the_parameters_that_lose_values(scale, is_lossy, caplog):
+    """Values that become 0 beside larger ones lose nothing."""
+    net, params = mx.sym.var("data"), {}
+    for name in "abc":
+        net = mx.sym.FullyConnected(net, num_hidden=4, no_bias=True, name=name)
+        weight = np.random.RandomState(0).randn(4, 4) * (scale if name != "b" else 1)
+        weight[0] = 1e-9
+        params[f"{name}_weight"] = nd.array(weight)
+    amp.convert_model(net, params, {}, policy=GPU, cast_optional_params=True)
+    assert len(caplog.records) == is_lossy
+    if is_lossy:
+        assert "values of a_weight, c_weight become" in caplog.text
+        assert "name 'a', 'c' in" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (5,), (1, 1, 5)])
+def test_example_inputs_that_do_not_fit(shape):
+    net = mx.gluon.nn.Dense(4, in_units=3)
+    net.initialize()
+    with pytest.raises(amp.ArgumentError) as found:
+        amp.convert_hybrid_block(net, policy=GPU, example_inputs=nd.ones(shape))
+    assert f"{{'data': {shape}}} do not fit the model" in str(found.value)
 
 
 def symbol(**options):

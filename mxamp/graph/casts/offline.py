@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import AbstractSet, Mapping
 
-import numpy as np
-from mxnet.ndarray.ndarray import NDArray
-
-from ...framework.arrays import float32_parts
 from ...framework.machine import DTYPE_CODES
 from ..edit import Edit, View
 from ..ir import CASTS, ROLE, Graph, Node, Output
@@ -126,12 +122,3 @@ def with_merged_variables(graph: Graph) -> Graph:
             edit.change(kept, attrs={**node.attrs, **edit.node(kept).attrs})
             edit.redirect((i, 0), (kept, 0))
     return edit.applied()
-
-
-def count_range_errors(before: NDArray, after: NDArray) -> tuple[int, int]:
-    """Return how many values a cast turned from finite to infinite, and from nonzero to zero."""
-    overflown = vanished = 0
-    for old, new in zip(float32_parts(before), float32_parts(after)):
-        overflown += int((np.isfinite(old) & np.isinf(new)).sum())
-        vanished += int(((old != 0) & (new == 0)).sum())
-    return overflown, vanished
