@@ -38,6 +38,7 @@ Params = Dict[str, NDArray]
 LOSSY = "in %s, values of %s become infinity or too inexact: name %s in `excluded_sym_names`"
 #: The relative error of an array's cast that is worth a warning: rounding gives 0.0005.
 _LOSS = 0.01
+UNCHANGED = "the model is in float32 already, and stays as it is: `fuse=True` fuses it for CPUs"
 AGAIN = "the model was converted before, and may hold rounded parameters: convert the float32 model"
 FUSED_FLOAT16 = "a fused model can't become float16: convert the model as it was before `fuse`"
 NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
@@ -120,6 +121,8 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     if not options.fuse:
         new = with_copies_before_casts(new, dtypes)
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
+    if options.notes and new.to_json() == Graph.from_symbol(symbol).to_json():
+        logger.warning(UNCHANGED)
     taken = {name: dtype for name, dtype in dtypes.items() if name in data}
     return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
 

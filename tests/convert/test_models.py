@@ -75,6 +75,18 @@ def test_one_line_names_the_parameters_that_lose_values(scale, is_lossy, caplog)
         assert "name 'a', 'c' in" in caplog.text
 
 
+def test_a_float32_model_converted_to_float32_is_said_to_stay_as_it_is(caplog):
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
+    params = {"fc_weight": randn(4, 4)}
+    amp.convert_model(net, params, {}, target_dtype="float32")
+    assert caplog.text.count("is in float32 already, and stays as it is: `fuse=True`") == 1
+    caplog.clear()
+    low = amp.convert_model(net, params, {}, policy=GPU)
+    amp.convert_model(*low, target_dtype="float32")
+    amp.convert_model(net, params, {}, target_dtype="float32", fuse=True)
+    assert "float32 already" not in caplog.text
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (5,), (1, 1, 5)])
 def test_example_inputs_that_do_not_fit(shape):
     net = mx.gluon.nn.Dense(4, in_units=3)
