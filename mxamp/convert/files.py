@@ -121,7 +121,7 @@ def convert_files(
             if policy.device == "gpu" and default_device() == "cpu":
                 # The CPU computes in float32, and rounds to float16 where a GPU computes in it.
                 policy = policy_of(policy.target_dtype, "cpu", policy.changes)
-                options = replace(options, policy=policy)
+                options = replace(options, policy=policy, notes=False)
                 runnable = converted_model(model, options)
             dtypes = resolved_dtypes(model[0], {**model[1], **model[2]}, input_dtypes)
             # MXNet's CPU kernels don't run every half-precision model.

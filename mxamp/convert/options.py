@@ -27,8 +27,8 @@ _LISTS = ("target_dtype_ops", "fp32_ops", "widest_dtype_ops", "conditional_fp32_
 class Options:
     """The arguments of a `convert_*` function, with its operator lists merged into one policy.
 
-    Inputs named in `not_offline` are never cast offline. With `notes`, a conversion that changes
-    nothing is logged.
+    Inputs named in `not_offline` are never cast offline. Without `notes`, nothing is logged about
+    the model's values, or that it stays as it is.
     """
 
     policy: Policy
@@ -39,7 +39,7 @@ class Options:
     fuse: bool = False
     data_names: Names = None
     not_offline: FrozenSet[str] = frozenset()
-    notes: bool = False
+    notes: bool = True
 
     @classmethod
     def of(cls, target_dtype: Dtype, **arguments: Any) -> "Options":
@@ -51,7 +51,6 @@ class Options:
         given = {one.name: arguments[one.name] for one in fields(cls) if one.name in arguments}
         lists, policy = [arguments.get(name) for name in _LISTS], given.get("policy")
         is_float32 = dtype_name(target_dtype) == "float32"
-        given.setdefault("notes", is_float32 and not given.get("fuse"))
         if given.get("keep_io_types") is None:
             given["keep_io_types"] = not is_float32
         if not is_float32:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Sequence, Set, Type
+from typing import Any, Collection, Dict, Mapping, NamedTuple, Optional, Set, Type
 
 import numpy as np
 from mxnet.ndarray.ndarray import NDArray
@@ -94,7 +94,7 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     policy = with_excluded_layers(options.policy, options.excluded_sym_names, graph)
     if policy.lowers and graph.is_converted:
         logger.warning(AGAIN)
-    data: Sequence[str] = [name for name in graph.input_names if name not in (params or {})]
+    data: Collection[str] = set(graph.input_names).difference(params or ())
     if params is None:
         data = name_list("data_names", options.data_names)
         check_names(data, graph.input_names, "input")
@@ -116,23 +116,23 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     lowered = names_cast_to(new, policy.target_dtype)
     new, narrowed = cast_offline(with_recorded_dtypes(new, dtypes), uncast, policy.target_dtype)
     dtypes = {**dtypes, **narrowed}
-    _warn_of_bad_values(values, graph, lowered | narrowed.keys(), policy.target_dtype)
+    noted = values if options.notes else {}
+    _warn_of_bad_values(noted, graph, lowered | narrowed.keys(), policy.target_dtype)
     warn_of_speed(policy, of_model=True)
     if not options.fuse:
         new = with_copies_before_casts(new, dtypes)
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
-    if options.notes and new.to_json() == Graph.from_symbol(symbol).to_json():
+    if options.notes and not policy.lowers and new.to_json() == Graph.from_symbol(symbol).to_json():
         logger.warning(UNCHANGED)
-    taken = {name: dtype for name, dtype in dtypes.items() if name in data}
+    taken = {name: dtypes[name] for name in dtypes.keys() & set(data)}
     return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
 
 
-def _uncast(graph: Graph, data: Sequence[str], options: Options) -> Set[str]:
+def _uncast(graph: Graph, data: Collection[str], options: Options) -> Set[str]:
     """Return the inputs that keep their dtype: parameters and data, unless `options` say not."""
-    kept = {*options.not_offline, *(data if options.keep_io_types else ())}
-    if not (options.cast_optional_params or options.fuse):
-        kept.update(name for name in graph.input_names if name not in data)
-    return kept
+    is_cast = options.cast_optional_params or options.fuse
+    params = () if is_cast else set(graph.input_names).difference(data)
+    return {*options.not_offline, *params, *(data if options.keep_io_types else ())}
 
 
 def widened_for(
@@ -186,7 +186,9 @@ def _warn_of_bad_values(params: Params, graph: Graph, lowered: Collection[str], 
                 error = Distance()
                 for pair in zip(float32_parts(array), float32_parts(cast(copy(array), dtype))):
                     error.add(name, *pair)
-                lossy += [name] if error.lost or error.relative > _LOSS else []
+                # Small biases matter less than the sums that they are added to.
+                is_inexact = error.relative > _LOSS and len(array.shape) > 1
+                lossy += [name] if error.lost or is_inexact else []
     if lossy:
         layers = dict.fromkeys(repr(readers.get(name, name)) for name in lossy)
         logger.warning(LOSSY, dtype, shortened(lossy), ", ".join(layers))
