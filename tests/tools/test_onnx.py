@@ -12,13 +12,13 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 import nets
-from helpers import randn, with_avx512
+from helpers import ROOT, randn, with_avx512
 from mxamp.backends.onednn import cpu
 from mxamp.cli.main import main
 from mxamp.convert.outputs import output_error
 from mxamp.framework import machine
 from mxamp.tools import onnx_operators
-from mxamp.tools.onnx import OpenVINO, float32_model
+from mxamp.tools.onnx import _VERSIONS, OpenVINO, float32_model
 
 ZOO = gluon.model_zoo.vision
 S = mx.sym
@@ -257,6 +257,11 @@ def test_without_its_packages_it_says_what_to_install(name, monkeypatch, tmp_pat
     with pytest.raises(amp.InstallError, match=f"{name} is not installed: pip install"):
         amp.export_onnx(RELU, tmp_path / "x.onnx", {"data": nd.ones(2)})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_versions_to_install_are_those_of_the_extra():
+    extra = (ROOT / "setup.cfg").read_text().partition("\nopenvino =\n")[2].partition("\npaper")[0]
+    assert extra.split() == [f"{name}{version}" for name, version in _VERSIONS.items()]
 
 
 @pytest.mark.parametrize("inputs, words", [
