@@ -55,7 +55,7 @@ class NamedDtype(click.ParamType):
         """Return the input's name and dtype."""
         name, _, dtype = value.partition(":")
         if not (name and dtype):
-            self.fail(f"{value!r} has no dtype: write {name or 'data'}:int64", param, ctx)
+            self.fail(f"{value!r} has no dtype: write {name or 'data'}:int64", param)
         return name, checked_dtype(name, dtype)
 
 
