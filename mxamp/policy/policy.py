@@ -47,6 +47,9 @@ NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not
 BESIDE_LISTS = "a policy contains operator lists: give none beside it, use policy.override"
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
 OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
+NONE_LOW = (
+    "%s has no operator of class low, so none computes in %s: write [[change]], not [[group]]"
+)
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
 
 
@@ -279,6 +282,8 @@ class Policy:
             return
         own, device = Policy.default(self.target_dtype, self.device), self.device.upper()
         low = self.operators("low")
+        if not self.lowers:
+            logger.warning(NONE_LOW, path, self.target_dtype)
         lacking = [one for one in low if own.rule(one).no_kernel and not self.rule(one).no_kernel]
         if lacking:
             logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))

@@ -79,7 +79,8 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
     does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
     low, high = timing.quartiles
     if not low <= 1 <= high and f"{timing.speedup:.2g}" != "1":
-        return f"{does} {timing.speedup:.2g} times as fast{reference}"
+        doubt = " in one round, which is too few" if low == high else ""
+        return f"{does} {timing.speedup:.2g} times as fast{reference}{doubt}"
     if max(1 - low, high - 1) <= 0.05:  # noqa: PLR2004  # a wider spread around 1 is noise
         return f"{does} as fast{reference}"
     return f"{does} {low:.2f} to {high:.2f} times as fast{reference}, too noisy to tell"

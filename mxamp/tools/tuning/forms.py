@@ -354,18 +354,18 @@ def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float
             continue
         progress.info("Timing %s once", form)
         seconds, best = form.mean_seconds(), min(firsts.values(), default=math.inf)
+        form.seconds = [seconds]  # of a form that is given up, and where time is short
         if seconds > max(_HOPELESS * best, _PATIENCE):
             notes.append(GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best))
         else:
             firsts[form] = seconds
     timed, began = [*firsts], time.monotonic()
     if began + 3 * sum(firsts.values()) > ends + 0.5 * max(given, 0):
-        for form in timed:
-            form.seconds = [firsts[form]]  # the first runs have to do
         return timed
     progress.info("Timing %d forms in turns", len(timed))
     for form in timed:
         form.mean_seconds()  # the first run has made the graph, this one makes the memory
+        form.seconds = []
     repeats = max(1, math.ceil(_SHORTEST / timed[0].mean_seconds()))
     for count in range(_MOST):
         now = time.monotonic()

@@ -161,6 +161,7 @@ def report(*speeds, way="fused", first=0):
 @pytest.mark.parametrize("speeds, said", [
     (((1.7, 1.9), (2.0, 2.2)), "trains this model 1.8 times as fast as float32, and runs it 2.1 times as fast."),
     (((0.98, 1.02), (0.8, 1.4)), "trains this model as fast as float32, and runs it 0.80 to 1.40 times as fast, too noisy"),
+    (((1.7, 1.7), (0.8, 0.8)), "trains this model 1.7 times as fast as float32 in one round, which is too few"),
     (((0.5, 0.6), (0.9, 0.95), (0.8, 0.85)), "Run this model in plain MXNet"),
     (((1.7, 1.9), (1.5, 1.6), (2.0, 2.2)),
      "runs it 1.6 times as fast. For serving, convert the model with `fuse=True` and hybridize(static_alloc=True, static_shape=True): "
