@@ -22,8 +22,8 @@ from ..passes import Attributes
 from .fusible import FusionView, float32_array, set_parameter
 from .layouts import BLOCK, COLORS, NORMS, PLANAR_AXES, nodes_with_consumers
 
-#: Pairs of (number of original channels, number of padding channels after them), in order.
-Runs = Tuple[Tuple[int, int], ...]
+#: For each channel in order, whether it is an original one: the others are padding.
+Mask = Tuple[bool, ...]
 
 #: The largest bound allowed: padding channels must stay finite, as zero times infinity is NaN.
 _LARGEST = 1e4
@@ -32,24 +32,19 @@ _LARGEST = 1e4
 class Channels(NamedTuple):
     """The channels of a tensor (axis 1): original ones, with padding channels between or after."""
 
-    runs: Runs
+    mask: Mask
     added_by: frozenset[int] = frozenset()  #: the padded convolutions
     bound: float = 0.0  #: the largest magnitude that a padding channel may have
 
     @property
     def own(self) -> int:
         """The number of the tensor's own channels, without those that padding has added."""
-        return sum(own for own, _ in self.runs)
+        return sum(self.mask)
 
     @property
     def added(self) -> int:
         """The number of channels that padding has added to the tensor."""
-        return sum(added for _, added in self.runs)
-
-    @property
-    def total(self) -> int:
-        """The number of original and padding channels of the tensor."""
-        return self.own + self.added
+        return len(self.mask) - self.own
 
 
 _UNKNOWN = Channels(())
@@ -58,26 +53,16 @@ Inputs = Sequence[Channels]  #: the channels of a node's inputs
 
 def concatenated_channels(parts: Inputs) -> Channels:
     """Return the channels of tensors concatenated along the channel axis."""
-    runs = [parts[0].runs[0]]
-    for own, added in [run for part in parts for run in part.runs][1:]:
-        before, between = runs[-1]
-        if between:
-            runs.append((own, added))
-        else:
-            runs[-1] = (before + own, added)
+    mask = tuple(own for part in parts for own in part.mask)
     added_by: frozenset[int] = frozenset().union(*(part.added_by for part in parts))
-    return Channels(tuple(runs), added_by, max(part.bound for part in parts))
+    return Channels(mask, added_by, max(part.bound for part in parts))
 
 
-def padded_weight(values: Any, axis: int, runs: Runs, fill: float) -> Any:
+def padded_weight(values: Any, axis: int, mask: Mask, fill: float) -> Any:
     """Return a weight with padding channels of value `fill` inserted along `axis`."""
-    sizes = [own + added for own, added in runs]
-    starts = np.cumsum([0, *sizes[:-1]])
-    own = np.concatenate([start + np.arange(count) for (count, _), start in zip(runs, starts)])
-    each = values.shape[axis] // len(own)
-    places = (own[:, None] * each + np.arange(each)).ravel()
+    places = np.repeat(mask, values.shape[axis] // sum(mask))
     shape = list(values.shape)
-    shape[axis] = sum(sizes) * each
+    shape[axis] = len(places)
     result = np.full(shape, fill, values.dtype)
     result[(slice(None),) * axis + (places,)] = values
     return result
@@ -154,9 +139,9 @@ def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
         bound = _ELEMENTWISE[operator](node.attrs, bounds[0])
     else:
         return _UNKNOWN
-    if not bound <= _LARGEST or any(one.runs != first.runs for one in inputs):
+    if not bound <= _LARGEST or any(one.mask != first.mask for one in inputs):
         return _UNKNOWN
-    return concatenated_channels(inputs)._replace(runs=first.runs, bound=bound)
+    return concatenated_channels(inputs)._replace(mask=first.mask, bound=bound)
 
 
 # At most a third more arithmetic: as much as the slower kernels lose, without the reorders.
@@ -193,8 +178,8 @@ class _Padding:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
         self.refused: set[int] = set()  #: more convolutions to leave unpadded
         self._channels: dict[Output, Channels] = defaultdict(lambda: _UNKNOWN)
-        # Axis, runs of channels and fill value, by index of the variable.
-        self._paddings: dict[int, list[tuple[int, Runs, float]]] = {}
+        # Axis, mask of channels and fill value, by index of the variable.
+        self._paddings: dict[int, list[tuple[int, Mask, float]]] = {}
         self._attrs: dict[int, dict[str, str]] = {}
         self._sliced_inputs: set[tuple[int, int]] = set()  # (node, position)
         # The nodes that only dense layers read as data, directly or through a Flatten.
@@ -240,7 +225,7 @@ class _Padding:
         inputs = [self._channels[output] for output in node.inputs]
         channels_after = self._CHANNELS_AFTER.get(node.operator, _Padding._channels_after_other)
         outputs = channels_after(self, i, node, inputs)
-        if outputs.runs:
+        if outputs.mask:
             self._channels[i, 0] = outputs
             return
         for k, output in enumerate(node.inputs):
@@ -253,7 +238,7 @@ class _Padding:
     def _refuse_inner_padding(self, output: Output) -> None:
         """Refuse padding between the original channels of `output`: one slice can't remove it."""
         channels = self._channels[output]
-        if channels.added and len(channels.runs) > 1:
+        if not all(channels.mask[: channels.own]):
             self.refused |= channels.added_by
 
     # ------------------------------------------------------------------ operators
@@ -262,7 +247,7 @@ class _Padding:
 
     def _channels_after_other(self, i: int, node: Node, inputs: Inputs) -> Channels:
         """Return the output channels of an operator that has no weight."""
-        if not inputs or not all(one.runs for one in inputs):
+        if not inputs or not all(one.mask for one in inputs):
             return _UNKNOWN
         if node.operator == "Flatten":
             return inputs[0] if i in self._read_by_dense_layers else _UNKNOWN
@@ -277,33 +262,33 @@ class _Padding:
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
             if groups == 1:
-                read = data if data.runs else Channels(((weight[1], 0),))
+                read = data if data.mask else Channels((True,) * weight[1])
                 return self._channels_after_ungrouped(i, node, read)
             if weight[1] == 1 and data.own == groups:
                 return self._channels_after_depthwise(i, node, data)
-        return _UNKNOWN if data.added else Channels(((own, 0),))
+        return _UNKNOWN if data.added else Channels((True,) * own)
 
     def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
         """Return the output channels of an ungrouped convolution, padded to a multiple of 16."""
         if data.added:
-            self._pad_input(node, 1, 1, data.runs)
-        own = int(node.attrs["num_filter"])
+            self._pad_input(node, 1, 1, data.mask)
+        own, read = int(node.attrs["num_filter"]), len(data.mask)
         total = -(-own // BLOCK) * BLOCK
-        reads_blocks = data.total % BLOCK == 0 or data.total in _FEW
+        reads_blocks = read % BLOCK == 0 or read in _FEW
         if total == own or total > own * _MOST or not reads_blocks or i in self.unpadded:
-            return Channels(((own, 0),))
-        outputs = Channels(((own, total - own),), frozenset({i}))
+            return Channels((True,) * own)
+        outputs = Channels((True,) * own + (False,) * (total - own), frozenset({i}))
         self._add_filters(i, node, outputs, {"num_filter": str(total)})
         return outputs
 
     def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
         """Return the output channels of a depthwise convolution, padded like its input."""
         each = int(node.attrs["num_filter"]) // data.own
-        runs = tuple((own * each, added * each) for own, added in data.runs)
-        outputs = Channels(runs, data.added_by)
+        mask = tuple(own for own in data.mask for _ in range(each))
+        outputs = Channels(mask, data.added_by)
         if outputs.added:
-            filters, groups = str(outputs.total), str(data.total)
-            self._add_filters(i, node, outputs, {"num_filter": filters, "num_group": groups})
+            attrs = {"num_filter": str(len(mask)), "num_group": str(len(data.mask))}
+            self._add_filters(i, node, outputs, attrs)
         return outputs
 
     def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels:
@@ -313,8 +298,8 @@ class _Padding:
         if data.added:
             if weight is None or not flatten or weight[1] % data.own:
                 return _UNKNOWN
-            self._pad_input(node, 1, 1, data.runs)
-        return Channels(((int(node.attrs["num_hidden"]), 0),)) if flatten else _UNKNOWN
+            self._pad_input(node, 1, 1, data.mask)
+        return Channels((True,) * int(node.attrs["num_hidden"])) if flatten else _UNKNOWN
 
     def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels:
         """Return the output channels of a BatchNorm, padded like its input."""
@@ -324,7 +309,7 @@ class _Padding:
             return _UNKNOWN
         if data.added:
             for k, fill in enumerate(_OF_NORMS, 1):
-                self._pad_input(node, k, 0, data.runs, fill)
+                self._pad_input(node, k, 0, data.mask, fill)
         return data
 
     _CHANNELS_AFTER: Mapping[str, Callable[..., Channels]] = {
@@ -339,7 +324,7 @@ class _Padding:
         """Pad the filters and bias of convolution i to match `outputs`, and set its `attrs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
-            self._pad_input(node, k, 0, outputs.runs)
+            self._pad_input(node, k, 0, outputs.mask)
 
     def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
         """Return the shape of a node's weight if no other node shares its parameters; else None."""
@@ -347,7 +332,7 @@ class _Padding:
         return self.view.params[names[0]].shape if names else None
 
     def _pad_input(
-        self, node: Node, position: int, axis: int, runs: Runs, fill: float = 0.0
+        self, node: Node, position: int, axis: int, mask: Mask, fill: float = 0.0
     ) -> None:
         """Record padding, along `axis`, of the parameter at input `position` of a node."""
-        self._paddings.setdefault(node.inputs[position][0], []).append((axis, runs, fill))
+        self._paddings.setdefault(node.inputs[position][0], []).append((axis, mask, fill))
