@@ -13,16 +13,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Callable,
-    ClassVar,
-    Mapping,
-    NamedTuple,
-    Protocol,
-    Sequence,
-)
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Mapping, NamedTuple, Protocol, Sequence
 
 from ..errors import ArgumentError
 
@@ -253,32 +244,23 @@ class ShapeCheck(NamedTuple):
     """A rule of operator lists that keeps an operator in float32 depending on its shapes."""
 
     holds: Holds
-    changes_results: bool  #: it is not only about speed
-    is_missing_kernel: bool  #: it is for a missing kernel, whatever the operator's class
-    in_calls: bool  #: eager calls follow it too
-    reads_weight: bool  #: dtype or shape, beyond what an operator's attributes say of it
+    changes_results: bool = False  #: it is not only about speed
+    is_missing_kernel: bool = False  #: it is for a missing kernel, whatever the operator's class
+    in_calls: bool = False  #: eager calls follow it too
+    reads_weight: bool = False  #: dtype or shape, beyond what an operator's attributes say of it
 
 
 _shape_checks: dict[str, ShapeCheck] = {}
 
 
-def rule(
-    name: str,
-    *,
-    changes_results: bool = False,
-    is_missing_kernel: bool = False,
-    in_calls: bool = False,
-    reads_weight: bool = False,
-) -> Callable[[Holds], Holds]:
+def rule(name: str, **traits: bool) -> Callable[[Holds], Holds]:
     """Return a decorator that registers a function (site, limit) as a shape rule called `name`.
 
-    `ShapeCheck` explains the arguments.
+    `traits` are fields of `ShapeCheck`.
     """
 
     def register(holds: Holds) -> Holds:
-        _shape_checks[name] = ShapeCheck(
-            holds, changes_results, is_missing_kernel, in_calls, reads_weight
-        )
+        _shape_checks[name] = ShapeCheck(holds, **traits)
         return holds
 
     return register
