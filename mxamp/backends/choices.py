@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Mapping, NamedTuple, Sequence, Tuple, Union
 
 from ..graph.edit import Edit
@@ -48,7 +49,8 @@ class Choices(NamedTuple):
 Chosen = Union[Choices, Tuple[()]]
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True)
+class Setting:
     """A graph with its policies, usage and input shapes, for which a backend makes choices."""
 
     graph: Graph
@@ -56,6 +58,11 @@ class Setting(NamedTuple):
     policy: Policy  #: of the graph
     usage: Usage
     shapes: Mapping[int, Shapes]  #: the known shapes of inputs, by node index
+
+    @cached_property
+    def dtypes(self) -> Mapping[Output, str]:
+        """The dtypes of the graph's outputs in MXNet without mxamp."""
+        return infer_dtypes(self.graph, self.usage)
 
 
 class Sites:
@@ -67,16 +74,16 @@ class Sites:
 
     def at(self, i: int) -> Site:
         """Return the `Site` of node i: its operator, shapes and neighbors."""
-        graph, policies, _, usage, known = self.setting
+        graph, usage, policy = self.setting.graph, self.setting.usage, self.setting.policies[i]
         node, uses, casts_weight = graph.nodes[i], 0, False
         if node.inputs[1:]:
             weight = graph.nodes[node.inputs[1][0]]
-            held = usage.dtypes.get(weight.name) == policies[i].target_dtype
+            held = usage.dtypes.get(weight.name) == policy.target_dtype
             if not weight.is_variable or not (weight.name in usage.stored or held):
                 uses = self._readers[node.inputs[1]]
             offline = weight.is_variable and weight.name in usage.offline and uses == 1
             casts_weight = uses > 0 and (usage.training or usage.converting) and not offline
-        shapes = known.get(i, ())
+        shapes = self.setting.shapes.get(i, ())
         return Site(node.operator, node.attrs, shapes, usage.training, uses, casts_weight)
 
 
@@ -108,12 +115,16 @@ class Passes:
                     return str(one.name), detail
         return None
 
-    def fits(self, match: Match, call: Call, graph: Graph, dtypes: Mapping[Output, str]) -> bool:
-        """Return whether the dtypes of a call's inputs suit the matched substitution."""
+    def match_in(self, setting: Setting, call: Call) -> Match | None:
+        """Return the `match` of a call in a graph; None if it doesn't suit the inputs' dtypes."""
+        match = None if setting.usage.converting else self.match(call)
+        if match is None:
+            return None
         one = self.by_name[match[0]]
-        read = [dtypes[output] for output in one.inputs(graph, call.node)]
+        read = [setting.dtypes[output] for output in one.inputs(setting.graph, call.node)]
         # A float32 policy leaves arrays in half precision to MXNet.
-        return one.fits(read) and (call.policy.target_dtype != "float32" or HALVES.isdisjoint(read))
+        castable = call.policy.target_dtype != "float32" or HALVES.isdisjoint(read)
+        return match if castable and one.fits(read) else None
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
         """Return the tensors that substitutions of a node read in place of its inputs."""
@@ -122,7 +133,7 @@ class Passes:
 
 
 def _input_shapes(
-    graph: Graph, policy: Policy, usage: Usage, passes: Passes
+    graph: Graph, policies: Sequence[Policy], usage: Usage, passes: Passes
 ) -> Mapping[int, Shapes]:
     """Return the input shapes, by node index, that shape rules and substitutions need.
 
@@ -135,8 +146,7 @@ def _input_shapes(
             if node.name in usage.shapes:
                 shapes[i, 0] = usage.shapes[node.name]
             continue
-        inside = policy_for_node(policy, node.attrs, usage.regions_only)
-        by_shape = inside.rule(node.operator).by_shape
+        by_shape = policies[i].rule(node.operator).by_shape
         if usage.converting and by_shape:
             wanted[i] = [None, *node.inputs[1:2]]
         elif not usage.converting and (by_shape or node.operator in passes.by_operator):
@@ -164,21 +174,16 @@ class ChoosingBackend(Backend):
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
         """Return two dicts by node index: reasons to stay in float32, and substitutions."""
-        graph, policies, _, usage, _ = setting
         sites, kept, substituted = Sites(setting), {}, {}
-        dtypes: Mapping[Output, str] = {}
-        for i, node in enumerate(graph.nodes):
-            rules = () if node.is_variable else policies[i].rule(node.operator).by_shape
+        for i, (node, policy) in enumerate(zip(setting.graph.nodes, setting.policies)):
             site = sites.at(i)
+            rules = () if node.is_variable else policy.rule(node.operator).by_shape
             reason = last_reason(site, rules)
             if reason is not None:
                 kept[i] = reason
-            call = Call(node, policies[i], usage.training, site.shapes)
-            match = None if usage.converting else self.passes.match(call)
+            match = self.passes.match_in(setting, Call(node, policy, site.training, site.shapes))
             if match is not None:
-                dtypes = dtypes or infer_dtypes(graph, usage)
-                if self.passes.fits(match, call, graph, dtypes):
-                    substituted[i] = match
+                substituted[i] = match
         return kept, substituted
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
@@ -186,23 +191,17 @@ class ChoosingBackend(Backend):
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
             return NONE
-        known = _input_shapes(graph, policy, usage, self.passes)
-        return self._choose(graph, policy, usage, known)
-
-    def _choose(
-        self, graph: Graph, policy: Policy, usage: Usage, known: Mapping[int, Shapes]
-    ) -> Chosen:
-        """Return the `Choices` for a graph, given the input shapes `known` by node index."""
         policies = [policy_for_node(policy, node.attrs, usage.regions_only) for node in graph.nodes]
-        kept, substituted = self.choose_nodes(Setting(graph, policies, policy, usage, known))
+        known = _input_shapes(graph, policies, usage, self.passes)
+        setting = Setting(graph, policies, policy, usage, known)
+        kept, substituted = self.choose_nodes(setting)
         bodies: dict[tuple[int, int], Chosen] = {}
         for i, node in enumerate(graph.nodes):
             if rewrites_bodies(node, usage.training):
-                dtypes = infer_dtypes(graph, usage)
+                dtypes = [setting.dtypes[output] for output in node.inputs]
                 for k, body in enumerate(node.subgraphs):
-                    inner = body_usage(usage, node, k, [dtypes[output] for output in node.inputs])
-                    inner = replace(inner, offline=frozenset())
-                    bodies[i, k] = self._choose(body, policy, inner, {})
+                    inner = replace(body_usage(usage, node, k, dtypes), offline=frozenset())
+                    bodies[i, k] = self.choose(body, policy, inner)
         chosen = frozenset((key, body) for key, body in bodies.items() if body)
         choices = Choices(frozenset(kept.items()), frozenset(substituted.items()), chosen)
         return choices if any(choices) else NONE

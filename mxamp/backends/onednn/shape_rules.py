@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from typing import Mapping
 
-from ...graph.ir import Node, Output, infer_dtypes
+from ...graph.ir import Node, Output
 from ...policy.rules import Reason
 from ...policy.values import flattens_data, parse_integers
 from .. import Site, rule
@@ -61,24 +61,22 @@ def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, M
 
 def _matches(setting: Setting) -> dict[int, Match]:
     """Return the substitution of each node that gets one, by node index; none when converting."""
-    graph, policies, policy, usage, known = setting
+    graph, policies, usage = setting.graph, setting.policies, setting.usage
     found: dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
         return found
-    views = layouts.volume_view_readers(graph.nodes, policy, usage)
+    views = layouts.volume_view_readers(graph.nodes, setting.policy, usage)
     plain = layouts.nodes_of_plain_layout(graph)
     feeding = layouts.nodes_before_products(graph) if usage.training else ()
     concats: set[int] = set()
-    dtypes: Mapping[Output, str] = {}
     for i, node in enumerate(graph.nodes):
         if node.operator in PASSES.by_operator and i not in views:
             behind = bool(node.inputs) and node.inputs[0][0] in concats
-            call = Call(node, policies[i], usage.training, known.get(i, ()), i in feeding, behind)
-            match = PASSES.match(call)
+            shapes = setting.shapes.get(i, ())
+            call = Call(node, policies[i], usage.training, shapes, i in feeding, behind)
+            match = PASSES.match_in(setting, call)
             if match is not None and not (i in plain and match[0] in WRITES_BLOCKS):
-                dtypes = dtypes or infer_dtypes(graph, usage)
-                if PASSES.fits(match, call, graph, dtypes):
-                    found[i] = match
+                found[i] = match
         if layouts.follows_concat(_running(node, found.get(i)), concats):
             concats.add(i)
     return found
@@ -94,11 +92,10 @@ class _Sites(Sites):
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
         super().__init__(setting)
-        graph, self._policies, policy, usage, _ = setting
-        self._graph, self._substituted = graph, substituted
-        self._running = [_running(node, substituted.get(i)) for i, node in enumerate(graph.nodes)]
+        nodes, self._substituted = setting.graph.nodes, substituted
+        self._running = [_running(node, substituted.get(i)) for i, node in enumerate(nodes)]
         self._norms = layouts.nodes_before_norms(self._running)
-        self._of_volumes = layouts.volume_readers(self._running, policy, usage)
+        self._of_volumes = layouts.volume_readers(self._running, setting.policy, setting.usage)
 
     def walk(
         self, small_layers: Mapping[int, Reason]
@@ -110,18 +107,16 @@ class _Sites(Sites):
         """
         kept, small, excess = {}, {}, 0.0  # type: dict[int, Reason], dict[int, Reason], float
         blocked: dict[Output, bool] = {}
-        for i, node in enumerate(self._graph.nodes):
+        for i, (node, policy) in enumerate(zip(self.setting.graph.nodes, self.setting.policies)):
             if node.is_variable:
                 continue
-            rule = self._policies[i].rule(node.operator)
+            rule = policy.rule(node.operator)
             site = self._in_layouts(i, node, blocked)
-            reason = small_layers.get(i)
-            if reason is None:
-                others = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
-                reason = last_reason(site, others)
+            others = [one for one in rule.by_shape if one.name != SMALL_LAYERS]
+            reason = small_layers.get(i) or last_reason(site, others)
             if reason is not None:
                 kept[i] = reason
-            elif not self._policies[i].keeps_layer(node.name):
+            elif not policy.keeps_layer(node.name):
                 doubles = site.training and site.operator == "FullyConnected"
                 for one in rule.by_shape:
                     if one.name == SMALL_LAYERS:
