@@ -109,7 +109,7 @@ class Passes:
         size = max(sizes, default=math.inf) / (2 if call.training else 1)
         for one in self.by_operator[call.operator]:
             small = call.policy.target_dtype == "float32" and size < one.least_float32
-            if one.name in call.policy.substitutions and phase in one.phases and not small:
+            if one.name in call.policy.substitutions and one.phase in (None, phase) and not small:
                 detail = one.match(call)
                 if detail is not None:
                     return str(one.name), detail

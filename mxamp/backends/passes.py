@@ -22,9 +22,8 @@ Detail = Tuple[int, ...]
 Tensor = object
 #: Shapes of an operator's inputs; None where unknown.
 Shapes = Sequence[Optional[Shape]]
-#: The phases in which a pass applies: graphs that run with or without gradients, and fusion.
-TRAINING, INFERENCE, FUSION = "training", "inference", "fusion"
-_RUNNING = frozenset({TRAINING, INFERENCE})
+#: The phases in which a pass may apply: graphs that run with or without gradients.
+TRAINING, INFERENCE = "training", "inference"
 
 #: The kind of the reasons that equivalents give.
 SUBSTITUTION = "substitution"
@@ -143,7 +142,7 @@ class Pass(NamedTuple):
     apply: Callable[[Any, Any], Sequence[Any] | None]
     ops: frozenset[str] = frozenset()
     match: Callable[[Call], Detail | None] = lambda _call: ()
-    phases: frozenset[str] = _RUNNING
+    phase: str | None = None  #: the only one in which it applies; None: in both
     float32: str | None = None  #: why all its operators compute in float32
     wide_in_training: bool = False  #: they do so in training alone
     #: The elements of the largest input from which it gains under float32 policies, twice as many

@@ -19,7 +19,7 @@ from ...graph.ir import Graph, Node, Output
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
-from ..passes import FUSION, Call, Pass
+from ..passes import Call, Pass
 from . import fusible
 from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
@@ -276,17 +276,14 @@ def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[t
 
 
 #: In order: each pass sees the graph that the passes before it have made.
-PASSES = tuple(
-    Pass(name, rewrite, phases=frozenset({FUSION}))
-    for name, rewrite in (
-        (None, _drop_no_ops),
-        (None, _arrange_parameters),
-        ("attention", fuse_attention),
-        (None, _rename_activations),
-        (None, fold_into_producers),
-        ("padded_channels", pad_channels),
-        ("image_convolution", _add_fourth_channels),
-        ("merged_groups", _merge_groups),
-        ("dense_convolution", make_dense_convolutions),
-    )
+PASSES = (
+    Pass(None, _drop_no_ops),
+    Pass(None, _arrange_parameters),
+    Pass("attention", fuse_attention),
+    Pass(None, _rename_activations),
+    Pass(None, fold_into_producers),
+    Pass("padded_channels", pad_channels),
+    Pass("image_convolution", _add_fourth_channels),
+    Pass("merged_groups", _merge_groups),
+    Pass("dense_convolution", make_dense_convolutions),
 )

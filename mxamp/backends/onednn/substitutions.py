@@ -45,36 +45,34 @@ def _activation(act_type: str) -> Pass:
     return Pass(act_type, apply, operators, match, least_float32=_ONE_TO_ONE)
 
 
-_TRAINING, _INFERENCE = frozenset({TRAINING}), frozenset({INFERENCE})
-
 #: The substitutions of graphs that run.
 PASSES = Passes([
     _activation("relu"), _activation("sigmoid"), _activation("tanh"),
     Pass("broadcast", reductions.broadcast, frozenset(reductions.OPERATORS),
-         reductions.match_broadcast, _TRAINING, SUMS, fits=are_float32),
+         reductions.match_broadcast, TRAINING, SUMS, fits=are_float32),
     Pass("relu6", equivalents.relu6, frozenset({"clip"}), equivalents.match_relu6),
     Pass("layer_norm", equivalents.layer_norm, frozenset({"LayerNorm"}),
-         equivalents.match_layer_norm, _TRAINING, SUMS),
+         equivalents.match_layer_norm, TRAINING, SUMS),
     Pass("mean", reductions.mean, frozenset({"mean", "_npi_mean"}), reductions.match_sum,
          float32=SUMS),
     Pass("sum", reductions.total, frozenset({"sum", "_np_sum"}), reductions.match_sum,
          float32=SUMS),
     Pass("pool_in_parts", reductions.pool_in_parts, frozenset({"Pooling"}), reductions.match_pool,
-         _TRAINING),
+         TRAINING),
     Pass("image_convolution", convolutions.image_convolution, frozenset({"Convolution"}),
          convolutions.match_image_convolution),
     Pass("merged_groups", convolutions.merged_groups, frozenset({"Convolution"}),
          convolutions.match_narrow_groups, fits=are_float32),
-    Pass("rnn", recurrent.rnn, frozenset({"RNN"}), recurrent.match_rnn, _INFERENCE,
+    Pass("rnn", recurrent.rnn, frozenset({"RNN"}), recurrent.match_rnn, INFERENCE,
          inputs=recurrent.opened_inputs),
     Pass("rnn_layers", recurrent.layers, frozenset({"RNN"}), recurrent.match_layers,
          float32=NO_KERNEL, inputs=recurrent.opened_inputs),
     Pass("rnn_params", recurrent.joined_parameters, frozenset({"_rnn_param_concat"}),
          recurrent.match_parameters, float32=NO_KERNEL),
     Pass("batch_dot", batched_products.dense_products, frozenset({"batch_dot"}),
-         batched_products.match_large_products, _TRAINING),
+         batched_products.match_large_products, TRAINING),
     Pass("masked_softmax", equivalents.masked_softmax, frozenset({"softmax"}),
-         equivalents.match_masked_softmax, _INFERENCE, SUMS, fits=equivalents.has_integer_lengths),
+         equivalents.match_masked_softmax, INFERENCE, SUMS, fits=equivalents.has_integer_lengths),
     Pass("split", equivalents.split, frozenset({"SliceChannel", "_split_v2"}),
          equivalents.match_split, float32=IN_TRAINING, wide_in_training=True,
          least_float32=_ONE_TO_ONE),
