@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import takewhile
 from types import FrameType
 from typing import Any, Callable, Iterator
@@ -32,6 +33,7 @@ class RegionMark:
         self.text, self.is_off, self.has_nodes = text, is_off, False
 
 
+@dataclass(eq=False)
 class Region:
     """An active region of code: its policy, its mark for new graph nodes, and the enclosing region.
 
@@ -39,18 +41,11 @@ class Region:
     region of a `frame` ends with it.
     """
 
-    __slots__ = ("close", "frame", "mark", "outer", "policy")
-
-    close: Callable[[], Any]  #: of an `autocast` region
-
-    def __init__(
-        self,
-        policy: PolicyChoice | None,
-        mark: RegionMark | None,
-        outer: Region | None,
-        frame: FrameType | None = None,
-    ) -> None:
-        self.policy, self.mark, self.outer, self.frame = policy, mark, outer, frame
+    policy: PolicyChoice | None
+    mark: RegionMark | None
+    outer: Region | None
+    frame: FrameType | None = None
+    close: Callable[[], Any] = field(init=False)  #: of an `autocast` region
 
 
 #: The innermost region; a global, as any context variable.
@@ -68,14 +63,13 @@ def _current() -> Region | None:
     return region
 
 
+@dataclass(eq=False)
 class _Process:
     """Process-wide state: the policy that `init` sets, and the operators lowered so far."""
 
     policy: PolicyChoice | None = None
-
-    def __init__(self) -> None:
-        #: Operators that computed in a half precision, for the summary of an automatic run.
-        self.lowered: set[str] = set()
+    #: Operators that computed in a half precision, for the summary of an automatic run.
+    lowered: set[str] = field(default_factory=set)
 
 
 #: A global, as are MXNet's functions that `init` patches.
