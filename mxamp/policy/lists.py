@@ -38,7 +38,7 @@ LISTED = (
 
 #: The kinds of values in lists/schema.toml: a type, or the allowed values.
 _KINDS: Mapping[str, Any] = {
-    "string": str, "boolean": bool, "non-negative integer": int, "table": dict,
+    "string": str, "boolean": bool, "non-negative integer": range(2**63), "table": dict,
     "string or list of strings": object, "class": rules.CLASSES, "dtype": DTYPES,
     "wide dtype": ("float32", "float64"), "device": DEVICES, "feature": FEATURES, "format": (1, 2),
 }  # fmt: skip
@@ -118,11 +118,9 @@ def _fits(value: object, kind: str | list[str]) -> bool:
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
     allowed = _KINDS[kind]
-    if isinstance(allowed, tuple):
-        return type(value) is type(allowed[0]) and value in allowed
-    if allowed is int:
-        return type(value) is int and value >= 0  # a boolean is no count
-    return isinstance(value, allowed)
+    if isinstance(allowed, type):
+        return isinstance(value, allowed)
+    return type(value) is type(allowed[0]) and value in allowed  # a boolean is no integer
 
 
 def _words(kind: str | list[str]) -> str:

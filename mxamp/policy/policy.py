@@ -23,14 +23,7 @@ from ..framework.machine import Device, Dtype, default_device
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
-from .lists import (
-    OperatorList,
-    check_data,
-    list_from_json,
-    own_data,
-    read_toml,
-    without_casts,
-)
+from .lists import OperatorList, check_data, list_from_json, own_data, read_toml, without_casts
 from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
 from .targets import DEFAULT_TARGET, DTYPES_OR_AUTO, is_auto
