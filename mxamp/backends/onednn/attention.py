@@ -34,7 +34,6 @@ _SCORES, _MIXED = "_sg_mkldnn_selfatt_qk", "_sg_mkldnn_selfatt_valatt"
 _BATCH, _LENGTH = 10007, 10009
 
 _SWAPPED = {"axes": "(1, 0, 2)"}  # (batch, length, units) to (length, batch, units), and back
-_LOW = {"dtype": "bfloat16"}
 
 
 class _Projection(NamedTuple):
@@ -166,10 +165,8 @@ def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bo
     sizes = {one[2:] for one in projections}
     layers = {one.dense for one in projections}
     thirds = {one.third for one in projections}
-    in_one = len(layers) == 1 and thirds == {0, 1, 2}
-    return len(sources) == len(sizes) == 1 and (
-        in_one or (len(layers) == len(projections) and thirds == {None})
-    )
+    in_one, apart = (1, {0, 1, 2}), (3, {None})
+    return len(sources) == len(sizes) == 1 and (len(layers), thirds) in (in_one, apart)
 
 
 def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | None:
@@ -287,7 +284,7 @@ def _add_mixed(
 
 def _add_low(edit: Edit, name: str, output: Output) -> Output:
     """Add a cast to bfloat16, which the policy does not add before fused operators."""
-    return edit.add("amp_cast", f"{name}_low", [output], **_LOW)
+    return edit.add("amp_cast", f"{name}_low", [output], dtype="bfloat16")
 
 
 def _interleaved(

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import mxnet as mx
 from mxnet.ndarray.ndarray import NDArray
 
 from ...framework.operators import with_trait
 from ...graph.edit import Edit
 from ...graph.ir import Node, Output
-from ...policy.active import suspended
 from ...policy.values import flattens_data
 from .fusible import FusionView, set_parameter
 
@@ -43,8 +41,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
     for i, node in enumerate(view.graph.nodes):
         weight = _large_weight(view, node)
         if weight is not None:
-            with suspended():  # a copy with axes for a 1x1 kernel, from any layout
-                kernel = mx.nd.reshape(weight.as_nd_ndarray(), shape=(*weight.shape, 1, 1))
+            kernel = weight.asnumpy().reshape(*weight.shape, 1, 1)
             set_parameter(edit, node.inputs[1][0], kernel)
             data, *parameters = node.inputs
             images.replace(i, _as_convolution(node), [images.of_matrix(data, node), *parameters])

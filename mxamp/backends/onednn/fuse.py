@@ -160,11 +160,8 @@ def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
     weight, and bfloat16 rounds toward zero.
     """
     for i, norm in enumerate(view.graph.nodes):
-        if (
-            norm.op != "BatchNorm"
-            or i in view.multi_output_nodes
-            or view.policy.keeps_layer(norm.name)
-        ):
+        is_folded = norm.op == "BatchNorm" and i not in view.multi_output_nodes
+        if not is_folded or view.policy.keeps_layer(norm.name):
             continue
         source, output = norm.inputs[0]
         product = view.graph.nodes[source]
@@ -202,9 +199,8 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shif
     """
     product = edit.node(i)
     weight, *biases = (edit.params[name].asnumpy() for name in names)
-    edit.params[names[0]] = fusible.float32_array(
-        weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
-    )
+    factors = scale.reshape(-1, *[1] * (weight.ndim - 1))
+    edit.params[names[0]] = fusible.float32_array(weight * factors)
     if biases:
         edit.params[names[1]] = fusible.float32_array(biases[0] * scale + shift)
         return
@@ -227,10 +223,11 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
     images: dict[Output, Output] = {}
     padding = ((0, 0), (0, 1), (0, 0), (0, 0))
     for i, weight in _matching_weights(view, "image_convolution"):
-        _set_weight(edit, i, np.pad(weight, padding))
-        data = view.graph.nodes[i].inputs[0]
+        node = view.graph.nodes[i]
+        data = node.inputs[0]
+        fusible.set_parameter(edit, node.inputs[1][0], np.pad(weight, padding))
         if data not in images:
-            made = edit.unique_name(f"{view.graph.nodes[i].name}_data_four")
+            made = edit.unique_name(f"{node.name}_data_four")
             eye = fusible.float32_array(np.eye(4, 3).reshape(4, 3, 1, 1))
             inputs = [data, edit.add_parameter(f"{made}_weight", eye)]
             attrs = {"kernel": "(1, 1)", "num_filter": "4", "no_bias": "True"}
@@ -251,13 +248,8 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
         apart = weight.reshape(groups, merged, narrow, 1, narrow, *kernel)
         own = np.eye(merged, dtype=bool).reshape(1, merged, 1, merged, 1, 1, 1)
         whole = np.where(own, apart, np.float32(0)).reshape(channels, BLOCK, *kernel)
-        _set_weight(edit, i, whole)
+        fusible.set_parameter(edit, edit.node(i).inputs[1][0], whole)
         edit.change(i, attrs={**edit.node(i).attrs, "num_group": str(groups)})
-
-
-def _set_weight(edit: Edit, i: int, values: Values) -> None:
-    """Set the weight of node i to `values`, which may have another shape."""
-    fusible.set_parameter(edit, edit.node(i).inputs[1][0], fusible.float32_array(values))
 
 
 def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:

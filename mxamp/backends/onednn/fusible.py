@@ -79,10 +79,10 @@ def float32_array(values: Values) -> NDArray:
     return mx.nd.array(values.astype(np.float32), dtype=np.float32, ctx=mx.cpu())
 
 
-def set_parameter(edit: Edit, i: int, value: NDArray) -> None:
-    """Set the parameter of variable i to `value`, which may have another shape."""
+def set_parameter(edit: Edit, i: int, values: Values) -> None:
+    """Set the parameter of variable i to `values` in float32, which may have another shape."""
     variable = edit.node(i)
-    edit.params[variable.name] = value
+    edit.params[variable.name] = float32_array(values)
     edit.change(i, attrs=without_shape(variable))
 
 

@@ -19,7 +19,7 @@ from ...graph.edit import Edit, View
 from ...graph.ir import Node, Output
 from ...policy.values import flattens_data, parse_integers
 from ..passes import Attributes
-from .fusible import FusionView, float32_array, set_parameter
+from .fusible import FusionView, set_parameter
 from .layouts import BLOCK, COLORS, NORMS, PLANAR_AXES, nodes_with_consumers
 
 #: For each channel in order, whether it is an original one: the others are padding.
@@ -200,7 +200,7 @@ class _Padding:
             array = self.view.params[self.graph.nodes[i].name].asnumpy()
             for padding in paddings:
                 array = padded_weight(array, *padding)
-            set_parameter(edit, i, float32_array(array))
+            set_parameter(edit, i, array)
         for i, attrs in self._attrs.items():
             edit.change(i, attrs={**self.graph.nodes[i].attrs, **attrs})
         slices: dict[Output, Output] = {}
