@@ -138,17 +138,17 @@ def current_mark() -> RegionMark | None:
 class in_force:
     """Context manager that sets the policy of the current thread or task; None turns casts off.
 
-    Nodes get the mark of the region around.
+    Nodes get the mark of the region around, or none if not `marked`.
     """
 
-    __slots__ = ("_policy",)
+    __slots__ = ("_marked", "_policy")
 
-    def __init__(self, policy: PolicyChoice | None) -> None:
-        self._policy = policy
+    def __init__(self, policy: PolicyChoice | None, marked: bool = True) -> None:
+        self._policy, self._marked = policy, marked
 
     def __enter__(self) -> None:
         outer = _current()
-        mark = outer.mark if outer is not None else None
+        mark = outer.mark if outer is not None and self._marked else None
         _innermost.set(Region(self._policy, mark, outer, sys._getframe(1)))
 
     def __exit__(self, *_error: object) -> None:
@@ -156,28 +156,17 @@ class in_force:
         _innermost.set(region and region.outer)
 
 
-class suspended(in_force):
-    """Context manager that turns casts off around mxamp's own computations.
+def suspended() -> in_force:
+    """Return a context manager that turns casts off around mxamp's own computations.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
     """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(None)
+    return in_force(None)
 
 
-class tracing(in_force):
-    """Context manager to trace a block: same policy, but new graph nodes get no region's mark."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(current_policy())
-
-    def __enter__(self) -> None:
-        _innermost.set(Region(self._policy, None, _current(), sys._getframe(1)))
+def tracing() -> in_force:
+    """Return a context manager for tracing a block: same policy, no region's mark on its nodes."""
+    return in_force(current_policy(), marked=False)
 
 
 def autocast_region(policy: PolicyChoice | None, mark: RegionMark) -> Region:
