@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..choices import Passes
 from ..passes import INFERENCE, TRAINING, Call, Detail, Parts, Pass, are_float32, has_elements
-from . import batched_products, convolutions, equivalents, recurrent, reductions
+from . import convolutions, equivalents, recurrent, reductions
 
 #: The reasons for which all operators of an equivalent compute in float32.
 SUMS, NO_KERNEL = "float32 sums", "MXNet has no bfloat16 kernel for recurrent layers"
@@ -69,8 +69,8 @@ PASSES = Passes([
          float32=NO_KERNEL, inputs=recurrent.opened_inputs),
     Pass("rnn_params", recurrent.joined_parameters, frozenset({"_rnn_param_concat"}),
          recurrent.match_parameters, float32=NO_KERNEL),
-    Pass("batch_dot", batched_products.dense_products, frozenset({"batch_dot"}),
-         batched_products.match_large_products, TRAINING),
+    Pass("batch_dot", equivalents.dense_products, frozenset({"batch_dot"}),
+         equivalents.match_large_products, TRAINING),
     Pass("masked_softmax", equivalents.masked_softmax, frozenset({"softmax"}),
          equivalents.match_masked_softmax, INFERENCE, SUMS, fits=equivalents.has_integer_lengths),
     Pass("split", equivalents.split, frozenset({"SliceChannel", "_split_v2"}),
