@@ -125,11 +125,6 @@ def has_elements(call: Call) -> bool:
     return call.shape is None or (bool(call.shape) and all(call.shape))
 
 
-def own_inputs(_graph: Graph, node: Node) -> Sequence[Output]:
-    """Return the inputs of a node: the default of `Pass.inputs`."""
-    return node.inputs
-
-
 class Pass(NamedTuple):
     """A substitution of the operators `ops` by a faster equivalent, or a whole-graph fusion pass.
 
@@ -150,4 +145,4 @@ class Pass(NamedTuple):
     least_float32: int = 2**13
     fits: Callable[[Sequence[str]], bool] = CASTABLE.issuperset  #: the dtypes of the call's inputs
     #: The tensors that it reads in place of the call's inputs.
-    inputs: Callable[[Graph, Node], Sequence[Output]] = own_inputs
+    inputs: Callable[[Graph, Node], Sequence[Output]] = lambda _graph, node: node.inputs
