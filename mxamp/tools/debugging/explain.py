@@ -6,7 +6,7 @@ import fnmatch
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 from mxnet.gluon import HybridBlock
 from mxnet.ndarray.ndarray import NDArray
@@ -26,13 +26,15 @@ from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import HALVES, Graph, Node, Usage, body_usage, rewrites_bodies
 from ...patches.announcements import warn_of_speed
-from ...patches.cached_op import PolicyCachedOp, Source, Variants
+from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.overrides import LayerArgument
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, TARGETS
 from ..tables import text_table
 
+#: Arrays, dtypes or shapes by the name of an input.
+ByName = Optional[Mapping[str, Any]]
 #: What an operator of a plan may compute in; "as is" if its inputs are not cast.
 PRECISIONS = (*TARGETS, "float32", "as is")
 MODES = CONVERTED, INFERENCE, TRAINING = ("converted", "inference", "training")
@@ -113,23 +115,18 @@ class Plan:
         operator = None if operator is None else resolve(operator).name
         if precision not in (None, *PRECISIONS):
             raise ArgumentError(f"precision must be {one_of(PRECISIONS)}, not {shown(precision)}")
-        kept = tuple(
-            node
-            for node in self.nodes
-            if fnmatch.fnmatchcase(node.name, name)
-            and operator in (None, node.operator)
-            and precision in (None, node.precision)
-        )
-        return replace(self, nodes=kept)
+        kept = [one for one in self.nodes if fnmatch.fnmatchcase(one.name, name)]
+        kept = [one for one in kept if operator in (None, one.operator)]
+        kept = [one for one in kept if precision in (None, one.precision)]
+        return replace(self, nodes=tuple(kept))
 
     def counts(self) -> dict[str, int]:
         """Return how many operators compute in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
     def __str__(self) -> str:
-        headings = ("name", "operator", "precision", "reason")
-        rows = [[getattr(node, heading) for heading in headings] for node in self.nodes]
-        return f"{text_table(headings, rows)}\n\n{self.summary()}"
+        table = text_table(NodePlan._fields[:4], [node[:4] for node in self.nodes])
+        return f"{table}\n\n{self.summary()}"
 
     __repr__ = __str__  # for notebooks
 
@@ -262,6 +259,7 @@ def explain(
         policy, mode, inputs = _in_force(model, source, mode, inputs)
     graph = graph if source is None else source.graph
     dtypes = options.resolved_dtypes(inputs.symbol, inputs.params, inputs.dtypes)
+    inputs = inputs._replace(dtypes=dtypes)
     data = tuple(name for name in graph.input_names if name not in inputs.params)
     is_made = graph.has_fused_operators or has_halves(graph, dtypes)
     if is_made and not any((policy, target_dtype, mode, excluded_sym_names)):
@@ -272,7 +270,7 @@ def explain(
     warn_of_speed(policy, of_model=True)
     policy = options.with_excluded_layers(policy, excluded_sym_names, graph)
     options.check_names(list(input_shapes or ()), graph.input_names, "input")
-    nodes, casts = _decided(graph, policy, inputs, dtypes, source, mode or CONVERTED)
+    nodes, casts = _decided(graph, policy, inputs, source, mode or CONVERTED)
     return Plan(policy.precision, nodes, casts, data, mode or CONVERTED)
 
 
@@ -281,31 +279,26 @@ class _Inputs(NamedTuple):
 
     symbol: Symbol
     params: Mapping[str, NDArray]
-    dtypes: Mapping[str, Any] | None
+    dtypes: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
 
 
 def _inputs_of(
-    model: Symbol | HybridBlock,
-    params: Mapping[str, NDArray] | None,
-    example_inputs: Examples,
-    input_dtypes: Mapping[str, Any] | None,
-    input_shapes: Mapping[str, Sequence[int]] | None,
+    model: object, params: ByName, examples: Examples, dtypes: ByName, shapes: ByName
 ) -> _Inputs:
-    """Return the symbol and the inputs of a model, from the arguments of `explain`."""
-    shapes = options.checked_shapes("input_shapes", input_shapes)
-    options.check_mapping("input_dtypes", input_dtypes, "dtypes")
+    """Return the symbol and the inputs of a model, from the unchecked arguments of `explain`."""
+    shapes = options.checked_shapes("input_shapes", shapes)
+    options.check_mapping("input_dtypes", dtypes, "dtypes")
     options.check_mapping("params", params, "NDArrays", NDArray)
     if isinstance(model, HybridBlock) and params is None:
-        traced = trace(model, example_inputs)
-        dtypes = traced.input_dtypes(input_dtypes)
+        traced = trace(model, examples)
         known = {**traced.example_shapes, **shapes}
-        return _Inputs(traced.symbol, traced.param_values(), dtypes, known)
+        return _Inputs(traced.symbol, traced.param_values(), traced.input_dtypes(dtypes), known)
     if not isinstance(model, Symbol):
         raise ArgumentError(f"explain takes a Symbol, or a HybridBlock alone, not {shown(model)}")
     read = set(model.list_inputs())
     values = {n: array for n, array in (params or {}).items() if n in read}
-    return _Inputs(model, values, input_dtypes, shapes)
+    return _Inputs(model, values, dtypes or {}, shapes)
 
 
 def _in_force(
@@ -314,39 +307,22 @@ def _in_force(
     """Return policy, mode and inputs of a model's last run, or of the run it would do now."""
     policy = current_policy() if source is None else source.policy
     op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
-    used = _last_run(op.variants, policy) if isinstance(op, PolicyCachedOp) else None
-    if used is None:
-        return policy, mode or (INFERENCE if policy and source is None else None), inputs
-    policy, training, dtypes, shapes = used
-    dtypes, shapes = {**dtypes, **(inputs.dtypes or {})}, {**shapes, **inputs.shapes}
-    inputs = inputs._replace(dtypes=dtypes, shapes=shapes)
-    return policy, mode or (TRAINING if training else INFERENCE), inputs
-
-
-def _last_run(
-    variants: Variants, policy: Policy | None
-) -> tuple[Policy, bool, dict[str, str], dict[str, Any]] | None:
-    """Return policy, training flag, dtypes and shapes of a block's last graph under a policy.
-
-    If `policy` is None, under any policy. The flag is set if any of its graphs has trained. Dtypes
-    and shapes are by input name: shapes of data alone, and only of a policy that depends on them.
-    """
-    used = [one for one in variants.made if policy in (None, one)]
+    variants: Any = op.variants if isinstance(op, PolicyCachedOp) else None
+    used = [one for one in variants.made if policy in (None, one)] if variants else []
     if not used:
-        return None
+        return policy, mode or (INFERENCE if policy and source is None else None), inputs
     calls = [*variants.made[used[-1]].choices.items()]
+    # The last graph that has trained, if any has.
     (call, _), sizes = ([one for one in calls if one[0][0].training] or calls)[-1]
+    # Shapes are known of data alone, and only under a policy that depends on them.
     shapes = dict(zip((variants.names[i] for i in variants.inputs), [*sizes][-1] or ()))
-    return used[-1], call.training, dict(zip(variants.names, call.dtypes)), shapes
+    dtypes = {**dict(zip(variants.names, call.dtypes)), **inputs.dtypes}
+    inputs = inputs._replace(dtypes=dtypes, shapes={**shapes, **inputs.shapes})
+    return used[-1], mode or (TRAINING if call.training else INFERENCE), inputs
 
 
 def _decided(
-    graph: Graph,
-    policy: Policy,
-    inputs: _Inputs,
-    dtypes: Mapping[str, str],
-    source: Source | None,
-    mode: str,
+    graph: Graph, policy: Policy, inputs: _Inputs, source: Source | None, mode: str
 ) -> tuple[tuple[NodePlan, ...], tuple[Cast, ...]]:
     """Return the `NodePlan` of each operator under a policy, and the casts that they need.
 
@@ -354,7 +330,7 @@ def _decided(
     """
     roundings: tuple[str, ...] = ()
     stored = frozenset() if source is None else source.stored
-    known = {name: dtype for name, dtype in dtypes.items() if name not in stored}
+    known = {name: dtype for name, dtype in inputs.dtypes.items() if name not in stored}
     converting = mode == CONVERTED
     if converting and source is None:
         graph, variables, roundings = widened_for(
