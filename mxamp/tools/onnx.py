@@ -112,22 +112,16 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
         raise ArgumentError(NO_INPUTS.format(given=shown(calls[0] if calls else calls)))
     names: List[str] = []
     if is_block:
-        model, calls, names = _saved_block(model, calls)
+        traced, *_ = [trace(model, None if isinstance(x, Mapping) else x) for x in calls]
+        params = traced.param_values()
+        auxs = {name: params.pop(name) for name in traced.symbol.list_auxiliary_states()}
+        names = [one.name for one in traced.inputs]
+        calls = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
+        unread = set(names).difference(traced.symbol.list_inputs())
+        calls = [{n: x[n] for n in x if n not in unread} for x in calls]
+        model = traced.symbol, params, auxs
     wide = converted_model(outputs.checked_model(model), Options.of("float32", notes=False))
     return wide, [_float32_inputs(wide, one) for one in calls], names
-
-
-def _saved_block(
-    block: Block, calls: Sequence[Any]
-) -> Tuple[Model, List[Mapping[str, Any]], List[str]]:
-    """Return a block as a saved model, its calls as inputs by name, and its arguments' names."""
-    traced, *_ = [trace(block, None if isinstance(x, Mapping) else x) for x in calls]
-    params, used = traced.param_values(), traced.symbol.list_inputs()
-    auxs = {name: params.pop(name) for name in traced.symbol.list_auxiliary_states()}
-    names = [one.name for one in traced.inputs]
-    named = [x if isinstance(x, Mapping) else dict(zip(names, arrays_in(x))) for x in calls]
-    named = [{n: x[n] for n in x if n in used or n not in names} for x in named]
-    return (traced.symbol, params, auxs), named, names
 
 
 def _float32_inputs(model: Model, call: Mapping[str, Any]) -> Params:
@@ -145,8 +139,7 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
     graph = without_fused_operators(Graph.from_symbol(model[0]))
     arrays = [{name: {**params, **one}[name] for name in graph.input_names} for one in examples]
     dtypes = {name: dtype_name(array.dtype) for name, array in arrays[0].items()}
-    shapes = [{name: array.shape for name, array in one.items()} for one in arrays]
-    tensors = [tensors_of(graph, dtypes, one) for one in shapes]
+    tensors = [tensors_of(graph, dtypes, {n: a.shape for n, a in one.items()}) for one in arrays]
     nodes, constants, names = _translated(onnx, graph, tensors[0])
     heads = dict(zip(map(UniqueNames(dtypes).make_unique, model[0].list_outputs()), graph.heads))
     nodes += [make.make_node("Identity", [names[head]], [name]) for name, head in heads.items()]
