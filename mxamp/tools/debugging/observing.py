@@ -54,7 +54,7 @@ def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
 
 
 class Observer(PatchSet, contextlib.ContextDecorator):
-    """Observes eager calls and graphs between `open` and `close`, in all threads."""
+    """Observes eager calls and graphs, in all threads, until the context ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,23 +69,17 @@ class Observer(PatchSet, contextlib.ContextDecorator):
             patch_over(Executor, "forward", self._forward),
         ]
 
-    def open(self) -> None:
+    def __enter__(self) -> Any:
         """Install the observer's patches, and listen to the graphs of hybridized blocks."""
-        super().open()
+        self.open()
         if self.on_block not in graph_listeners:
             graph_listeners.append(self.on_block)
-
-    def close(self) -> None:
-        """Remove the observer's patches and its listener."""
-        if self.on_block in graph_listeners:
-            graph_listeners.remove(self.on_block)
-        super().close()
-
-    def __enter__(self) -> Any:
-        self.open()
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the observer's listener and its patches."""
+        if self.on_block in graph_listeners:
+            graph_listeners.remove(self.on_block)
         self.close()
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
@@ -97,7 +91,6 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
         """Observe a hybridized block's graph before it runs; return a callable that runs it."""
-        return run
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: object) -> object:
         """Call `mx.np.tensordot`, which MXNet invokes on its own path, through `on_call`."""
@@ -182,10 +175,7 @@ class TensorObserver(Observer):
 
     def patches(self) -> Sequence[Patch]:
         """Return the patches of `Observer`, and of `Block.__call__`."""
-        return [
-            *super().patches(),
-            patch_over(Block, "__call__", self._run_block),
-        ]
+        return [*super().patches(), patch_over(Block, "__call__", self._run_block)]
 
     def close(self) -> None:
         """Remove the observer's patches, and its monitors of graphs."""
@@ -289,9 +279,6 @@ class MonitoredGraph:
         # MXNet does not compute what nobody reads: its memory may hold anything.
         self._unread = {i for i, r in self._readers.items() if {nodes[k].op for k in r} <= _SHAPES}
         self._unread.difference_update(i for i, _ in self._graph.heads)
-
-    def _register_op_hook(self, *hook: object) -> None:
-        """Ignore the user's hook: a cached op has one, which is the monitor."""
 
     def release(self) -> None:
         """Replace the monitor, which a later backward pass would call, by a no-op."""
