@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import re
-import statistics
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, fields
@@ -181,10 +180,9 @@ class Form:
     def timing(self, plain: Form, within: bool | None = None) -> Timing:
         """Return the median time, and the median and quartiles of the speedup over `plain`."""
         ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
-        few = ratios * 2 if len(ratios) == 1 else ratios
-        low, middle, high = statistics.quantiles(few, n=4, method="inclusive")
+        low, middle, high = map(float, np.percentile(ratios, (25, 50, 75)))
         task = INFERENCE if self._loss is None else TRAINING
-        times = statistics.median(self.seconds) * 1e3, middle, (round(low, 3), round(high, 3))
+        times = float(np.median(self.seconds)) * 1e3, middle, (round(low, 3), round(high, 3))
         return Timing(task, self.way, self.precision, *times, self.errors.get("error"), within)
 
 
