@@ -213,7 +213,7 @@ class Model:
         for batch in self.batches:
             with measured.explained_errors(net, batch.inputs):
                 self.results.append(self._run(batch, self.plain))
-        self._judge(self.plain, self.results)
+        self.measure(self.plain, self.results)
         #: The monotonic time after which no other form is made.
         self.ends = math.inf
         #: Sentences on the forms that do not run.
@@ -264,12 +264,9 @@ class Model:
             self.notes.append(NOTHING_LOWERED.format(dtype=policy.target_dtype))
         return found
 
-    def measure(self, form: Form) -> None:
-        """Set a form's errors over all batches, and its metric."""
-        self._judge(form, [self._run(batch, form) for batch in self.batches])
-
-    def _judge(self, form: Form, found: Sequence[dict[str, list[Any]]]) -> None:
-        """Set a form's errors and metric, from what it returned for each batch."""
+    def measure(self, form: Form, found: Sequence[dict[str, list[Any]]] = ()) -> None:
+        """Set a form's errors over all batches, and its metric; run it, unless it has `found`."""
+        found = found or [self._run(batch, form) for batch in self.batches]
         for name in found[0]:
             distance = Distance()
             for plain, run in zip(self.results, found):
