@@ -17,6 +17,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ...convert.outputs import Model, checked_model, error_reason, zeros_for_missing
 from ...errors import AmpError, ArgumentError, StateError
 from ...framework.arrays import cast, map_arrays
+from ...framework.machine import dtype_name
 from ...framework.wording import counted, shown
 from ...policy.active import suspended
 from ...scaling.loss_outputs import set_scales
@@ -101,15 +102,19 @@ def blocks_in(net: Block) -> list[Block]:
     return list(found.values())
 
 
-def copied(net: Block, inputs: Sequence[Any]) -> Block:
+def copied(net: Block, inputs: Sequence[Any], refused: frozenset[str]) -> Block:
     """Return a deep copy of `net`, without trainers and hooks, hybridized where it can be traced.
 
-    `inputs` are the arguments of a first call, of the copy.
+    `inputs` are the arguments of a first call, of the copy. Raises `ArgumentError` if a parameter
+    has one of the `refused` dtypes, or if the net does not run on the inputs.
     """
-    try:
-        return _run_copy(net, inputs, hybridized=True)
-    except Exception:  # the user's own code runs in the trace
-        return _run_copy(net, inputs, hybridized=False)
+    for param in net.collect_params().values():
+        require_dtype(param.name, dtype_name(param.dtype), refused)
+    with explained_errors(net, inputs):
+        try:
+            return _run_copy(net, inputs, hybridized=True)
+        except Exception:  # the user's own code runs in the trace
+            return _run_copy(net, inputs, hybridized=False)
 
 
 def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:

@@ -12,7 +12,7 @@ from mxnet.gluon import Block
 from ...convert.outputs import Distance
 from ...errors import ArgumentError
 from ...framework.keywords import checked_call
-from ...framework.machine import Dtype, dtype_name
+from ...framework.machine import Dtype
 from ...framework.wording import counted, shown
 from ...graph.ir import CASTS, HALVES, emulated_dtype
 from ...patches.autocast import autocast, policy_for
@@ -179,8 +179,6 @@ def compare(
     chosen = policy_for(dtype, policy)
     if not isinstance(net, Block):
         raise ArgumentError(f"compare takes a Block (a SymbolBlock for files), not {shown(net)}")
-    for param in net.collect_params().values():
-        measured.require_dtype(param.name, dtype_name(param.dtype), HALVES)
     # Dropout draws the same elements in one dtype alone.
     rounding = chosen.override(fp32=["Dropout"])
     copy: Block | None = None
@@ -188,13 +186,12 @@ def compare(
     with measured.alike_numbers() as restart:
         for batch in measured.batches_of(data, labeled=False):
             with measured.explained_errors(net, batch.inputs):
-                copy = copy or measured.copied(net, batch.inputs)
-                restart()
-                plain = _LayerOutputs().of(copy, batch.inputs, train_mode, autocast(enabled=False))
-                restart()
-                mixed = _LayerOutputs().of(
-                    copy, batch.inputs, train_mode, autocast(policy=rounding)
-                )
+                copy = copy or measured.copied(net, batch.inputs, HALVES)
+                runs = []
+                for region in (autocast(enabled=False), autocast(policy=rounding)):
+                    restart()
+                    runs.append(_LayerOutputs().of(copy, batch.inputs, train_mode, region))
+            plain, mixed = runs
             for key, layer in plain.items():
                 measured.require_dtype(key[0], layer.precision, HALVES)
                 other = mixed.get(key)

@@ -200,10 +200,7 @@ class Model:
         if self._is_saved:
             net, data = measured.block_of(net, data)
         self.batches = list(data)
-        for param in net.collect_params().values():
-            measured.require_dtype(param.name, dtype_name(param.dtype), FLOATS - {"float32"})
-        with measured.explained_errors(net, self.batches[0].inputs):
-            self.block: Any = measured.copied(net, self.batches[0].inputs)
+        self.block: Any = measured.copied(net, self.batches[0].inputs, FLOATS - {"float32"})
         self.is_traced = bool(getattr(self.block, "_cached_graph", None))
         if self.is_traced:
             self.block.hybridize(static_alloc=True, static_shape=True)
