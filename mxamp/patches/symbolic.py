@@ -81,7 +81,7 @@ def patched_bind(
     binding = _Binding(self, policy, grad_reqs, dtypes)
     symbol = binding.symbol_for({name: array.shape for name, array in arrays.items()})
     call = partial(original, symbol, ctx, args, args_grad, grad_req, *rest, **options)
-    return binding.bind(call, _device_groups(rest, options))
+    return binding.bind(call, rest, options)
 
 
 def patched_simple_bind(
@@ -112,12 +112,7 @@ def patched_simple_bind(
         known = {name: shape for name, shape in zip(names, inferred or ()) if shape}
         options = {**known, **options}
     call = partial(original, symbol, ctx, grad_req, type_dict, *rest, **options)
-    return binding.bind(call, _device_groups(rest, options))
-
-
-def _device_groups(rest: Sequence[Any], options: Mapping[str, Any]) -> object:
-    """Return the argument `group2ctx` of `bind` or `simple_bind`."""
-    return rest[1] if len(rest) > 1 else options.get("group2ctx")
+    return binding.bind(call, rest, options)
 
 
 class _Binding:
@@ -130,10 +125,9 @@ class _Binding:
         frozen = frozenset(name for name, asked in grad_reqs.items() if asked == "null")
         accumulated = frozenset(name for name, asked in grad_reqs.items() if asked == "add")
         training, off = len(frozen) < len(grad_reqs), active.current_policy() is None
-        self._symbol = symbol
+        self._symbol, self._policy = symbol, policy
         self._usage = Usage(dtypes, accumulated=accumulated, training=training, regions_only=off)
         self._graph = trained_graph(self._read, frozen) if training else self._read
-        self._policy = policy
         record_layers(policy, self._read)
         self._backend = backend_of(policy.device)
         self._symbols: dict[Hashable, Symbol] = {}
@@ -153,9 +147,12 @@ class _Binding:
             self._symbols[choices] = symbol
         return self._symbols[choices]
 
-    def bind(self, call: Callable[[], Executor], groups: object) -> Executor:
-        """Return the executor that `call` binds, presented as one of the original symbol."""
-        with self._backend.binding(groups):
+    def bind(self, call: Callable[[], Executor], rest: Sequence[Any], options: Any) -> Executor:
+        """Return the executor that `call` binds, presented as one of the original symbol.
+
+        `rest` and `options` are the last arguments of `bind` or `simple_bind`, with `group2ctx`.
+        """
+        with self._backend.binding(rest[1] if len(rest) > 1 else options.get("group2ctx")):
             executor = call()
         executor.__class__ = _RewrittenExecutor
         vars(executor).update(_symbol=self._symbol, _binding=self)
@@ -192,8 +189,8 @@ class _RewrittenExecutor(Executor):
         arguments = symbol, self._ctx, arrays, gradients or None, self._grad_req, states_now
         # Loops in executors that share memory read stale values of the other executor.
         shared = None if self._binding.has_loops else self
-        call = partial(bind, *arguments, group2ctx=self._group2ctx, shared_exec=shared)
-        executor = self._binding.bind(call, self._group2ctx)
+        options = {"group2ctx": self._group2ctx, "shared_exec": shared}
+        executor = self._binding.bind(partial(bind, *arguments, **options), (), options)
         executor.grad_arrays = [gradients.get(name) for name in names]
         if self._monitor_callback is not None and self._monitor_all is not None:
             callback, monitor_all = self._monitor_callback, self._monitor_all
