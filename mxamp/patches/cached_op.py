@@ -102,8 +102,8 @@ class Source(NamedTuple):
     """
 
     graph: Graph
-    policy: Policy | None
-    stored: frozenset[str]
+    policy: Policy | None = None
+    stored: frozenset[str] = frozenset()
 
 
 def install_policy_op(
@@ -165,9 +165,8 @@ class Variants:
         #: The block's own op, which runs without a policy.
         self.unchanged = _Op(op, symbol)
         self._symbol_class = type(symbol)
-        self.graph, self._own_policy, self._stored = source or Source(
-            Graph.from_symbol(symbol), None, frozenset()
-        )
+        source = source or Source(Graph.from_symbol(symbol))
+        self.graph, self.own_policy, self._stored = source
         names = self.names = symbol.list_inputs()
         places = block._cached_op_args
         self.inputs = [i for i, (is_data, _) in enumerate(places) if is_data]
@@ -208,7 +207,7 @@ class Variants:
             accumulated = frozenset(self.names[i] for i in (*self.inputs, *added))
             usage = replace(self._usage(call), training=differs, accumulated=accumulated)
             op = made.ops[key] = self._build(policy, graph, usage, choices)
-            if self._own_policy is None:
+            if self.own_policy is None:
                 record_layers(policy, self.graph)
         elif policy.fp32_layers:
             warn_of_unknown_layers(policy)
@@ -272,7 +271,7 @@ class Variants:
         rewritten = rewritten_graph(graph, policy, usage, choices)
         if rewritten is not graph:
             rewritten = backend_of(policy.device).with_ordered_inputs(rewritten)
-        elif graph is self.graph and self._own_policy is None:
+        elif graph is self.graph and self.own_policy is None:
             # The plain op of a converted block has the casts for other dtypes.
             return self.unchanged
         symbol = rewritten.to_symbol(self._symbol_class)
@@ -309,7 +308,7 @@ class PolicyCachedOp:
         self.is_np_sym = block._cached_op.is_np_sym  #: whether outputs are `mx.np` arrays
         self.variants = Variants(block, source)
         self._register_op_hook = self.variants.set_hook
-        graph, self._own_policy = self.variants.graph, source.policy if source is not None else None
+        graph, self._own_policy = self.variants.graph, self.variants.own_policy
         if self._own_policy is None and graph.has_fused_operators and not graph.is_converted:
             logger.warning(FUSED_ALREADY, block.name)
         self._marks = frozenset() if graph.is_converted else graph.marks
