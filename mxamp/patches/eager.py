@@ -24,16 +24,7 @@ from mxnet.ndarray.ndarray import NDArray
 from ..backends import Action, EagerOperator, Invoke, Site, Step, backend_of, shape_checks
 from ..errors import ArgumentError
 from ..framework import arrays as mx_arrays
-from ..framework.arrays import (
-    KIND_NAMES,
-    all_float32,
-    as_list,
-    cast,
-    dtype_code,
-    dtype_of,
-    kind_code,
-    shape_of,
-)
+from ..framework.arrays import all_float32, as_list, cast, dtype_code, kind_code, shape_of
 from ..framework.machine import DTYPE_CODES, dtype_name
 from ..framework.operators import Operator, by_handle, handle_of, with_trait
 from ..framework.patching import Original
@@ -287,7 +278,6 @@ class _EagerOperator:
         self._by_shape = any(checks[one.name].in_calls for one in rule.by_shape)
         self._reads_weight = any(checks[one.name].reads_weight for one in rule.by_shape)
         self._kept: dict[Any, Reason | None] = {}
-        self._target = DTYPE_CODES[policy.target_dtype]
         read = {*operator.decisive_attributes, *(c.attribute for c in rule.conditions)}
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
@@ -323,7 +313,7 @@ class _EagerOperator:
         self, arrays: Sequence[NDArray], attrs: dict[str, str], training: bool
     ) -> Reason | None:
         """Ask the backend why a call's shapes keep it in float32; None if they don't."""
-        casts = training and dtype_code(arrays[1]) != self._target
+        casts = training and mx_arrays.dtype_of(arrays[1]) != self.policy.target_dtype
         shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
         site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
         try:
@@ -353,7 +343,7 @@ class _EagerOperator:
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
         """Return the cast decision for inputs with these dtype codes, uncached; None: no cast."""
-        dtypes = [KIND_NAMES.get(code, "other") for code in codes]
+        dtypes = [mx_arrays.KIND_NAMES.get(code, "other") for code in codes]
         name, policy = self.operator.name, self.policy
         decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)
         record_lowered(name, decision.precision)
@@ -395,10 +385,10 @@ def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
     """Return an operator's outputs rounded to the dtype that `decision` emulates, if any."""
     if decision.rounded_to is None:
         return outputs
-    rounded = [
-        cast(array, decision.rounded_to, is_np_op) if decision.rounds(i, dtype_of(array)) else array
-        for i, array in enumerate(as_list(outputs))
-    ]
+    rounded = list(as_list(outputs))
+    for i, array in enumerate(rounded):
+        if decision.rounds(i, mx_arrays.dtype_of(array)):
+            rounded[i] = cast(array, decision.rounded_to, is_np_op)
     return rounded if isinstance(outputs, list) else rounded[0]
 
 
