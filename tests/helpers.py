@@ -151,6 +151,27 @@ def backpropagate(function):
     result.backward()
 
 
+def scaled_backward(function, trainer):
+    """Record a call of a function, scale its result for a trainer, and run the backward pass."""
+    with mx.autograd.record(), amp.scale_loss(function(), trainer) as scaled:
+        mx.autograd.backward(scaled)
+
+
+def initialized(block, hybridize=False, **options):
+    """Return a block or parameter after `initialize` with these options."""
+    block.initialize(**options)
+    if hybridize:
+        block.hybridize()
+    return block
+
+
+def sequential(*layers, **options):
+    """Return an initialized net of layers."""
+    net = mx.gluon.nn.HybridSequential()
+    net.add(*layers)
+    return initialized(net, **options)
+
+
 def exported(block, folder):
     """A block that was run and exported, loaded again by MXNet."""
     block.export(str(folder / "exported"))

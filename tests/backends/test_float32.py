@@ -9,6 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import initialized
 from helpers import substitutions as chosen_names
 from mxamp.backends import substitutions
 from mxamp.framework.data import own_tables
@@ -43,8 +44,7 @@ class Net(nn.HybridBlock):
 
 def net_of(dtype="float32"):
     mx.random.seed(1)
-    net = Net()
-    net.initialize(mx.init.Xavier())
+    net = initialized(Net(), init=mx.init.Xavier())
     net.cast(dtype)
     net.hybridize()
     return net
@@ -278,8 +278,7 @@ def test_arrays_in_float16_are_computed_as_in_plain_mxnet(number, hybrid):
 def test_a_dtype_named_by_the_caller_is_announced_as_such(on_machine, caplog):
     on_machine(features=("avx512", "avx512_bf16"))
     caplog.set_level("INFO")
-    net = nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(nn.Dense(2, in_units=3))
     amp.initialize(net, gluon.Trainer(net.collect_params(), "sgd"), dtype="float32")
     assert caplog.messages == ["mixed precision is on: float32 on cpu"]
     policy = amp.Policy.default("float32").override(low=["dot"])

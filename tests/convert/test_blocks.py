@@ -13,10 +13,12 @@ from helpers import (
     backpropagate,
     casting_small_layers,
     down,
+    initialized,
     kind,
     operators_of,
     randn,
     same,
+    sequential,
     untuned,
     up,
     values,
@@ -51,9 +53,7 @@ class Net(gluon.HybridBlock):
 @pytest.fixture
 def net():
     mx.random.seed(5)
-    block = Net()
-    block.initialize(mx.init.Xavier())
-    block.hybridize()
+    block = initialized(Net(), init=mx.init.Xavier(), hybridize=True)
     block(randn(1, 3, 6, 6))
     return block
 
@@ -191,9 +191,7 @@ def test_inputs_that_are_not_read_are_taken_all_the_same(read, fuse):
 @pytest.mark.filterwarnings("ignore:Parameter .* is not used")
 @pytest.mark.parametrize("example", [False, True])
 def test_float64_stays_float64(dtype, example):
-    block = TwoInputs("both")
-    block.initialize()
-    block.hybridize()
+    block = initialized(TwoInputs("both"), hybridize=True)
     x, y = randn(40, 40).astype("float64"), randn(40, 40, seed=1).astype("float64")
     plain = block(x, y)
     policy = amp.Policy.default(dtype, "cpu")
@@ -231,8 +229,7 @@ def test_a_block_that_has_not_run(dtype):
         with amp.autocast(policy=untuned(dtype)):
             net.hybridize()
             assert same(low(*data), net(*data))
-    layer = gluon.rnn.LSTM(6)
-    layer.initialize()
+    layer = initialized(gluon.rnn.LSTM(6))
     low = amp.convert_hybrid_block(layer, policy=untuned(dtype), example_inputs=randn(3, 2, 5))
     assert low(randn(3, 2, 5)).shape == (3, 2, 6)
     with pytest.raises(amp.StateError, match="does not run"):
@@ -258,8 +255,7 @@ def test_converted_blocks_keep_grad_req(dtype):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, tmp_path, caplog):
     with mx.util.np_shape(True), mx.util.np_array(True):
-        net = nn.Dense(4, in_units=3)
-        net.initialize()
+        net = initialized(nn.Dense(4, in_units=3))
         data = mx.np.array(values(randn(5, 3)))
         fast = amp.convert_hybrid_block(
             net, policy=untuned(dtype), cast_optional_params=offline, example_inputs=data,
@@ -281,8 +277,7 @@ def test_converted_blocks_export_with_numpy_semantics(dtype, offline, devices, t
 
 
 def test_copies_on_several_devices_are_averaged(dtype):
-    net = nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = initialized(nn.Dense(1, in_units=1, use_bias=False), ctx=[mx.cpu(0), mx.cpu(1)])
     for k, array in enumerate(net.weight.list_data()):
         array[:] = 2 * k + 1
     fast = amp.convert_hybrid_block(net, policy=untuned(dtype), example_inputs=nd.ones((1, 1)))
@@ -291,9 +286,7 @@ def test_copies_on_several_devices_are_averaged(dtype):
 
 @with_avx512
 def test_a_fused_block_keeps_its_packed_weights():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(16, 3, in_channels=16), nn.Activation("relu"))
-    net.initialize()
+    net = sequential(nn.Conv2D(16, 3, in_channels=16), nn.Activation("relu"))
     x = randn(2, 16, 8, 8)
     fused = amp.convert_hybrid_block(net, "bfloat16", example_inputs=x, fuse=True)
     assert {("static_alloc", True), ("static_shape", True)} <= set(fused._flags)

@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import check_python, kind, randn, same, untuned
+from helpers import check_python, initialized, kind, randn, same, untuned
 from models import GPU, model
 from nets import convolutional, decoder, perceptron
 
@@ -89,8 +89,7 @@ def test_a_float32_model_converted_to_float32_is_said_to_stay_as_it_is(caplog):
 
 @pytest.mark.parametrize("shape", [(2, 5), (5,), (1, 1, 5)])
 def test_example_inputs_that_do_not_fit(shape):
-    net = mx.gluon.nn.Dense(4, in_units=3)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(4, in_units=3))
     with pytest.raises(amp.ArgumentError) as found:
         amp.convert_hybrid_block(net, policy=GPU, example_inputs=nd.ones(shape))
     assert f"{{'data': {shape}}} do not fit the model" in str(found.value)

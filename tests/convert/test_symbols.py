@@ -10,7 +10,7 @@ from mxnet.contrib import amp as stock
 
 import mxamp as amp
 from handcast import evaluate
-from helpers import BF16, kind, randn, same
+from helpers import BF16, initialized, kind, randn, same
 from mxamp.graph.ir import Graph
 from nets import Control
 
@@ -106,9 +106,7 @@ def test_a_graph_that_stock_has_converted(dtype):
 
 
 def test_the_body_of_a_loop_as_by_hand(dtype):
-    loop = Control("foreach")
-    loop.initialize()
-    loop.hybridize()
+    loop = initialized(Control("foreach"), hybridize=True)
     x = randn(3, 2, 4)
     loop(x)
     policy = amp.Policy.default(dtype, "cpu")

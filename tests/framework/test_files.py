@@ -7,7 +7,7 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import randn
+from helpers import initialized, randn
 from mxamp.framework import files
 from mxamp.framework.files import (
     check_writable,
@@ -55,8 +55,7 @@ class Export:
     names = ("low-symbol.json", "low-0000.params")
 
     def write(self, folder):
-        net = mx.gluon.nn.Dense(4)
-        net.initialize()
+        net = initialized(mx.gluon.nn.Dense(4))
         low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=randn(2, 8))
         low.export(str(folder / "low"))
 
@@ -160,8 +159,7 @@ def test_links_and_modes_stay_and_targets_are_replaced(writer, folder, tmp_path)
 def test_models_are_not_written_to_a_prefix_without_a_name(folder, out, monkeypatch):
     monkeypatch.chdir(folder.parent)
     save_model(folder.parent)
-    net = mx.gluon.nn.Dense(4)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(4))
     low = amp.convert_hybrid_block(net, "bfloat16", example_inputs=randn(2, 8))
     for write in (low.export, lambda to: amp.convert_files("model", to, force=True)):
         with pytest.raises(amp.ArgumentError, match="has no name"):

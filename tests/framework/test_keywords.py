@@ -11,6 +11,7 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
+from helpers import initialized, scaled_backward
 from mxamp.framework.data import own_tables
 from mxamp.framework.keywords import checked_call
 from mxamp.framework.operators import registry
@@ -21,15 +22,11 @@ GPU = amp.Policy.default("float16", "gpu")
 
 
 def net():
-    block = gluon.nn.Dense(4, in_units=3)
-    block.initialize()
-    return block
+    return initialized(gluon.nn.Dense(4, in_units=3))
 
 
 def deferred():
-    block = gluon.nn.Conv2D(4, 3)
-    block.initialize()
-    return block
+    return initialized(gluon.nn.Conv2D(4, 3))
 
 
 class Adds(gluon.Block):
@@ -167,9 +164,7 @@ def stepped(*sizes, optimizer="adam"):
     block.initialize()
     made = gluon.Trainer(block.collect_params(), optimizer)
     amp.init_trainer(made, amp.LossScaler())
-    with autograd.record():
-        with amp.scale_loss(block(X).sum(), made) as loss:
-            loss.backward()
+    scaled_backward(lambda: block(X).sum(), made)
     made.step(1)
     return made
 
@@ -204,10 +199,7 @@ def test_every_other_name_stands_for_an_operator():
 
 
 def hybrid(prefix):
-    block = gluon.nn.Dense(3, in_units=3, prefix=prefix)
-    block.initialize()
-    block.hybridize()
-    return block
+    return initialized(gluon.nn.Dense(3, in_units=3, prefix=prefix), hybridize=True)
 
 
 @pytest.mark.parametrize(

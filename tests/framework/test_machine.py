@@ -6,11 +6,11 @@ from mxnet import gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
+from helpers import initialized
 
 
 def test_mxnet_takes_it():
-    net = gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(2, in_units=3))
     net.cast(amp.bfloat16)
     arrays = [
         net.weight.data(), nd.ones(2).astype(amp.bfloat16), nd.amp_cast(nd.ones(2), dtype=amp.bfloat16),

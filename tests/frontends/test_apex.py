@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 
 import digits
 import mxamp as amp
-from helpers import kind, randn, same
+from helpers import initialized, kind, randn, same, scaled_backward, sequential
 from mxamp.frontends import apex
 from training import assert_same_weights, batches, poisoned, setup, train
 
@@ -19,20 +19,16 @@ from training import assert_same_weights, batches, poisoned, setup, train
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"loss_scale": "dynamic"}])
 def test_one_script_runs_at_every_level(level, dtype, options):
-    net = gluon.nn.HybridSequential()
-    net.add(
+    net = sequential(
         gluon.nn.Dense(3, in_units=2),
         gluon.nn.BatchNorm(in_channels=3),
         gluon.nn.Dense(1, in_units=3),
+        hybridize=True,
     )
-    net.initialize()
-    net.hybridize()
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25})
     net, trainer = amp.initialize(net, trainer, level, dtype=dtype, ctx=mx.cpu(), **options)
     before = net[2].bias.data().asnumpy()
-    with autograd.record():
-        with amp.scale_loss(net(randn(4, 2)), trainer) as scaled:
-            autograd.backward(scaled)
+    scaled_backward(lambda: net(randn(4, 2)), trainer)
     amp.unscale(trainer)
     trainer.step(4)
     if trainer.amp_last_step.stepped:  # 65536 times four ones are too much for float16
@@ -81,15 +77,11 @@ def test_initialize_after_float32_says_that_it_stays_so(level, caplog):
 
 
 def test_o2_keeps_master_weights():
-    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One())
+    net = initialized(gluon.nn.Dense(1, in_units=1, use_bias=False), init=mx.init.One())
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
     net, trainer = amp.initialize(net, trainer, "O2", loss_scale=8.0, ctx=mx.cpu())
     for _ in range(10):
-        with autograd.record():
-            loss = net(nd.ones((1, 1))).sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: net(nd.ones((1, 1))).sum(), trainer)
         trainer.step(1)
     # Each step is below float16's resolution at 1; ten of them are not.
     assert net.weight.data().asscalar() == np.float16(1 - 1e-3)

@@ -13,7 +13,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp as stock
 
 import mxamp as amp
-from helpers import ROOT, python
+from helpers import ROOT, backpropagate, initialized, python
 from mxamp.framework.environment import AUTOMATIC as VARIABLE
 from mxamp.frontends import automatic
 from mxamp.frontends.automatic import imports_mxamp
@@ -156,8 +156,7 @@ def test_they_are_left_alone_with_a_line_that_says_so(tmp_path, way):
 
 
 def dense():
-    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
-    net.initialize(mx.init.One())
+    net = initialized(gluon.nn.Dense(1, in_units=1, use_bias=False), init=mx.init.One())
     return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25})
 
 
@@ -166,9 +165,7 @@ def weight(net):
 
 
 def backward(net, value=1.0):
-    with autograd.record():
-        loss = net(nd.ones((1, 1))) * value
-    loss.backward()
+    backpropagate(lambda: net(nd.ones((1, 1))) * value)
 
 
 def small_loss(net):

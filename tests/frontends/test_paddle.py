@@ -8,7 +8,7 @@ from mxnet import autograd, gluon, nd
 
 import digits
 import mxamp as amp
-from helpers import backpropagate, randn
+from helpers import backpropagate, initialized, randn
 from models import bound_module as bound
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -63,8 +63,7 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
     original = mx.optimizer.Adam(learning_rate=0.1)
     original.set_lr_mult({0: 2.0})
     decorated = amp.decorate(original)
-    net = gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(2, in_units=3))
     trainer = gluon.Trainer(net.collect_params(), decorated)
     backpropagate(lambda: net(randn(4, 3)).sum())
     trainer.step(1)
@@ -76,8 +75,7 @@ def test_the_optimizer_that_was_given_keeps_its_own_counts():
 def test_a_trainer_has_its_own_scale_beside_others_that_are_done():
     scales, nets = (4.0, 1024.0), []
     for scale in scales:
-        net = gluon.nn.Dense(1, in_units=2)
-        net.initialize()
+        net = initialized(gluon.nn.Dense(1, in_units=2))
         nets.append((net, gluon.Trainer(net.collect_params(), amp.decorate("sgd", scale))))
     for (net, trainer), scale in zip(nets, scales):
         with autograd.record():

@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, initialized
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## PyTorch\n")[2].partition("\n## ")[0]
@@ -21,8 +21,7 @@ LOSS = gluon.loss.L2Loss()
 @pytest.fixture
 def names():
     """What the table's snippets use, after a backward pass: `batch_size` to `x`."""
-    net = gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(2, in_units=3))
     trainer, scaler = gluon.Trainer(net.collect_params(), "sgd"), amp.GradScaler(init_scale=8)
     x, batch_size = nd.ones((4, 3)), 4
     x.attach_grad()

@@ -14,7 +14,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate
+from helpers import backpropagate, initialized
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 
@@ -47,8 +47,7 @@ class Run:
 
 
 def dense(units=2, hybrid=False, **options):
-    net = nn.Dense(units, in_units=3, use_bias=False, **options)
-    net.initialize(mx.init.One())
+    net = initialized(nn.Dense(units, in_units=3, use_bias=False, **options), init=mx.init.One())
     if hybrid:
         net.hybridize()
     return net
@@ -118,9 +117,7 @@ def test_a_pass_that_fails_changes_nothing_for_the_next_step(start):
     run.start()
     net = dense()
     trainer = run.trainer(net)
-    with autograd.record():
-        loss = net(X).sum()
-    loss.backward()
+    backpropagate(lambda: net(X).sum())
     with pytest.raises(mx.MXNetError):
         nd.ones(2).backward()
     trainer.step(1)  # raises where gradients are stale

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, same
+from helpers import initialized, kind, same, scaled_backward
 from mxamp.framework.operators import registry
 
 pytestmark = pytest.mark.gpu
@@ -127,15 +127,12 @@ def step(net, trainer, x, loss_of=lambda out: (out**2).mean()):
 
 
 def test_one_gradient_that_overflowed_is_found(device):
-    net = nn.Dense(300, in_units=300)
-    net.initialize(ctx=device)
+    net = initialized(nn.Dense(300, in_units=300), ctx=device)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     amp.init_trainer(trainer, amp.LossScaler(init_scale=8.0))
     x = mx.nd.ones((2, 300), ctx=device)
     for value, stepped in ((np.inf, False), (np.nan, False), (1e30, True)):
-        with autograd.record():
-            with amp.scale_loss(net(x).mean(), trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: net(x).mean(), trainer)
         net.weight.grad(device)[7, 11] = value
         trainer.step(1)
         assert trainer.amp_last_step.stepped is stepped
@@ -143,8 +140,7 @@ def test_one_gradient_that_overflowed_is_found(device):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "nag"])
 def test_multi_precision_keeps_float32_weights(optimizer, device, policy):
-    net = nn.Dense(8, in_units=16)
-    net.initialize(ctx=device)
+    net = initialized(nn.Dense(8, in_units=16), ctx=device)
     net.cast("float16")
     settings = {"learning_rate": 1e-4, "multi_precision": True}
     trainer = gluon.Trainer(net.collect_params(), optimizer, settings)

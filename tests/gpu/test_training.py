@@ -12,7 +12,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import python, same
+from helpers import python, same, scaled_backward
 from training import batches, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -39,10 +39,7 @@ def loss_of(out):
 
 
 def backward(net, trainer, parts):
-    with autograd.record():
-        losses = [loss_of(net(part)) for part in parts]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
+    scaled_backward(lambda: [loss_of(net(part)) for part in parts], trainer)
 
 
 def by_scale_loss(net, trainer, parts, rows):

@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import kind
+from helpers import initialized, kind
 from nets import NETS, Control, attention, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
@@ -156,9 +156,7 @@ def test_gradients(how, make, device, policy, fusion):
 def test_loops(name, hybrid, device, policy, fusion):
     found = []
     for where, used in ((device, policy), (mx.cpu(), amp.Policy.default("float16", "cpu"))):
-        net = Control(name)
-        net.initialize(mx.init.Constant(0.1), ctx=where)
-        net.hybridize(hybrid)
+        net = initialized(Control(name), init=mx.init.Constant(0.1), ctx=where, hybridize=hybrid)
         with amp.autocast(policy=used):
             out = net(mx.nd.ones((3, 2, 4), ctx=where))
         out = out[0] if isinstance(out, (list, tuple)) else out
@@ -192,9 +190,7 @@ class WithCustom(gluon.HybridBlock):
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_custom_operators(hybrid, device, policy, fusion):
-    net = WithCustom()
-    net.initialize(mx.init.Constant(0.25), ctx=device)
-    net.hybridize(hybrid)
+    net = initialized(WithCustom(), init=mx.init.Constant(0.25), ctx=device, hybridize=hybrid)
     x = mx.nd.ones((2, 4), ctx=device)
     x.attach_grad()
     with amp.autocast(policy=policy), autograd.record():

@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, randn, untuned
+from helpers import backpropagate, kind, randn, untuned
 from mxamp.graph.ir import Graph
 from mxamp.patches.symbolic import scaled_executors
 
@@ -60,9 +60,7 @@ def test_they_get_theirs(policy, static, request_):
         with autograd.record():  # a call without any gradient
             nd.FullyConnected(DATA, net[0].weight.data(), nd.zeros(5), num_hidden=5)
         for _ in range(passes):
-            with autograd.record():
-                total = net(DATA).astype("float32").sum()
-            total.backward()
+            backpropagate(lambda: net(DATA).astype("float32").sum())
     times = passes if request_ == "add" else 1
     for bias, gradient in zip(biases.values(), wanted):
         np.testing.assert_allclose(bias.grad().asnumpy(), gradient * times, rtol=0.03, atol=0.03)
@@ -138,7 +136,5 @@ def test_loops(policy, static, frozen, nested):
     with amp.autocast(policy=policy):
         for _ in range(2):
             bias.grad()[:] = 9
-            with autograd.record():
-                total = net(data).astype("float32").sum()
-            total.backward()
+            backpropagate(lambda: net(data).astype("float32").sum())
             assert bias.grad().asnumpy().tolist() == [4, 4, 4]

@@ -7,7 +7,17 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import as_float32, kind, randn, same, untuned, values
+from helpers import (
+    as_float32,
+    backpropagate,
+    initialized,
+    kind,
+    randn,
+    same,
+    sequential,
+    untuned,
+    values,
+)
 from mxamp.graph.ir import Graph
 from mxamp.patches import cached_op
 from nets import NETS, Control, made, separable
@@ -115,8 +125,7 @@ def test_only_a_call_like_the_last_takes_its_graph_unchecked():
 
 
 def test_lstm_layer(on):
-    layer = rnn.LSTM(6, num_layers=2, bidirectional=True, input_size=5)
-    layer.initialize()
+    layer = initialized(rnn.LSTM(6, num_layers=2, bidirectional=True, input_size=5))
     x = randn(3, 2, 5)
     with autograd.record():
         eager = layer(x)
@@ -132,8 +141,7 @@ def test_lstm_layer(on):
 
 @pytest.mark.parametrize("operator", ["while_loop", "cond"])
 def test_bodies_with_broken_gradients_are_left_alone_in_training(on, operator):
-    net = Control(operator)
-    net.initialize()
+    net = initialized(Control(operator))
     x = randn(3, 2, 4)
     with amp.autocast(enabled=False):
         plain = net(x)
@@ -155,9 +163,7 @@ def test_nested_inputs_outputs_and_none(on):
             hidden = self.dense(x + pair[0])
             return hidden, [hidden + pair[1], F.softmax(hidden)]
 
-    net = Net()
-    net.initialize()
-    net.hybridize()
+    net = initialized(Net(), hybridize=True)
     first, (second, third) = net(randn(2, 4), [randn(2, 4), randn(2, 4)], None)
     assert {kind(t) for t in (first, second, third)} == {"float32"}
 
@@ -175,8 +181,7 @@ def test_arguments_of_another_structure_are_refused(on):
 
 
 def test_blocks_cast_by_the_user_keep_their_dtype():
-    net = nn.Dense(4, in_units=4)
-    net.initialize()
+    net = initialized(nn.Dense(4, in_units=4))
     net.cast("float16")
     net.hybridize()
     with amp.autocast("float16"):
@@ -186,9 +191,7 @@ def test_blocks_cast_by_the_user_keep_their_dtype():
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_block_that_a_backend_has_fused_says_that_it_stays_in_float32(caplog):
     x = randn(4, 8)
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(4, in_units=8, activation="relu"))
-    net.initialize()
+    net = sequential(gluon.nn.Dense(4, in_units=8, activation="relu"))
     amp.init("bfloat16", ctx=mx.cpu())
     net.optimize_for(x, backend="MKLDNN")
     for _ in range(3):
@@ -222,9 +225,7 @@ def test_data_of_many_shapes_share_one_graph_at_last():
 
 
 def test_policies_and_sequence_lengths_that_come_and_go_leave_no_graphs_behind():
-    net = nn.Dense(3, flatten=False, in_units=4)
-    net.initialize()
-    net.hybridize()
+    net = initialized(nn.Dense(3, flatten=False, in_units=4), hybridize=True)
     policy = amp.Policy.default("bfloat16")
     for i in range(40):
         with amp.autocast(policy=policy.override(fp32_layers=[f"layer{i}"])):
@@ -267,9 +268,7 @@ def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
     for grad_req, mixed in (("add", True), ("write", False), ("add", True), ("add", True)):
         net.weight.grad_req = grad_req
         with amp.autocast("bfloat16", enabled=mixed):
-            with autograd.record():
-                out = net(X)
-            out.backward()
+            backpropagate(lambda: net(X))
         sums.append(float(net.weight.grad().sum().asscalar()))
     assert sums == [24, 24, 24, 48]
 

@@ -7,6 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import initialized
 from mxamp.framework.arrays import invoke
 from mxamp.framework.operators import handle_of, with_trait
 
@@ -42,8 +43,7 @@ def check(gradient):
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_embeddings_of_blocks(on, hybrid):
-    net = nn.Embedding(ROWS, 2, sparse_grad=True)
-    net.initialize()
+    net = initialized(nn.Embedding(ROWS, 2, sparse_grad=True))
     if hybrid:
         net.hybridize()
     trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1, "wd": 0.1})

@@ -10,7 +10,7 @@ from mxnet.gluon import SymbolBlock, nn
 
 import mxamp as amp
 from conftest import DTYPES, assert_unpatched
-from helpers import randn, same, untuned, values
+from helpers import initialized, randn, same, untuned, values
 from mxamp.framework.patching import _stacks
 from mxamp.graph.ir import Graph
 from mxamp.policy.regions import REGION
@@ -39,8 +39,7 @@ class Net(nn.HybridBlock):
 
 
 def made(body):
-    net = Net(body)
-    net.initialize(mx.init.Normal(0.5))
+    net = initialized(Net(body), init=mx.init.Normal(0.5))
     for seed, param in enumerate(net.collect_params().values()):
         data = randn(*param.shape, seed=seed, scale=0.4)
         param.set_data(data.as_np_ndarray() if mx.util.is_np_array() else data)

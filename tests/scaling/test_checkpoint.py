@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import check_python
+from helpers import check_python, initialized, scaled_backward
 from mxamp.scaling.checkpoint import MASTER_PLACES, master_place
 from training import batches, poisoned, setup, ten_steps, train
 
@@ -80,8 +80,7 @@ def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, on_mac
     on_machine(features={"avx512"})
     amp.init("auto")
     for units in (3, 5):
-        net = gluon.nn.Dense(units, in_units=4)
-        net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+        net = initialized(gluon.nn.Dense(units, in_units=4), ctx=[mx.cpu(0), mx.cpu(1)])
         options = {"optimizer": "adam", "update_on_kvstore": True}
         trainer = gluon.Trainer(net.collect_params(), **options)
         trainer._init_kvstore()
@@ -175,13 +174,11 @@ class MasterLast(mx.optimizer.Adam):
 
 def stepped_at(level, optimizer, **options):
     """A trainer after one step at a level, of a net with one weight."""
-    net = gluon.nn.Dense(2, in_units=4, use_bias=False, prefix="net_")
-    net.initialize()
+    net = initialized(gluon.nn.Dense(2, in_units=4, use_bias=False, prefix="net_"))
     trainer = gluon.Trainer(net.collect_params(), optimizer, options)
     amp.initialize(net, trainer, level, loss_scale=8, ctx=mx.cpu())
     data = mx.nd.ones((3, 4), dtype=net.weight.dtype)
-    with autograd.record(), amp.scale_loss(net(data).astype("float32").sum(), trainer) as loss:
-        loss.backward()
+    scaled_backward(lambda: net(data).astype("float32").sum(), trainer)
     trainer.step(3)
     amp.shutdown()
     return trainer
@@ -313,14 +310,12 @@ def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
 
 
 def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):
-    net = gluon.nn.Dense(3, in_units=4)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(3, in_units=4))
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
     amp.init_trainer(trainer, loss_scaler=amp.StaticLossScaler(128))
     for momentum in (0.9, 0.0):
         trainer._optimizer.momentum = momentum
-        with mx.autograd.record(), amp.scale_loss(net(mx.nd.ones((2, 4))).sum(), trainer) as loss:
-            loss.backward()
+        scaled_backward(lambda: net(mx.nd.ones((2, 4))).sum(), trainer)
         trainer.step(2)
         trainer.save_states(str(tmp_path / "states"))
         trainer.load_states(str(tmp_path / "states"))

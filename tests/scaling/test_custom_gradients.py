@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, pairwise, untuned
+from helpers import check_python, initialized, pairwise, scaled_backward, untuned
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
@@ -157,8 +157,7 @@ def compared(way, dtype, kind, op_type, units=2, req="write", hybrid=True, passe
             automatic.start(policy=untuned(dtype))
         elif run is not None:
             amp.init(policy=untuned(dtype))
-        net = Net(kind, op_type, units)
-        net.initialize(mx.init.One())
+        net = initialized(Net(kind, op_type, units), init=mx.init.One())
         net.dense.weight.grad_req = req
         if hybrid:
             net.hybridize()
@@ -386,10 +385,7 @@ class Clipping(autograd.Function):
 
 
 def clipped_gradient(trainer, net):
-    with autograd.record():
-        loss = Clipping()(net(X)).sum() * 3
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
+    scaled_backward(lambda: Clipping()(net(X)).sum() * 3, trainer)
     amp.unscale(trainer)
     gradient = net.bias.grad().asscalar()
     trainer.step(1)
@@ -397,8 +393,7 @@ def clipped_gradient(trainer, net):
 
 
 def test_functions_get_no_scale_from_the_first_loss_on(tmp_path, caplog):
-    net = nn.Dense(1, in_units=3)
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=3))
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     amp.init_trainer(trainer, amp.LossScaler(1, growth_interval=1))
     assert [clipped_gradient(trainer, net) for _ in range(3)] == [2, 2, 2]

@@ -7,6 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
+from helpers import initialized, scaled_backward
 
 X = nd.array([[1.0, 2.0]])
 
@@ -33,15 +34,11 @@ class Writing(Own):
 @pytest.mark.parametrize("optimizer", [Own, Writing])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_own_optimizers_at_every_level(level, optimizer):
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One())
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
     trainer = gluon.Trainer(net.collect_params(), optimizer(), kvstore=None)
     amp.initialize(net, trainer, opt_level=level, loss_scale=1024.0, ctx=mx.cpu())
     for step in (1, 2):
-        with autograd.record():
-            loss = net(X.astype(net.weight.dtype)).astype("float32").sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: net(X.astype(net.weight.dtype)).astype("float32").sum(), trainer)
         trainer.step(1)
         found = net.weight.data().astype("float32").asnumpy()
         np.testing.assert_allclose(found, [[1 - step / 8, 1 - step / 4]], atol=1e-3)
@@ -50,15 +47,11 @@ def test_own_optimizers_at_every_level(level, optimizer):
 
 def test_small_gradients_of_master_weights_are_divided_in_float32():
     """2**-26 is 0 in float16."""
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.Zero())
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False), init=mx.init.Zero())
     optimizer = Own()
     trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
     amp.initialize(net, trainer, opt_level="O2", loss_scale=2.0**20, ctx=mx.cpu())
-    with autograd.record():
-        loss = net(X.astype("float16")).astype("float32").sum() * 2.0**-26
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
+    scaled_backward(lambda: net(X.astype("float16")).astype("float32").sum() * 2.0**-26, trainer)
     trainer.step(1)
     master = trainer._updaters[0].states[0][0]
     np.testing.assert_array_equal(master.asnumpy(), [[-(2.0**-29), -(2.0**-28)]])
@@ -77,8 +70,7 @@ def test_gradients_that_are_kept_over_steps(name):
 
     def trained(scaled):
         mx.random.seed(1)
-        param = gluon.Parameter("w", shape=(2, 1), init="ones", grad_req="add")
-        param.initialize()
+        param = initialized(gluon.Parameter("w", shape=(2, 1), init="ones", grad_req="add"))
         trainer = gluon.Trainer([param], name, {"learning_rate": 0.1}, kvstore=None)
         if scaled:
             amp.init_trainer(trainer, amp.LossScaler(init_scale=4, growth_interval=1))
@@ -97,14 +89,10 @@ def test_gradients_that_are_kept_over_steps(name):
 
 def test_gradients_on_the_second_device_alone_are_clipped():
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One(), ctx=devices)
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One(), ctx=devices)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     amp.init_trainer(trainer, amp.LossScaler(init_scale=8))
-    with autograd.record():
-        loss = (net(mx.nd.ones((1, 2), ctx=devices[1])) * 30).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
+    scaled_backward(lambda: (net(mx.nd.ones((1, 2), ctx=devices[1])) * 30).sum(), trainer)
     norm = amp.clip_grad_global_norm(trainer, 1.0)
     trainer.step(1, ignore_stale_grad=True)
     assert norm == pytest.approx(30 * 2**0.5)
@@ -117,8 +105,7 @@ def test_a_gradient_penalty_is_plain_mxnets(way):
     """The first derivative is that of the loss, with the scale as head gradient."""
 
     def trained(way):
-        param = gluon.Parameter("w", shape=(3,))
-        param.initialize(mx.init.Constant(0.5))
+        param = initialized(gluon.Parameter("w", shape=(3,)), init=mx.init.Constant(0.5))
         trainer = gluon.Trainer([param], "sgd", {"learning_rate": 0.1}, update_on_kvstore=False)
         scaler, scale = amp.GradScaler(init_scale=1024), 1024.0 if way else 1.0
         if way == "scale_loss":

@@ -9,7 +9,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun
+from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun, initialized
 from training import assert_same_weights, batches, setup, train, weights
 
 FIRST, LAST = 3, 6  # of the steps of a run that goes on from its states
@@ -125,8 +125,7 @@ def test_a_worker_that_trains_alone_compares_nothing(hvd, process_set):
 def nets():
     low, two = setup()[0], setup(ctx=[mx.cpu(0), mx.cpu(1)])[0]
     low.cast(BF16)
-    sparse = gluon.nn.Embedding(4, 2, sparse_grad=True)
-    sparse.initialize()
+    sparse = initialized(gluon.nn.Embedding(4, 2, sparse_grad=True))
     return {"bfloat16": low, "two devices": two, "sparse": sparse}
 
 

@@ -15,6 +15,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
+from helpers import initialized
 from mxamp.framework import patching
 
 PACKAGE = str(Path(amp.__file__).parent)
@@ -56,8 +57,7 @@ class Program:
 
     def __init__(self, way, adds):
         self.way, self.adds = way, adds
-        self.net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-        self.net.initialize(mx.init.One())
+        self.net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
         self.net.weight.grad_req = "add" if adds else "write"
         optimizer = mx.optimizer.SGD(learning_rate=RATE)
         if way == "decorate":

@@ -13,7 +13,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import randn, with_avx512
+from helpers import initialized, randn, with_avx512
 
 #: Ways to train, and the dtype that each is meant for.
 WAYS = ["plain", "init_trainer float16", "init_trainer bfloat16"] + [
@@ -220,8 +220,7 @@ def test_devices_count_steps_alike_after_a_trainer_that_updates_on_its_kvstore(f
     contexts, path = [mx.cpu(0), mx.cpu(1)], str(tmp_path / "states")
 
     def trained(options, load):
-        net = gluon.nn.Dense(3, in_units=12)
-        net.initialize(mx.init.One(), ctx=contexts)
+        net = initialized(gluon.nn.Dense(3, in_units=12), init=mx.init.One(), ctx=contexts)
         trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, **options)
         if load and first == "load_states":
             trainer.load_states(path)

@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, kind, randn
+from helpers import check_python, initialized, kind, randn, scaled_backward
 from training import batches, one_step, poisoned, setup, train
 
 
@@ -131,15 +131,11 @@ def test_a_fork_while_another_thread_enters_regions():
 
 
 def test_clipping_before_unscale_is_warned_of(caplog):
-    net = gluon.nn.Dense(1, in_units=2)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(1, in_units=2))
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     amp.init_trainer(trainer, amp.LossScaler(1024))
     for unscales in (True, False):
-        with autograd.record():
-            loss = net(nd.ones((1, 2))).sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: net(nd.ones((1, 2))).sum(), trainer)
         if unscales:
             amp.unscale(trainer)
         gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)

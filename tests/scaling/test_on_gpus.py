@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import kind
+from helpers import initialized, kind, scaled_backward
 from mxamp.graph.ir import Graph
 from mxamp.scaling import finite
 
@@ -94,8 +94,7 @@ class Products(gluon.Block):
 
 
 def trained(values, scale=None):
-    net = Products(values)
-    net.initialize()
+    net = initialized(Products(values))
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     if scale is not None:
         amp.init_trainer(trainer, amp.StaticLossScaler(scale))
@@ -103,10 +102,7 @@ def trained(values, scale=None):
 
 
 def backward(net, trainer, x):
-    with autograd.record():
-        loss = net(x)
-        with amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
+    scaled_backward(lambda: net(x), trainer)
 
 
 @pytest.mark.parametrize("large", [1.0, 2e19])

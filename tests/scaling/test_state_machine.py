@@ -50,7 +50,7 @@ from hypothesis.stateful import (
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import shut_down
+from helpers import initialized, shut_down
 from mxamp.frontends import automatic
 
 RATE = 2.0**-6
@@ -316,8 +316,7 @@ class Programs(RuleBasedStateMachine):
         kinds = kinds if mode in ("", "init") else [mode] * len(kinds)
         self.neighbor = Neighbor(None if mode in ("automatic", "initialize") else neighbor)
         for kind, scale, rescales in zip(kinds, scales, rescale):
-            net = Net()
-            net.initialize()
+            net = initialized(Net())
             weights = [Weight(one, np.ones(2)) for one in net.collect_params().values()]
             trainer = build_trainer(kind, net, scale, interval, momentum, rescales)
             seen_as = {"initialize": "scale_loss", "automatic": "decorate"}.get(kind, kind)
@@ -782,8 +781,7 @@ def resident_megabytes():
 @pytest.mark.parametrize("way", ["scale_loss", "GradScaler", "no scaling"])
 def test_scaled_losses_without_a_step_are_freed(way):
     """Each of these validation losses has a graph of 1 MB."""
-    weight = gluon.Parameter("weight", shape=(2**18,), init=mx.init.One())
-    weight.initialize()
+    weight = initialized(gluon.Parameter("weight", shape=(2**18,), init=mx.init.One()))
     trainer, scaler = gluon.Trainer([weight], "sgd"), amp.GradScaler()
     amp.init_trainer(trainer, amp.LossScaler())
     before = resident_megabytes()

@@ -10,6 +10,7 @@ from mxnet.base import _LIB
 from mxnet.symbol import Symbol
 
 import mxamp as amp
+from helpers import initialized, scaled_backward
 from mxamp.scaling import tape
 
 
@@ -63,8 +64,7 @@ def test_a_scaled_loss_has_the_bits_of_a_product(scale, ndim):
 
 
 def nets():
-    net = gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(gluon.nn.Dense(2, in_units=3))
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     return net, trainer
 
@@ -172,8 +172,7 @@ def test_two_trainers_of_one_scaler_agree_at_once():
     (net, one), (_, other) = nets(), nets()
     for trainer in (one, other):
         amp.init_trainer(trainer, scaler)
-    with autograd.record(), amp.scale_loss(net(nd.full((4, 3), np.inf)).sum(), one) as scaled:
-        scaled.backward()
+    scaled_backward(lambda: net(nd.full((4, 3), np.inf)).sum(), one)
     one.step(4)
     assert one.amp_loss_scale == other.amp_loss_scale == 512
     assert (one.amp_skips, other.amp_skips) == (1, 0)

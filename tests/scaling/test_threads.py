@@ -8,6 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
+from helpers import initialized, scaled_backward
 from mxamp.scaling.backward_passes import scaling_patches
 
 
@@ -37,9 +38,7 @@ class Parallel:
 
 
 def param_of(req="write", value="zeros"):
-    param = gluon.Parameter("w", shape=(1,), init=value, grad_req=req)
-    param.initialize()
-    return param
+    return initialized(gluon.Parameter("w", shape=(1,), init=value, grad_req=req))
 
 
 def trainer_of(param, scale, **settings):
@@ -136,10 +135,7 @@ def test_summed_gradients_are_not_summed_again_after_a_pass_of_another_thread():
     trainer = gluon.Trainer([mine], "sgd", {"learning_rate": 1.0})
     amp.init_trainer(trainer, amp.StaticLossScaler(8))
     second = trainer_of(theirs, 2.0)
-    with autograd.record():
-        losses = [mine.data(ctx) * 3 for ctx in contexts]
-        with amp.scale_loss(losses, trainer) as scaled:
-            autograd.backward(scaled)
+    scaled_backward(lambda: [mine.data(ctx) * 3 for ctx in contexts], trainer)
     amp.clip_grad_global_norm(trainer, np.inf)
     Parallel(lambda: run_backward(theirs, second)).run()
     trainer.step(1)
@@ -193,8 +189,7 @@ def test_operators_that_ignore_the_loss_in_threads_of_several_scales(name, hybri
     gate = threading.Barrier(3)
 
     def work(scale):
-        param = gluon.Parameter("w", shape=(1, 2), init="zeros")
-        param.initialize()
+        param = initialized(gluon.Parameter("w", shape=(1, 2), init="zeros"))
         trainer = trainer_of(param, scale)
         block = gluon.nn.HybridLambda(lambda F, x: F.MakeLoss(x * 1))
         if name == "CustomOp":
@@ -218,8 +213,7 @@ def test_operators_that_ignore_the_loss_in_threads_of_several_scales(name, hybri
 def test_a_tape_recorded_in_another_thread():
     """As `DataParallelModel` of GluonCV: forward in threads, backward in the main one."""
     amp.init("float16", ctx=mx.cpu())
-    param = gluon.Parameter("w", shape=(1, 2), init="zeros")
-    param.initialize()
+    param = initialized(gluon.Parameter("w", shape=(1, 2), init="zeros"))
     trainer, outs = trainer_of(param, 64.0), []
 
     def forward():
@@ -227,8 +221,7 @@ def test_a_tape_recorded_in_another_thread():
             outs.append(nd.MakeLoss(param.data()))
 
     Parallel(forward).run()
-    with autograd.record(), amp.scale_loss(outs, trainer) as scaled:
-        autograd.backward(scaled)
+    scaled_backward(lambda: outs, trainer)
     trainer.step(1)
     np.testing.assert_array_equal(param.data().asnumpy(), [[-1, -1]])
 
@@ -237,8 +230,7 @@ def test_a_tape_recorded_in_another_thread():
 def test_data_parallel_threads_of_one_trainer(way):
     """As GluonCV's R-CNN: a thread a device scales and runs its own loss."""
     contexts = [mx.cpu(0), mx.cpu(1)]
-    param = gluon.Parameter("w", shape=(1,), init="zeros")
-    param.initialize(ctx=contexts)
+    param = initialized(gluon.Parameter("w", shape=(1,), init="zeros"), ctx=contexts)
     optimizer = mx.optimizer.SGD(learning_rate=1.0)
     optimizer = amp.decorate(optimizer, 8.0) if way == "decorate" else optimizer
     trainer, scaler = gluon.Trainer([param], optimizer), amp.GradScaler(8.0)

@@ -6,7 +6,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, randn, same, untuned
+from helpers import initialized, kind, randn, same, scaled_backward, untuned
 from training import (
     CONTEXTS,
     assert_same_weights,
@@ -180,17 +180,13 @@ def test_updates_are_kept_off_the_kvstore(caplog):
 
 
 def test_row_sparse_gradients():
-    net = nn.Embedding(10, 4, sparse_grad=True)
-    net.initialize()
+    net = initialized(nn.Embedding(10, 4, sparse_grad=True))
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
     before = net.weight.data().asnumpy()
 
     def step(factor):
-        with autograd.record():
-            loss = (net(nd.array([1, 3])) * factor).sum()
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: (net(nd.array([1, 3])) * factor).sum(), trainer)
         trainer.step(1)
 
     step(np.inf)
@@ -247,10 +243,7 @@ def test_output_operators_are_scaled_with_the_loss_alone(on, name):
     plain = x.grad.asnumpy()
     _, trainer = setup(scaler=amp.StaticLossScaler(1024))
     for _ in range(3):
-        with autograd.record():
-            out = operator(x, label)
-            with amp.scale_loss(out, trainer) as scaled:
-                scaled.backward()
+        scaled_backward(lambda: operator(x, label), trainer)
         np.testing.assert_array_equal(x.grad.asnumpy(), plain * 1024)
         with autograd.record():
             operator(x, label).backward()

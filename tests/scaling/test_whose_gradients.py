@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import backpropagate, check_python
+from helpers import backpropagate, check_python, initialized, scaled_backward
 from mxamp.frontends import automatic
 from mxamp.scaling.backward_passes import scaling_patches
 from training import end_step
@@ -19,8 +19,7 @@ X = nd.array([[1.0, 2.0]])
 
 def make(scale=1024.0, req="write", net=None, scaler=None):
     if net is None:
-        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-        net.initialize(mx.init.One())
+        net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
         net.weight.grad_req = req
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     if scale or scaler:
@@ -45,12 +44,10 @@ def assert_weights(net, *expected):
 @pytest.mark.parametrize("own", ["scaled", "plain"])
 def test_a_trainer_that_is_made_after_passes_of_several_scales(own, caplog):
     """MXNet's error of stale gradients, in place of a wrong update."""
-    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One())
+    net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
     other, trainer = make()
     if own == "scaled":
-        with autograd.record(), amp.scale_loss(net(X) + other(X), trainer) as loss:
-            loss.backward()
+        scaled_backward(lambda: net(X) + other(X), trainer)
         plain(make(None)[0])
     else:
         plain(net)
@@ -79,8 +76,7 @@ def test_the_scale_that_scripts_clip_by_is_what_gradients_carry():
 @pytest.mark.parametrize("second", ["scaled", "plain", "unscaled before", "grown"])
 def test_the_stale_gradient_of_another_device_is_summed_at_one_scale(second):
     contexts = [mx.cpu(0), mx.cpu(1)]
-    param = gluon.Parameter("p", shape=(1,), init="ones")
-    param.initialize(ctx=contexts)
+    param = initialized(gluon.Parameter("p", shape=(1,), init="ones"), ctx=contexts)
     trainer = gluon.Trainer({"p": param}, "sgd", {"learning_rate": 0.1})
     amp.init_trainer(trainer, amp.LossScaler(growth_interval=1 if second == "grown" else 9))
     for used in (contexts, contexts[:1]):
@@ -179,8 +175,7 @@ def test_svrg_on_several_devices():
 
 def test_a_plain_trainer_from_before_init_is_left_alone(caplog):
     """Its gradients carry no scale, also before the first backward pass in mixed precision."""
-    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One())
+    net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
     old = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, update_on_kvstore=False)
     plain(net)
     other, trainer = make()
@@ -326,8 +321,7 @@ def test_threads_that_scale_losses_of_two_trainers():
     def work(net, trainer, data):
         try:
             for _ in range(20):
-                with autograd.record(), amp.scale_loss(net(data), trainer) as loss:
-                    loss.backward()
+                scaled_backward(lambda: net(data), trainer)
                 trainer.step(4)
         except Exception as error:  # noqa: BLE001
             errors.append(error)
@@ -347,8 +341,7 @@ def test_a_plain_trainer_of_a_scaled_loss(made):
     net, second = make(None)
     other, first = make(2.0**16)
     second = make(None, net=net)[1] if made == "after" else second
-    with autograd.record(), amp.scale_loss(net(X) + other(X), first) as loss:
-        loss.backward()
+    scaled_backward(lambda: net(X) + other(X), first)
     first.step(1)
     for step in (second.step, second.update):
         with pytest.raises(amp.StateError, match="nothing takes it out"):

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
-from helpers import down
+from helpers import down, scaled_backward
 from mxamp.patches import table as patched
 from mxamp.scaling import distributed
 from mxamp.scaling.distributed import check_settings
@@ -125,10 +125,7 @@ def worker():
 
 def first_layer_alone(net, trainer):
     """A step whose backward pass does not reach the last layer."""
-    with autograd.record():
-        loss = (net[0](mx.nd.ones((2, 4))) ** 2).sum()
-        with amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
+    scaled_backward(lambda: (net[0](mx.nd.ones((2, 4))) ** 2).sum(), trainer)
     trainer.step(2, ignore_stale_grad=True)
 
 

@@ -12,7 +12,7 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 import nets
-from helpers import ROOT, randn, with_avx512
+from helpers import ROOT, initialized, randn, with_avx512
 from mxamp.backends.onednn import cpu
 from mxamp.cli.main import main
 from mxamp.convert.outputs import output_error
@@ -128,8 +128,7 @@ def test_networks_of_any_precision_compute_the_same_in_float32(name, conversion,
 def test_openvino_serves_blocks(name, runtime):
     pytest.importorskip("openvino")
     make, data, other = NETS[name]
-    net = make()
-    net.initialize(mx.init.Xavier())
+    net = initialized(make(), init=mx.init.Xavier())
     net(data)
     served = OpenVINO(net, [(data,), (other,)], "bfloat16")
     assert served.precision == ("bfloat16" if cpu.computes_bfloat16() else "float32") or (
@@ -171,8 +170,7 @@ def test_arguments_keep_their_names_where_one_is_not_used(export):
 
 def test_without_openvino_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
-    net = nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(nn.Dense(2, in_units=3))
     said = " does not run: openvino is not installed: pip install"
     assert said in str(amp.benchmark(net, randn(4, 3), budget=0.01))
 
@@ -291,8 +289,7 @@ def test_inputs_that_do_not_fit_are_named(shape, dtype, first, runtime, tmp_path
 
 
 def test_a_block_takes_no_more_arrays_than_it_has_arguments(runtime, tmp_path):
-    net = nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(nn.Dense(2, in_units=3))
     calls = [nd.ones((1, 3)), (nd.ones((1, 3)), nd.ones((1, 3)))]
     with pytest.raises(amp.ArgumentError, match=r"block 'dense\d+' \(x\) does not run"):
         amp.export_onnx(net, tmp_path / "m.onnx", calls)
@@ -346,8 +343,7 @@ def test_recurrent_layers(make, layers, sides, export):
 
 
 def test_a_block_is_exported_by_the_arguments_of_calls(export, runtime, tmp_path):
-    net = small()
-    net.initialize()
+    net = initialized(small())
     one, other = randn(2, 3, 12, 12), randn(1, 3, 9, 14)
     assert worst(export(net, [one, (other,)])[0]) < 1e-5
     net.hybridize()
@@ -356,8 +352,7 @@ def test_a_block_is_exported_by_the_arguments_of_calls(export, runtime, tmp_path
     with pytest.raises(amp.ArgumentError, match="the closest is 'data'"):
         export(net, {"dta": one})
     assert worst(export(amp.convert_hybrid_block(net, "float16"), one)[0]) < 1e-5
-    projected = rnn.LSTM(6, input_size=5, projection_size=3)
-    projected.initialize()
+    projected = initialized(rnn.LSTM(6, input_size=5, projection_size=3))
     with pytest.raises(amp.ArgumentError, match="RNN .projection_size: unroll cells"):
         export(projected, randn(7, 2, 5))
     for sizes in ((2, 3, 12, 12), [2, 3, 12, 12], [(2, 3)], {"data": (2, 3, 12, 12)}, None, []):

@@ -7,15 +7,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import (
-    casting_small_layers,
-    down,
-    randn,
-    same,
-    up,
-    values,
-    with_avx512,
-)
+from helpers import casting_small_layers, down, initialized, randn, same, up, values, with_avx512
 from mxamp.framework import arrays
 from mxamp.framework.operators import by_handle, handle_of
 from mxamp.patches import eager
@@ -60,8 +52,7 @@ COLORED = {"kernel": (3, 3), "num_filter": 16, "pad": (1, 1)}
 @with_avx512
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 def test_convolutions_of_color_images_run_as_in_graphs(grad_req):
-    net = nn.Conv2D(16, 3, padding=1, in_channels=3)
-    net.initialize(mx.init.Normal())
+    net = initialized(nn.Conv2D(16, 3, padding=1, in_channels=3), init=mx.init.Normal())
     net.collect_params().setattr("grad_req", grad_req)
     images, found = randn(2, 3, 8, 8), []
     with amp.autocast(policy=casting_small_layers()):

@@ -7,7 +7,17 @@ from mxnet import autograd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import casting_small_layers, exported, kept, randn, same, values, with_avx512
+from helpers import (
+    backpropagate,
+    casting_small_layers,
+    exported,
+    initialized,
+    kept,
+    randn,
+    same,
+    values,
+    with_avx512,
+)
 
 B = casting_small_layers()
 UNTUNED = B.untuned()
@@ -63,9 +73,7 @@ def trained(net, data, **options):
 @pytest.mark.parametrize("layer", VOLUMES)
 def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reader, train):
     """MXNet reads a view of a 3-D convolution in float32, but no view of that view."""
-    net = Read(layer, reader)
-    net.initialize()
-    net.hybridize()
+    net = initialized(Read(layer, reader), hybridize=True)
     data = randn(2, 16, 4, 6, 6)
     expected = net(data).asnumpy()
     policy = B.override(fp32=["Convolution", "Deconvolution"])
@@ -82,9 +90,7 @@ def test_what_begins_with_a_view_stands_in_for_no_reader_of_views(layer, reader,
 @pytest.mark.parametrize("layer", VOLUMES)
 def test_casts_read_views_of_volumes_in_float32(layer, low):
     """A transposed convolution is float32 in training, and its reader is not."""
-    net = Read(layer, nn.Conv1D(16, 1, in_channels=16))
-    net.initialize()
-    net.hybridize()
+    net = initialized(Read(layer, nn.Conv1D(16, 1, in_channels=16)), hybridize=True)
     data = randn(2, 16, 4, 6, 6)
     fp32 = ["Convolution" if layer is nn.Conv3D else "Deconvolution"]
     _, plain = trained(net, data, enabled=False)
@@ -110,8 +116,7 @@ class Viewed(nn.HybridBlock):
 def made(view):
     mx.random.seed(3)
     np.random.seed(3)
-    net = Viewed(VIEWS[view])
-    net.initialize(mx.init.Xavier())
+    net = initialized(Viewed(VIEWS[view]), init=mx.init.Xavier())
     net(DATA)
     return net
 
@@ -120,9 +125,7 @@ DATA = randn(2, 16, 2, 4, 4)
 
 
 def gradients(net):
-    with autograd.record():
-        loss = (net(DATA) ** 2).sum()
-    loss.backward()
+    backpropagate(lambda: (net(DATA) ** 2).sum())
     return [p.grad().copy() for p in net.collect_params().values()]
 
 
@@ -213,9 +216,7 @@ class BesideConvolution(nn.HybridBlock):
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("reader", [*PLAIN_READERS, "the program"])
 def test_arrays_that_must_have_a_plain_layout_are_in_no_other(reader, maker, training):
-    net = BesideConvolution(reader, maker)
-    net.initialize()
-    net.hybridize()
+    net = initialized(BesideConvolution(reader, maker), hybridize=True)
     data, found = randn(*((2, 32, 8) if reader == "rnn" else (2, 32, 56, 56))), []
     for policy in (None, B.in_float32()):
         with amp.autocast(enabled=policy is not None, policy=policy):

@@ -3,7 +3,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import randn, with_avx512
+from helpers import initialized, randn, with_avx512
 from models import GPU
 from nets import Control, made, perceptron
 
@@ -103,9 +103,7 @@ def test_a_converted_symbol_is_shown_as_it_is(caplog):
 def test_integer_inputs_of_a_run_are_known():
     plan = amp.explain(mx.sym.shape_array(mx.sym.var("data")), policy=GPU)
     assert plan.summary() == "if converted to float16: 1 operator: 1 as is; 0 casts"
-    net = mx.gluon.nn.Embedding(4, 3)
-    net.initialize()
-    net.hybridize()
+    net = initialized(mx.gluon.nn.Embedding(4, 3), hybridize=True)
     with amp.autocast("float16"):
         net(nd.array([1, 2], dtype="int32"))
     assert all(cast.source != "data" for cast in amp.explain(net).casts)

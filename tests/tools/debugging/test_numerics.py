@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, randn, untuned
+from helpers import backpropagate, initialized, randn, scaled_backward, untuned
 from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
 from nets import convolutional, made
@@ -37,9 +37,7 @@ class Deep(nn.HybridBlock):
 
 def deep(fault=lambda F, x: x):
     mx.random.seed(3)
-    net = Deep(fault)
-    net.initialize()
-    return net
+    return initialized(Deep(fault))
 
 
 def explode(F, x):
@@ -335,8 +333,7 @@ def trained_with_scale(steps, on="collect", hybridize=True, **options):
     amp.init_trainer(trainer, amp.LossScaler(2.0**20, **options))
     with amp.autocast("float16"), check_numerics(on=on) as check:
         for _ in range(steps):
-            with autograd.record(), amp.scale_loss(net(randn(4, 8)).sum(), trainer) as scaled:
-                autograd.backward(scaled)
+            scaled_backward(lambda: net(randn(4, 8)).sum(), trainer)
             trainer.step(4)
     assert trainer.amp_skips > 0
     return check

@@ -8,16 +8,13 @@ from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn, untuned, with_avx512
+from helpers import initialized, randn, sequential, untuned, with_avx512
 from mxamp.debugging import operator_stats
 from nets import Control, convolutional, made, masked
 
 
 def dense(hidden=4):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(hidden, activation="relu", in_units=3), nn.Dense(2, in_units=hidden))
-    net.initialize()
-    return net
+    return sequential(nn.Dense(hidden, activation="relu", in_units=3), nn.Dense(2, in_units=hidden))
 
 
 def calls(stats):
@@ -80,9 +77,7 @@ def test_a_loop_counts_each_step():
 
 @pytest.mark.parametrize("name", ["while_loop", "cond"])
 def test_loops_and_branches_count_without_their_bodies(name):
-    net = Control(name)
-    net.initialize()
-    net.hybridize()
+    net = initialized(Control(name), hybridize=True)
     with amp.autocast("bfloat16"), operator_stats() as stats:
         net(randn(3, 2, 4))
     assert stats[f"_{name}"] == {"float32": 1}

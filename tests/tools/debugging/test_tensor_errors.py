@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 from planted import chain, doubled
 
 import mxamp as amp
-from helpers import backpropagate, operators_of, randn, untuned, values
+from helpers import backpropagate, initialized, operators_of, randn, sequential, untuned, values
 from models import model
 from nets import NETS, attention, convolutional, decoder, made, perceptron
 
@@ -44,9 +44,7 @@ def test_float32_with_equivalents_is_compared_too():
 
 
 def test_normalization_is_that_of_the_mode():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=4), nn.BatchNorm(in_channels=3))
-    net.initialize()
+    net = sequential(nn.Dense(3, in_units=4), nn.BatchNorm(in_channels=3))
     net[0].bias.set_data(nd.full((3,), 1000))  # float16 rounds 1000 + x: large against x alone
     inference, training = (
         compare(net, randn(64, 4), train_mode=mode, dtype="float16").outputs[-1].relative
@@ -103,9 +101,7 @@ def test_a_net_is_left_bitwise_as_it_was(make):
 
 
 def test_both_runs_drop_the_same_elements():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=4), nn.Dropout(0.5), nn.Dense(3, in_units=8))
-    net.initialize()
+    net = sequential(nn.Dense(8, in_units=4), nn.Dropout(0.5), nn.Dense(3, in_units=8))
     drawn = []
     for _ in range(2):
         mx.random.seed(5)
@@ -116,8 +112,7 @@ def test_both_runs_drop_the_same_elements():
 
 
 def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones():
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False))
     net.weight.set_data(nd.array([[1, -1]]))
     # float16 takes the second batch's 1.0002 for 1: an output of 0.
     batches = [nd.array([row]) for row in ([100, 0], [1.0002, 1], [200, 0])]
@@ -146,8 +141,7 @@ def test_inside_init_and_numpy_arrays():
     assert compare(net, tuple(data)).dtype == "bfloat16"
     amp.shutdown()
     mx.npx.set_np()
-    dense = nn.Dense(3, in_units=4)
-    dense.initialize()
+    dense = initialized(nn.Dense(3, in_units=4))
     assert len(compare(dense, mx.np.ones((2, 4)), dtype="float16").outputs) == 1
 
 

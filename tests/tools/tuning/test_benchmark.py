@@ -7,7 +7,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate
+from helpers import backpropagate, initialized
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
@@ -140,8 +140,7 @@ def test_a_saved_model_always_runs_its_graph(tmp_path):
 
 def test_numpy_arrays():
     mx.npx.set_np()
-    net = mx.gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = initialized(mx.gluon.nn.Dense(2, in_units=3))
     found = amp.benchmark(net, mx.np.ones((4, 3)), target_dtype="float16", budget=0.1)
     assert {one.task for one in found.timings} == {"training", "inference"}
 

@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from helpers import ROOT
+from helpers import ROOT, initialized
 from mxamp.convert.blocks import trace
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
@@ -119,8 +119,7 @@ def test_a_metric_in_place_of_a_tolerance():
 @pytest.mark.parametrize("training", [False, True])
 def test_a_batch_that_is_all_wrong_is_not_hidden_by_larger_ones(training):
     # float16 takes the second batch's outputs for zero.
-    net = nn.Dense(1, in_units=2, use_bias=False, prefix="difference_")
-    net.initialize()
+    net = initialized(nn.Dense(1, in_units=2, use_bias=False, prefix="difference_"))
     net.weight.set_data(mx.nd.array([[1, -1]]))
     batches = [mx.nd.array([[100, 0]] * 4), mx.nd.array([[1.0002, 1]] * 4)]
     data = [(batch, mx.nd.zeros((4, 1))) for batch in batches] if training else batches
