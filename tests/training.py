@@ -1,5 +1,7 @@
 """A small net, its trainer, and steps of training, some of which overflow."""
 
+from functools import partial
+
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
@@ -32,21 +34,41 @@ def setup(ctx=None, optimizer="sgd", scaler=None, hybrid=True, dtype=None, **set
 
 
 def train(net, trainer, data, *, scaled=True, between=None, step=None):
-    losses = []
-    ctx = trainer._contexts
-    with autograd.record():
-        for part, where in zip(np.split(data, len(ctx)), ctx):
+    def losses():
+        for part, where in zip(np.split(data, len(trainer._contexts)), trainer._contexts):
             x = nd.array(part, ctx=where)
             x = x.astype(net[0].weight.dtype) if net[0].weight.dtype != BF16 else x
-            losses.append((net(x).astype("float32") ** 2).sum())
-        if scaled:
-            with amp.scale_loss(losses, trainer) as losses:
-                autograd.backward(losses)
-        else:
-            autograd.backward(losses)
+            yield (net(x).astype("float32") ** 2).sum()
+
+    run_backward(lambda: [*losses()], trainer, "scale_loss" if scaled else "plain")
     if between:
         between()
     (step or trainer.step)(len(data))
+
+
+#: MXNet's own optimizers by name, without those of SVRG modules, which wrap one.
+OPTIMIZERS = {
+    name: kind
+    for name, kind in sorted(mx.optimizer.Optimizer.opt_registry.items())
+    if kind.__module__.startswith("mxnet.optimizer")
+}
+
+
+def run_backward(function, trainer, way, scaler=None):
+    """Record the losses that a function returns, scale them in one of the ways, run backward."""
+    with autograd.record():
+        losses = function()
+        if way == "scale_loss":
+            with amp.scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+    if way == "GradScaler":
+        autograd.backward(scaler.scale(losses))
+    elif way != "scale_loss":
+        autograd.backward(losses)
+
+
+def squares(net, parts):
+    return [(net(part) ** 2).sum() for part in parts]
 
 
 def one_step(
@@ -58,16 +80,8 @@ def one_step(
     all workers. Without `takes_step` the program drops the gradients.
     """
     for micro_batch in np.split(data, accumulate) if accumulate > 1 else [data]:
-        with autograd.record():
-            parts = split_and_load(micro_batch, trainer._contexts)
-            losses = [(net(part) ** 2).sum() for part in parts]
-            if way == "scale_loss":
-                with amp.scale_loss(losses, trainer) as scaled:
-                    autograd.backward(scaled)
-        if way == "GradScaler":
-            autograd.backward(scaler.scale(losses))
-        if way in ("decorate", "plain"):
-            autograd.backward(losses)
+        parts = split_and_load(micro_batch, trainer._contexts)
+        run_backward(partial(squares, net, parts), trainer, way, scaler)
     if between:
         between()
     if takes_step:

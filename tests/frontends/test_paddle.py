@@ -10,6 +10,7 @@ import digits
 import mxamp as amp
 from helpers import backpropagate, initialized, randn
 from models import bound_module as bound
+from training import run_backward
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -94,13 +95,7 @@ def test_a_loss_with_a_scale_of_its_own_gets_no_other(way):
     trainer, scaler = gluon.Trainer(net.collect_params(), "sgd"), amp.GradScaler(2.0**10)
     if way == "scale_loss":
         amp.init_trainer(trainer, amp.LossScaler(2.0**10))
-    with autograd.record():
-        loss = net(nd.ones((1, 2))).sum()
-        if way == "scale_loss":
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-    if way == "GradScaler":
-        scaler.scale(loss).backward()
+    run_backward(lambda: net(nd.ones((1, 2))).sum(), trainer, way, scaler)
     assert net.bias.grad().asscalar() == 2.0**10
     scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
     assert trainer.amp_last_step.stepped

@@ -11,7 +11,7 @@ from mxnet import autograd, gluon
 import mxamp as amp
 from helpers import check_python, initialized, scaled_backward
 from mxamp.scaling.checkpoint import MASTER_PLACES, master_place
-from training import batches, poisoned, setup, ten_steps, train
+from training import OPTIMIZERS, batches, poisoned, setup, ten_steps, train
 
 
 def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
@@ -131,17 +131,9 @@ def test_trainers_copy_and_pickle(tmp_path):
     assert trainer.amp_loss_scale == 64
 
 
-#: MXNet's own optimizers, by name.
-REGISTERED = {
-    name: kind
-    for name, kind in mx.optimizer.Optimizer.opt_registry.items()
-    if kind.__module__.startswith("mxnet.optimizer")  # not those of SVRG modules, which wrap one
-}
-
-
-@pytest.mark.parametrize("name", sorted(REGISTERED))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_table_of_master_weights_holds_every_registered_optimizer(name):
-    made = REGISTERED[name](multi_precision=True)
+    made = OPTIMIZERS[name](multi_precision=True)
     for momentum in (0.9, 0.0):
         if hasattr(made, "momentum"):
             made.momentum = momentum
@@ -153,7 +145,7 @@ def test_the_table_of_master_weights_holds_every_registered_optimizer(name):
 
 def test_the_table_of_master_weights_has_no_class_too_many():
     method = "create_state_multi_precision"
-    kinds = [mx.optimizer.Optimizer, *REGISTERED.values()]
+    kinds = [mx.optimizer.Optimizer, *OPTIMIZERS.values()]
     assert {kind for kind in kinds if method in vars(kind)} == set(MASTER_PLACES)
 
 

@@ -13,7 +13,7 @@ from helpers import check_python, initialized, pairwise, scaled_backward, untune
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
-from training import end_step
+from training import end_step, run_backward
 
 SCALE = 2.0**8
 X = nd.array([[1, 2, 3], [4, 5, 6]])
@@ -130,15 +130,7 @@ def trained(way, net, passes):
         backward_patches.default_scale.scaler.resume(scaler.state_dict())
     before = net.dense.weight.data().copy()
     for _ in range(passes):
-        with autograd.record():
-            loss = net(X).sum() * 3
-        if way == "scale_loss":
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-        elif way == "GradScaler":
-            scaler.scale(loss).backward()
-        else:
-            loss.backward()
+        run_backward(lambda: net(X).sum() * 3, trainer, way, scaler)
     end_step(trainer, scaler if way == "GradScaler" else None)
     return before - net.dense.weight.data()
 
@@ -177,18 +169,17 @@ def test_gradients_are_those_of_float32(way, dtype, kind, hybrid):
         compared(way, dtype, kind, "test_gradients", units, hybrid=hybrid)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("op_type", ["test_no_top_gradient", "test_no_dependency"])
-@pytest.mark.parametrize("way", WAYS)
-def test_operators_that_say_that_they_ignore_it(way, op_type, hybrid):
-    compared(way, "float16", "ignores", op_type, hybrid=hybrid)
+ADDED = {"req": "add", "passes": 2}
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("kind", ["ignores", "reads"])
+@pytest.mark.parametrize("kind, op_type, options", [
+    ("ignores", "test_no_top_gradient", {}), ("ignores", "test_no_dependency", {}),
+    ("ignores", "test_gradients", ADDED), ("reads", "test_gradients", ADDED),
+])  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_are_added_up(way, kind, hybrid):
-    compared(way, "float16", kind, "test_gradients", req="add", hybrid=hybrid, passes=2)
+def test_operators_that_say_that_they_ignore_it_and_sums(way, kind, op_type, options, hybrid):
+    compared(way, "float16", kind, op_type, hybrid=hybrid, **options)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])

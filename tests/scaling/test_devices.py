@@ -1,12 +1,23 @@
 """Several devices in one process: two CPU contexts stand for two GPUs."""
 
+from functools import partial
+
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 
 import mxamp as amp
-from training import CONTEXTS, assert_as_plain, batches, one_step, poisoned, setup, weights
+from training import (
+    CONTEXTS,
+    assert_as_plain,
+    batches,
+    one_step,
+    poisoned,
+    run_backward,
+    setup,
+    weights,
+)
 
 SCALE = 1024
 
@@ -111,22 +122,19 @@ def test_optimizers_of_a_scripts_own_see_no_scale(make, ctx):
 def test_float16_weights_without_masters_are_updated_by_small_learning_rates(momentum, scale):
     """Times the learning rate, 1 / scale would be 0 in float16."""
     weights = []
-    for way in ("plain", "scaled"):
+
+    def loss_of(parameter):  # small enough for the scaled gradient to be a float16
+        return parameter.data().astype("float32").sum() * min(0.1, 2e4 / scale)
+
+    for way in ("plain", "scale_loss"):
         parameter = gluon.Parameter("weight", shape=(3,), dtype="float16")
         parameter.initialize(mx.init.Constant(0.01))
         options = {"learning_rate": 0.002, "momentum": momentum}
         trainer = gluon.Trainer([parameter], "sgd", options, update_on_kvstore=False)
-        if way == "scaled":
+        if way == "scale_loss":
             amp.init_trainer(trainer, amp.LossScaler(init_scale=scale, max_scale=scale))
         for _ in range(2):
-            with autograd.record():
-                # Small enough for the scaled gradient to be a float16.
-                loss = parameter.data().astype("float32").sum() * min(0.1, 2e4 / scale)
-                if way == "plain":
-                    loss.backward()
-                else:
-                    with amp.scale_loss(loss, trainer) as scaled:
-                        scaled.backward()
+            run_backward(partial(loss_of, parameter), trainer, way)
             trainer.step(1)
         weights.append(parameter.data().asnumpy())
     if scale < 2**17:

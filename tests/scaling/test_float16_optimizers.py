@@ -6,16 +6,12 @@ No optimizer of MXNet 1.9.1 ends the process or fails later than in the call, so
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
 from helpers import randn
+from training import OPTIMIZERS, run_backward
 
-REGISTERED = sorted(
-    name
-    for name, kind in mx.optimizer.Optimizer.opt_registry.items()
-    if kind.__module__.startswith("mxnet.optimizer")  # not those of SVRG modules, which wrap one
-)
 #: Their default epsilon is 0 in float16, or too small.
 LOSE_EPSILON = {
     "adam": "1e-08 is 0",
@@ -48,22 +44,17 @@ def trained(net, trainer, level=None):
     """The weights after some steps at a level, or of plain MXNet."""
     if level is not None:
         amp.initialize(net, trainer, level, loss_scale=64, ctx=mx.cpu())
+    data = DATA.astype("float16") if level else DATA
     for _ in range(6):
-        with autograd.record():
-            data = DATA.astype("float16") if level else DATA
-            loss = LOSS(net(data).astype("float32"), LABELS)
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
+        way = "plain" if level is None else "scale_loss"
+        run_backward(lambda: LOSS(net(data).astype("float32"), LABELS), trainer, way)
         trainer.step(16)
     params = net.collect_params().values()
     return np.concatenate([p.data().astype("float32").asnumpy().ravel() for p in params])
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("optimizer", REGISTERED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_makes_sound_updates_or_is_refused(optimizer, level):
     net, trainer = made(optimizer)
     if level == "O3" and optimizer in FLOAT32_STATES.union(LOSE_EPSILON):

@@ -17,6 +17,7 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import initialized
 from mxamp.framework import patching
+from training import end_step, run_backward
 
 PACKAGE = str(Path(amp.__file__).parent)
 RATE = 2.0**-6
@@ -71,25 +72,14 @@ class Program:
 
     def step(self):
         with amp.autocast("float16"):
-            with autograd.record():
-                loss = self.net(X).sum() * 2
-                if self.way in ("scale_loss", "clip"):
-                    with amp.scale_loss(loss, self.trainer) as scaled:
-                        scaled.backward()
-            if self.way == "GradScaler":
-                self.scaler.scale(loss).backward()
-            elif self.way in ("decorate", "region"):
-                loss.backward()
+            way = "scale_loss" if self.way == "clip" else self.way
+            run_backward(lambda: self.net(X).sum() * 2, self.trainer, way, self.scaler)
         if self.way == "clip":
             amp.clip_grad_global_norm(self.trainer, 100.0)
         self.end_step()
 
     def end_step(self):
-        if self.way == "GradScaler":
-            self.scaler.step(self.trainer, 1)
-            self.scaler.update()
-        else:
-            self.trainer.step(1)
+        end_step(self.trainer, self.scaler if self.way == "GradScaler" else None)
         if self.adds:
             self.net.weight.zero_grad()
 
@@ -157,21 +147,19 @@ def shut_down_after(program):
     assert not patching._open_sets
 
 
-SEED = int(os.environ.get("MXAMP_SEED", "0"))
+#: MXAMP_EXAMPLES=5000 interrupts at each line there is.
+SEED, COUNT = (
+    int(os.environ.get(f"MXAMP_{name}", n)) for name, n in (("SEED", 0), ("EXAMPLES", 50))
+)
 
 
+@pytest.mark.parametrize("seed, count", [
+    (SEED, 12), pytest.param(SEED + 1, COUNT, marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_some_lines(way, adds):
-    interrupted(way, adds, SEED, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_many_lines(way, adds):
-    """MXAMP_EXAMPLES=5000 interrupts at each line there is."""
-    interrupted(way, adds, SEED + 1, int(os.environ.get("MXAMP_EXAMPLES", "50")))
+def test_interrupts_at_random_lines(way, adds, seed, count):
+    interrupted(way, adds, seed, count)
 
 
 def interrupt(_signal, frame):

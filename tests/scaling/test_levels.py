@@ -5,15 +5,16 @@ files hold master weights inside the states.
 """
 
 import itertools
-from contextlib import nullcontext
+from functools import partial
 
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
-from helpers import initialized, randn, with_avx512
+from helpers import initialized, randn, scaled_backward, with_avx512
+from training import run_backward
 
 #: Ways to train, and the dtype that each is meant for.
 WAYS = ["plain", "init_trainer float16", "init_trainer bfloat16"] + [
@@ -66,16 +67,13 @@ class Run:
             self.net.load_parameters(f"{load}.params", cast_dtype=True)
             self.trainer.load_states(f"{load}.states")
 
+    def loss(self):
+        data = DATA.astype(self.net[0].weight.dtype) if self.scales else DATA
+        return LOSS(self.net(data).astype("float32"), LABELS)
+
     def train(self, steps):
         for _ in range(steps):
-            with autograd.record():
-                data = DATA.astype(self.net[0].weight.dtype) if self.scales else DATA
-                loss = LOSS(self.net(data).astype("float32"), LABELS)
-                if self.scales:
-                    with amp.scale_loss(loss, self.trainer) as scaled:
-                        autograd.backward(scaled)
-            if not self.scales:
-                loss.backward()
+            run_backward(self.loss, self.trainer, "scale_loss" if self.scales else "plain")
             self.trainer.step(16)
         return self
 
@@ -167,6 +165,13 @@ def test_states_of_custom_optimizers(first, then, tmp_path, monkeypatch):
         assert described(after) == described(before)
 
 
+def losses_of(net, dtype):
+    """Return the losses of a net on each of its devices."""
+    devices = net.weight.list_ctx()
+    outputs = [net(DATA.as_in_context(ctx).astype(dtype)).astype("float32") for ctx in devices]
+    return [LOSS(out, LABELS.as_in_context(ctx)) for out, ctx in zip(outputs, devices)]
+
+
 def test_each_device_has_its_own_master_weights(tmp_path):
     trainers = []
     for _ in range(2):
@@ -177,16 +182,7 @@ def test_each_device_has_its_own_master_weights(tmp_path):
         if len(trainers) == 2:
             trainers[1].load_states(str(tmp_path / "states"))
         for _ in range(2):
-            with autograd.record():
-                losses = [
-                    LOSS(
-                        net(DATA.as_in_context(ctx).astype("float16")).astype("float32"),
-                        LABELS.as_in_context(ctx),
-                    )
-                    for ctx in (mx.cpu(0), mx.cpu(1))
-                ]
-                with amp.scale_loss(losses, trainers[-1]) as scaled:
-                    autograd.backward(scaled)
+            scaled_backward(partial(losses_of, net, "float16"), trainers[-1])
             trainers[-1].step(32)
         amp.shutdown()
         trainers[0].save_states(str(tmp_path / "states"))
@@ -229,12 +225,8 @@ def test_devices_count_steps_alike_after_a_trainer_that_updates_on_its_kvstore(f
         if load and first == "init_trainer":
             trainer.load_states(path)
         for _ in range(3):
-            with autograd.record():
-                losses = [
-                    LOSS(net(DATA.as_in_context(c)), LABELS.as_in_context(c)) for c in contexts
-                ]
-                with amp.scale_loss(losses, trainer) if load else nullcontext(losses) as scaled:
-                    autograd.backward(scaled)
+            way = "scale_loss" if load else "plain"
+            run_backward(partial(losses_of, net, "float32"), trainer, way)
             trainer.step(32)
         trainer.save_states(path)
         return [weight.asnumpy() for weight in net.weight.list_data()]

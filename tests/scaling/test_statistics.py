@@ -5,13 +5,13 @@ from functools import partial
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 
 import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from training import CONTEXTS, one_step
+from training import CONTEXTS, one_step, run_backward
 
 GOOD, BAD = randn(8, 4), randn(8, 4) * 1e6  # float16 ends at 65504
 WAYS = ["scale_loss", "GradScaler", "decorate", "automatic"]
@@ -116,14 +116,12 @@ def test_the_first_step_of_several_devices_keeps_them(scales):
     trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
     if scales:
         amp.init_trainer(trainer, amp.LossScaler(64))
-    with autograd.record():
+
+    def losses():
         found = [net(randn(4, 3, 6, 6).as_in_context(ctx)) for ctx in contexts]
-        losses = [(one.astype("float32") ** 2).mean() for one in found]
-        if scales:
-            with amp.scale_loss(losses, trainer) as scaled:
-                autograd.backward(scaled)
-    if not scales:
-        autograd.backward(losses)
+        return [(one.astype("float32") ** 2).mean() for one in found]
+
+    run_backward(losses, trainer, "scale_loss" if scales else "plain")
     trainer.step(1)
     variances = net[1].running_var.list_data()
     assert all((one.asnumpy() != 1).any() for one in variances)

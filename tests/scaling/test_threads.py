@@ -10,6 +10,8 @@ from mxnet import autograd, gluon, nd
 import mxamp as amp
 from helpers import initialized, scaled_backward
 from mxamp.scaling.backward_passes import scaling_patches
+from training import end_step
+from training import run_backward as backward_in
 
 
 class Parallel:
@@ -49,13 +51,8 @@ def trainer_of(param, scale, **settings):
 
 
 def run_backward(param, trainer, factor=3.0):
-    with autograd.record():
-        loss = param.data() * factor
-        if trainer is None or not hasattr(trainer, "amp_loss_scale"):
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
+    way = "scale_loss" if hasattr(trainer, "amp_loss_scale") else "plain"
+    backward_in(lambda: param.data() * factor, trainer, way)
 
 
 @pytest.fixture
@@ -197,17 +194,27 @@ def test_operators_that_ignore_the_loss_in_threads_of_several_scales(name, hybri
         block.hybridize()
         gate.wait(60)
         for _ in range(60):
-            with autograd.record():
-                out = (block if hybrid else loss)(param.data())
-                if scale:
-                    with amp.scale_loss(out, trainer) as scaled:
-                        scaled.backward()
-                else:
-                    out.backward()
+            way = "scale_loss" if scale else "plain"
+            backward_in(lambda: (block if hybrid else loss)(param.data()), trainer, way)
             found = param.grad().asnumpy()
             np.testing.assert_array_equal(found, np.array(gradient) * (scale or 1.0))
 
     Parallel(*(lambda scale=scale: work(scale) for scale in (1024.0, 4.0, None))).run()
+
+
+def test_trainers_of_two_scales_that_step_in_threads():
+    """Both trainers know of each other's passes."""
+    params = [param_of() for _ in range(2)]
+
+    def work(param, scale):
+        trainer = trainer_of(param, scale)
+        for _ in range(20):
+            run_backward(param, trainer)
+            trainer.step(4)
+
+    pairs = zip(params, (4096.0, 16.0))
+    Parallel(*(lambda pair=pair: work(*pair) for pair in pairs)).run()
+    assert [param.data().asscalar() for param in params] == [-15, -15]
 
 
 def test_a_tape_recorded_in_another_thread():
@@ -238,23 +245,11 @@ def test_data_parallel_threads_of_one_trainer(way):
         amp.init_trainer(trainer, amp.LossScaler(8.0))
 
     def work(ctx):
-        with autograd.record():
-            loss = param.data(ctx) * 3
-            if way == "scale_loss":
-                with amp.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-            elif way == "GradScaler":
-                loss = scaler.scale(loss)
-        if way != "scale_loss":
-            loss.backward()
+        backward_in(lambda: param.data(ctx) * 3, trainer, way, scaler)
 
     for step in range(1, 11):
         Parallel(*(lambda ctx=ctx: work(ctx) for ctx in contexts)).run()
-        if way == "GradScaler":
-            scaler.step(trainer, 2)
-            scaler.update()
-        else:
-            trainer.step(2)
+        end_step(trainer, scaler if way == "GradScaler" else None, 2)
         assert param.data(contexts[0]).asscalar() == -3 * step
 
 

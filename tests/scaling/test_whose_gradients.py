@@ -1,7 +1,6 @@
 """Scales that gradients carry in unusual programs: as in float32, or an error."""
 
 import ast
-import threading
 
 import mxnet as mx
 import numpy as np
@@ -12,7 +11,7 @@ import mxamp as amp
 from helpers import backpropagate, check_python, initialized, scaled_backward
 from mxamp.frontends import automatic
 from mxamp.scaling.backward_passes import scaling_patches
-from training import end_step
+from training import end_step, run_backward
 
 X = nd.array([[1.0, 2.0]])
 
@@ -280,13 +279,8 @@ def test_two_trainers_that_share_a_parameter(unscaled):
             if scaler:
                 amp.init_trainer(trainers[-1], scaler)
         for _ in range(2):
-            with autograd.record():
-                loss = (one.data() * other.data() * shared.data()).sum()
-            if scalers[0]:
-                with amp.scale_loss(loss, trainers) as loss:
-                    loss.backward()
-            else:
-                loss.backward()
+            way = "scale_loss" if scalers[0] else "plain"
+            run_backward(lambda: (one.data() * other.data() * shared.data()).sum(), trainers, way)
             for i in unscaled if scalers[0] else ():
                 amp.unscale(trainers[i])
             for trainer in trainers:
@@ -312,28 +306,6 @@ def test_each_of_two_trainers_reports_its_own_overflow():
     assert (first.amp_skips, second.amp_skips) == (1, 0)
     # 2**8 overflowed, so 2**11 would too.
     assert (first.amp_loss_scale, second.amp_loss_scale) == (2.0**7, 2.0**8)
-
-
-def test_threads_that_scale_losses_of_two_trainers():
-    """One thread a trainer, each with its scale; both trainers know of each other's passes."""
-    errors, pairs = [], [make(4096.0), make(16.0)]
-
-    def work(net, trainer, data):
-        try:
-            for _ in range(20):
-                scaled_backward(lambda: net(data), trainer)
-                trainer.step(4)
-        except Exception as error:  # noqa: BLE001
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(*pair, X.copy())) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for net, _ in pairs:
-        assert_weights(net, 1 - 20 * 1 / 4, 1 - 20 * 2 / 4)
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
