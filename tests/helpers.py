@@ -25,6 +25,12 @@ from mxamp.framework.machine import dtype_name
 from mxamp.graph.ir import Graph, Usage
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Code that hides MXNet from Python.
+WITHOUT_MXNET = """
+import importlib.util, runpy, sys
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "mxnet" else real(name, package)
+"""
 BF16 = np.dtype([("bfloat16", np.uint16)])
 with_avx512 = pytest.mark.skipif(
     bool(amp.Policy.default("bfloat16").rule("Convolution").no_kernel), reason="no bfloat16 kernels"
@@ -155,6 +161,30 @@ def scaled_backward(function, trainer):
     """Record a call of a function, scale its result for a trainer, and run the backward pass."""
     with mx.autograd.record(), amp.scale_loss(function(), trainer) as scaled:
         mx.autograd.backward(scaled)
+
+
+def custom_operator(name):
+    """Return a decorator that registers a CustomOp for `Custom` by this name."""
+
+    def register(kind):
+        create = {"create_operator": lambda *_: kind()}
+        mx.operator.register(name)(type("Prop", (mx.operator.CustomOpProp,), create))
+        return kind
+
+    return register
+
+
+def scaled_trainer(params, scaler=None, optimizer="sgd", settings=None, **options):
+    """Return a trainer after `init_trainer` with a scaler."""
+    trainer = mx.gluon.Trainer(params, optimizer, settings, **options)
+    amp.init_trainer(trainer, scaler)
+    return trainer
+
+
+def leaf(array):
+    """Return an array after `attach_grad`."""
+    array.attach_grad()
+    return array
 
 
 def initialized(block, hybridize=False, **options):

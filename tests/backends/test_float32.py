@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import initialized
+from helpers import initialized, scaled_trainer
 from helpers import substitutions as chosen_names
 from mxamp.backends import substitutions
 from mxamp.framework.data import own_tables
@@ -212,8 +212,7 @@ def test_init_and_convert_name_the_same_thing(target):
     net(x)
     converted = amp.convert_hybrid_block(net, target)
     assert {node.precision for node in amp.explain(converted)} <= {"float32", "as is"}
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(trainer)
+    trainer = scaled_trainer(net.collect_params())
     assert trainer.amp_loss_scale == 1
     assert amp.GradScaler().scale(nd.ones(1)).asscalar() == 1
 

@@ -22,7 +22,7 @@ from mxnet import nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import substitutions, with_avx512
+from helpers import leaf, substitutions, with_avx512
 from mxamp.backends import backend_of
 from mxamp.backends.onednn import fuse
 from mxamp.backends.onednn.substitutions import PASSES
@@ -320,8 +320,7 @@ def test_arrays_of_numpy_of_any_size(name, shape, policy, training):
             block = nn.HybridLambda(lambda F, x: NUMPY[name](mx if F is nd else mx.sym, x))
             if hybrid:
                 block.hybridize()
-            x = mx.np.array(np.asarray(np.random.RandomState(3).randn(*shape), "float32"))
-            x.attach_grad()
+            x = leaf(mx.np.array(np.asarray(np.random.RandomState(3).randn(*shape), "float32")))
             region = amp.autocast(policy=policy) if hybrid else amp.autocast(enabled=False)
             with region:
                 with mx.autograd.record(training):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import kind, python, randn, run_python
+from helpers import WITHOUT_MXNET, kind, python, randn, run_python
 from helpers import run_mxamp as run
 from mxamp.cli.main import COMMANDS, main
 from mxamp.policy.policy import Policy
@@ -131,13 +131,6 @@ def test_check(folder, monkeypatch, given, options):
     assert (declared == "2") == ("--cast-io" in options)
     command = "convert net --dtype float32 --fuse --out x --check --tolerance 1e-9 --input".split()
     assert "a larger --tolerance" in run(*command, "data:2,4,8,8", status=1).output
-
-
-WITHOUT_MXNET = """
-import importlib.util, runpy, sys
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "mxnet" else real(name, package)
-"""
 
 
 @pytest.mark.parametrize("program", ["-m", "/usr/local/bin/mxamp"])

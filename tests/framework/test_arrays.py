@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from mxnet.gluon import nn
 
-from helpers import down, kind, randn, values
+from helpers import down, kind, leaf, randn, values
 from mxamp.framework import arrays
 from mxamp.framework.machine import DTYPE_CODES, dtype_name
 
@@ -15,8 +15,7 @@ def test_arrays_of_any_shape_are_rounded_to_the_nearest(shape, dtype, monkeypatc
     monkeypatch.setattr(arrays, "invoke", lambda *call: used.append(call[0]) or invoke(*call))
     mx.npx.set_np()
     epsilon = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
-    full = mx.np.full(shape, 1 + 0.75 * epsilon)
-    full.attach_grad()
+    full = leaf(mx.np.full(shape, 1 + 0.75 * epsilon))
     with mx.autograd.record():
         low = arrays.cast(full, dtype, True)
         wide = arrays.cast(low, "float32", True)

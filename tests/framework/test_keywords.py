@@ -11,7 +11,7 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
-from helpers import initialized, scaled_backward
+from helpers import initialized, scaled_backward, scaled_trainer
 from mxamp.framework.data import own_tables
 from mxamp.framework.keywords import checked_call
 from mxamp.framework.operators import registry
@@ -162,8 +162,7 @@ def stepped(*sizes, optimizer="adam"):
     pairs = zip(sizes, sizes[1:])
     block.add(*(gluon.nn.Dense(n, in_units=m, use_bias=False) for m, n in pairs))
     block.initialize()
-    made = gluon.Trainer(block.collect_params(), optimizer)
-    amp.init_trainer(made, amp.LossScaler())
+    made = scaled_trainer(block.collect_params(), amp.LossScaler(), optimizer)
     scaled_backward(lambda: block(X).sum(), made)
     made.step(1)
     return made

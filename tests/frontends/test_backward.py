@@ -5,7 +5,7 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import backpropagate, randn
+from helpers import backpropagate, leaf, randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from training import setup
@@ -95,8 +95,7 @@ def test_a_script_that_skips_overflows_itself(run, request_):
 
 def test_grad_and_higher_orders(run):
     _, trainer = setup()
-    x = nd.array([[1.0, 2.0]])
-    x.attach_grad()
+    x = leaf(nd.array([[1.0, 2.0]]))
     with autograd.record():
         y = nd.sin(x)
         (dx,) = autograd.grad(y, [x], create_graph=True)

@@ -9,7 +9,18 @@ import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import backpropagate, down, kind, randn, rounded, same, untuned, up, values
+from helpers import (
+    backpropagate,
+    custom_operator,
+    down,
+    kind,
+    randn,
+    rounded,
+    same,
+    untuned,
+    up,
+    values,
+)
 
 
 def kinds_of(*arrays):
@@ -57,6 +68,7 @@ def test_registered_functions():
         amp.register_promote_function(module, "nothing")
 
 
+@custom_operator("mxamp_probe")
 class Probe(mx.operator.CustomOp):
     seen: ClassVar = []
 
@@ -66,21 +78,6 @@ class Probe(mx.operator.CustomOp):
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         self.assign(in_grad[0], req[0], out_grad[0] * 2)
-
-
-@mx.operator.register("mxamp_probe")
-class ProbeProp(mx.operator.CustomOpProp):
-    def list_arguments(self):
-        return ["data"]
-
-    def infer_shape(self, in_shape):
-        return in_shape, [in_shape[0]], []
-
-    def infer_type(self, in_type):
-        return in_type, [in_type[0]], []
-
-    def create_operator(self, ctx, shapes, dtypes):
-        return Probe()
 
 
 @pytest.mark.parametrize(

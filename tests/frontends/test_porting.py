@@ -10,7 +10,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import ROOT, initialized
+from helpers import ROOT, initialized, leaf
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("## PyTorch\n")[2].partition("\n## ")[0]
@@ -78,8 +78,7 @@ def train(enabled):
         return [LOSS(one, nd.ones((4, 2))).mean() / 2 for one in (first, second)]
 
     for number in range(1, 5):
-        x = nd.array(np.arange(12).reshape(4, 3) / (9 + number))
-        x.attach_grad()
+        x = leaf(nd.array(np.arange(12).reshape(4, 3) / (9 + number)))
         with autograd.record():
             losses = forward(x)
             with amp.autocast(enabled=False):

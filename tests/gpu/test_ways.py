@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, gluon
 
 import mxamp as amp
-from helpers import initialized, kind
+from helpers import custom_operator, initialized, kind, leaf
 from nets import NETS, Control, attention, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
@@ -164,18 +164,13 @@ def test_loops(name, hybrid, device, policy, fusion):
     assert_close(*found)
 
 
+@custom_operator("gpu_test_doubled")
 class Doubled(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
         self.assign(out_data[0], req[0], in_data[0] * 2)
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         self.assign(in_grad[0], req[0], out_grad[0] * 2)
-
-
-@mx.operator.register("gpu_test_doubled")
-class DoubledProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Doubled()
 
 
 class WithCustom(gluon.HybridBlock):
@@ -191,8 +186,7 @@ class WithCustom(gluon.HybridBlock):
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_custom_operators(hybrid, device, policy, fusion):
     net = initialized(WithCustom(), init=mx.init.Constant(0.25), ctx=device, hybridize=hybrid)
-    x = mx.nd.ones((2, 4), ctx=device)
-    x.attach_grad()
+    x = leaf(mx.nd.ones((2, 4), ctx=device))
     with amp.autocast(policy=policy), autograd.record():
         out = net(x)
         loss = out.astype("float32").sum()

@@ -8,17 +8,7 @@ from mxnet.gluon import nn
 from mxnet.ndarray import FullyConnected as EarlyFullyConnected
 
 import mxamp as amp
-from helpers import (
-    check_python,
-    down,
-    kind,
-    randn,
-    rounded,
-    same,
-    untuned,
-    up,
-    values,
-)
+from helpers import check_python, down, kind, leaf, randn, rounded, same, untuned, up, values
 from mxamp.framework import arrays
 
 X, W, B = randn(4, 8), randn(5, 8, seed=1), randn(5, seed=2)
@@ -255,8 +245,7 @@ def test_small_layers_stay_in_float32(recorded):
         return kind(nd.Convolution(randn(1, 32, size, size), randn(32, 32, 3, 3), **attrs))
 
     def dense(rows, columns, units, dtype="float32"):
-        weight = randn(units, columns)
-        weight.attach_grad()
+        weight = leaf(randn(units, columns))
         with autograd.record() if recorded else nullcontext():
             nd.FullyConnected(randn(rows, columns), weight, no_bias=True, num_hidden=units)
             data = randn(rows, columns) if dtype == "float32" else down(randn(rows, columns), dtype)
@@ -282,8 +271,7 @@ VIEWS = {
 
 def hidden(view, is_np=False):
     """A layer's weight, and a view of its output, which is in bfloat16 under the policy above."""
-    weight = randn(64, 64, seed=1)
-    weight.attach_grad()
+    weight = leaf(randn(64, 64, seed=1))
     with amp.autocast(policy=UNTUNED), autograd.record():
         output = nd.FullyConnected(randn(512, 64), weight, no_bias=True, num_hidden=64)
         return weight, VIEWS[view](output.as_np_ndarray() if is_np else output)

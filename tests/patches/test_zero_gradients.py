@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import check_python
+from helpers import check_python, leaf
 
 #: Each line is a whole loss; L is a dense layer, in low precision.
 LOSSES = Path(__file__).with_name("zero_gradients.txt").read_text().splitlines()
@@ -47,8 +47,7 @@ def test_the_gradient_beside_a_diagonal_is_zero(dtype, subscripts):
     others = [mx.np.ones(8)] if "," in subscripts else []
     amp.init(dtype, ctx=mx.cpu())
     for _ in range(5):
-        w = mx.np.ones((8, 8))
-        w.attach_grad()
+        w = leaf(mx.np.ones((8, 8)))
         for _ in range(2):
             # What is freed here is what an array that nobody writes to would hold.
             freed = [mx.np.full((8, 8), 1e25) for _ in range(100)]

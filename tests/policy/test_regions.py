@@ -6,11 +6,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd
-from mxnet.gluon import SymbolBlock, nn
+from mxnet.gluon import nn
 
 import mxamp as amp
 from conftest import DTYPES, assert_unpatched
-from helpers import initialized, randn, same, untuned, values
+from helpers import custom_operator, exported, initialized, randn, same, untuned, values
 from mxamp.framework.patching import _stacks
 from mxamp.graph.ir import Graph
 from mxamp.policy.regions import REGION
@@ -157,12 +157,6 @@ def bound(net, x, around):
         return symbol.bind(mx.cpu(), {**arrays, "data": x}).forward()[0]
 
 
-def imported(net, folder):
-    net.export(str(folder / "net"))
-    files = str(folder / "net-symbol.json"), ["data"], str(folder / "net-0000.params")
-    return SymbolBlock.imports(*files)
-
-
 def low_model(net, x, around):
     with around():
         policy = amp.current_policy()
@@ -187,9 +181,9 @@ def test_graphs_follow_regions_as_eager_calls_do(body, around, tmp_path):
     if around in DTYPES:
         ways["converted"] = converted(net, x, AROUND[around])
         with AROUND[around]():
-            ways["loaded"] = imported(net, tmp_path)(x)
+            ways["loaded"] = exported(net, tmp_path)(x)
         low = low_model(net, x, AROUND[around])
-        ways["converted and loaded"] = imported(low, tmp_path)(x)
+        ways["converted and loaded"] = exported(low, tmp_path)(x)
     wrong = [name for name, found in ways.items() if not same(found, wanted)]
     assert not wrong
 
@@ -259,7 +253,7 @@ def test_plain_mxnet_takes_no_notice(body, tmp_path):
     net.hybridize()
     net(x)
     amp.shutdown()
-    block = imported(net, tmp_path)
+    block = exported(net, tmp_path)
     assert block(x).dtype == np.float32
     np.testing.assert_allclose(values(block(x)), wanted.astype("float32"), rtol=0.05, atol=0.05)
 
@@ -340,15 +334,10 @@ def test_functions_that_run_later_are_not_decorated(function, decorator):
         decorator(function)
 
 
+@custom_operator("regions_twice")
 class Twice(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
         self.assign(out_data[0], req[0], in_data[0] * 2)
-
-
-@mx.operator.register("regions_twice")
-class TwiceProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Twice()
 
 
 class CustomInside(mx.gluon.HybridBlock):

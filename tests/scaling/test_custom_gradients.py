@@ -9,7 +9,15 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import check_python, initialized, pairwise, scaled_backward, untuned
+from helpers import (
+    check_python,
+    initialized,
+    leaf,
+    pairwise,
+    scaled_backward,
+    scaled_trainer,
+    untuned,
+)
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
@@ -21,8 +29,7 @@ X = nd.array([[1, 2, 3], [4, 5, 6]])
 
 def inner_pass(x, dy):
     """Run a backward pass inside that of an operator."""
-    x = x.copy()
-    x.attach_grad()
+    x = leaf(x.copy())
     with autograd.record():
         y = x * 2
     y.backward(dy)
@@ -276,8 +283,7 @@ class CheckpointOp(mx.operator.CustomOp):
             self.assign(out_data[0], req[0], self.block(in_data[0]))
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        x = in_data[0].copy()
-        x.attach_grad()
+        x = leaf(in_data[0].copy())
         with autograd.record():
             y = self.block(x)
         y.backward(out_grad[0])
@@ -303,8 +309,7 @@ def test_passes_inside_others_that_write_parameters(way, req, warm, kind, monkey
         if way == "scale_loss":
             amp.init_trainer(trainer, amp.LossScaler(1024, growth_interval=1))
         for step in range(3):
-            x = nd.ones((1, 1))
-            x.attach_grad()
+            x = leaf(nd.ones((1, 1)))
             with autograd.record():
                 if warm and step == 0:
                     hidden = blocks[0](x)
@@ -352,8 +357,7 @@ def test_losses_of_their_own_where_mixed_precision_is_off_around_them(inits, hyb
             amp.init("float16", ctx=mx.cpu())
         elif name == "softmax":  # only init and autocast see it
             continue
-        trainer = gluon.Trainer(dense.collect_params(), "sgd")
-        amp.init_trainer(trainer, amp.StaticLossScaler(SCALE))
+        trainer = scaled_trainer(dense.collect_params(), amp.StaticLossScaler(SCALE))
         with autograd.record():
             data = dense(X).astype("float32")
             with amp.autocast(enabled=False):
@@ -385,13 +389,11 @@ def clipped_gradient(trainer, net):
 
 def test_functions_get_no_scale_from_the_first_loss_on(tmp_path, caplog):
     net = initialized(nn.Dense(1, in_units=3))
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(trainer, amp.LossScaler(1, growth_interval=1))
+    trainer = scaled_trainer(net.collect_params(), amp.LossScaler(1, growth_interval=1))
     assert [clipped_gradient(trainer, net) for _ in range(3)] == [2, 2, 2]
     trainer.save_states(str(tmp_path / "states"))
     amp.shutdown()
-    other = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(other, amp.LossScaler(1))
+    other = scaled_trainer(net.collect_params(), amp.LossScaler(1))
     other.load_states(str(tmp_path / "states"))
     assert other.amp_loss_scale == 8
     assert clipped_gradient(other, net) == 2

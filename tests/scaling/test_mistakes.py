@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import check_python, initialized, kind, randn, scaled_backward
+from helpers import check_python, initialized, kind, leaf, randn, scaled_backward, scaled_trainer
 from training import batches, one_step, poisoned, setup, train
 
 
@@ -80,8 +80,7 @@ def test_a_function_runs_backward_under_the_policy_of_its_forward(around):
 
     if around != "autocast":
         amp.init("float16", ctx=mx.cpu())
-    x = randn(2, 3)
-    x.attach_grad()
+    x = leaf(randn(2, 3))
     with amp.autocast("float16", enabled=around != "off inside"), autograd.record():
         y = Probe()(x)
     y.backward()
@@ -132,8 +131,7 @@ def test_a_fork_while_another_thread_enters_regions():
 
 def test_clipping_before_unscale_is_warned_of(caplog):
     net = initialized(gluon.nn.Dense(1, in_units=2))
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(trainer, amp.LossScaler(1024))
+    trainer = scaled_trainer(net.collect_params(), amp.LossScaler(1024))
     for unscales in (True, False):
         scaled_backward(lambda: net(nd.ones((1, 2))).sum(), trainer)
         if unscales:

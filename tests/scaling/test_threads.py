@@ -8,7 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import initialized, scaled_backward
+from helpers import custom_operator, initialized, scaled_backward, scaled_trainer
 from mxamp.scaling.backward_passes import scaling_patches
 from training import end_step
 from training import run_backward as backward_in
@@ -129,8 +129,7 @@ def test_summed_gradients_are_not_summed_again_after_a_pass_of_another_thread():
     contexts = [mx.cpu(0), mx.cpu(1)]
     mine, theirs = gluon.Parameter("w", shape=(1,), init="zeros"), param_of()
     mine.initialize(ctx=contexts)
-    trainer = gluon.Trainer([mine], "sgd", {"learning_rate": 1.0})
-    amp.init_trainer(trainer, amp.StaticLossScaler(8))
+    trainer = scaled_trainer([mine], amp.StaticLossScaler(8), "sgd", {"learning_rate": 1.0})
     second = trainer_of(theirs, 2.0)
     scaled_backward(lambda: [mine.data(ctx) * 3 for ctx in contexts], trainer)
     amp.clip_grad_global_norm(trainer, np.inf)
@@ -147,6 +146,7 @@ class Copied(autograd.Function):
         return dy * 1
 
 
+@custom_operator("test_threads_own")
 class Own(mx.operator.CustomOp):
     """A loss: its gradient is what it was given before, not the incoming one."""
 
@@ -155,12 +155,6 @@ class Own(mx.operator.CustomOp):
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
         self.assign(in_grad[0], req[0], in_data[0] * 0 + 0.5)
-
-
-@mx.operator.register("test_threads_own")
-class OwnProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Own()
 
 
 def softmax(x):

@@ -6,7 +6,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import initialized, kind, randn, same, scaled_backward, untuned
+from helpers import initialized, kind, randn, same, scaled_backward, scaled_trainer, untuned
 from training import (
     CONTEXTS,
     assert_same_weights,
@@ -85,8 +85,7 @@ BETWEEN = {
 def test_an_overflow_on_any_device_skips_the_update_of_all(name):
     between, row = BETWEEN[name]
     net, _ = setup(CONTEXTS["two"])
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=1024))
+    trainer = scaled_trainer(net.collect_params(), amp.LossScaler(init_scale=1024))
     before, data, found = weights(net), batches(1)[0], []
     data[row, 0] = np.nan
     train(net, trainer, data, between=lambda: found.append(between(trainer)))

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import ROOT, python
+from helpers import ROOT, WITHOUT_MXNET, python
 from mxamp.backends.onednn import cpu
 from mxamp.cli.main import main
 from mxamp.framework import machine
@@ -221,13 +221,6 @@ def test_the_exit_status_counts_problems_alone(install, changes, status, words):
     assert done.exit_code == status
     assert words in " ".join(done.output.split())
     assert max(map(len, done.output.splitlines())) <= 100
-
-
-WITHOUT_MXNET = """
-import importlib.util
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "mxnet" else real(name, package)
-"""
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn
+from helpers import custom_operator, randn
 from mxamp.debugging import check_numerics
 
 STEPS = 8
@@ -163,18 +163,13 @@ def test_a_loop_does_not_run_again():
     assert check.first.cure.startswith("train some steps without mixed precision: if they fail too")
 
 
+@custom_operator("causes_large")
 class Large(mx.operator.CustomOp):
     runs = 0
 
     def forward(self, is_train, req, in_data, out_data, aux):
         Large.runs += 1
         self.assign(out_data[0], req[0], in_data[0] * np.inf)
-
-
-@mx.operator.register("causes_large")
-class LargeProp(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Large()
 
 
 def test_an_operator_that_runs_python_is_observed_and_does_not_run_again():

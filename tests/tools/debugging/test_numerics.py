@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, initialized, randn, scaled_backward, untuned
+from helpers import backpropagate, initialized, leaf, randn, scaled_backward, untuned
 from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
 from nets import convolutional, made
@@ -188,8 +188,7 @@ def test_masks_are_no_fault_until_they_make_nan():
         hidden = nd.full(scores.shape, -np.inf, dtype=scores.dtype)
         nd.softmax(nd.where(nd.array(allowed), scores, hidden))
 
-    w = nd.ones((4, 4))
-    w.attach_grad()
+    w = leaf(nd.ones((4, 4)))
     with amp.autocast("float16"), autograd.record():
         assert not checked(lambda: attention([[1, 1, 0, 0], [0, 0, 0, 1]]))
         check = checked(lambda: attention([[1, 1, 0, 0], [0, 0, 0, 0]]))
