@@ -1,12 +1,9 @@
 """Which losses lie behind a head, and which patches and records are left after a program."""
 
-import gc
-
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.base import _LIB
 from mxnet.symbol import Symbol
 
 import mxamp as amp
@@ -106,42 +103,6 @@ def test_a_pass_frees_the_marks_of_its_losses():
     assert len(tape._marks) - before <= 2  # those of which no pass was run
 
 
-def patched():
-    return (
-        gluon.Trainer.step, gluon.Trainer.__init__, autograd.grad, _LIB.MXAutogradBackwardEx,
-    )  # fmt: skip
-
-
-def in_sum(net, trainer, x):
-    with autograd.record():
-        with amp.scale_loss([net(x).sum(), (net(x) ** 2).sum()], trainer) as scaled:
-            (scaled[0] + scaled[1]).backward()
-
-
-def after_an_exception(net, trainer, x):
-    with pytest.raises(ValueError, match="by the script"):
-        with autograd.record(), amp.scale_loss(net(x).sum(), trainer):
-            raise ValueError("by the script")
-    in_sum(net, trainer, x)
-
-
-def retained(net, trainer, x):
-    with autograd.record(), amp.scale_loss(net(x).sum(), trainer) as scaled:
-        scaled.backward(retain_graph=True)
-
-
-@pytest.mark.parametrize("program", [in_sum, after_an_exception, retained])
-def test_shutdown_unpatches(program):
-    original = patched()
-    amp.init("float16", ctx=mx.cpu())
-    net, trainer = nets()
-    amp.init_trainer(trainer, amp.LossScaler(init_scale=8))
-    program(net, trainer, nd.ones((4, 3)))
-    trainer.step(4)
-    amp.shutdown()
-    assert patched() == original
-
-
 def test_a_retained_loss_is_plain_after_the_last_patches():
     """Nothing would divide its gradients by the scale."""
     net, trainer = nets()
@@ -153,18 +114,6 @@ def test_a_retained_loss_is_plain_after_the_last_patches():
     amp.shutdown()
     scaled.backward()
     np.testing.assert_array_equal(net.weight.grad().asnumpy(), np.full((2, 3), 4))
-
-
-def test_a_scaled_loss_that_no_trainer_is_left_for_keeps_no_patch():
-    original = patched()
-    net, trainer = nets()
-    amp.init_trainer(trainer, amp.StaticLossScaler(8))
-    with autograd.record(), amp.scale_loss(net(nd.ones((4, 3))).sum(), trainer):
-        pass
-    del trainer, net
-    gc.collect()
-    amp.shutdown()
-    assert patched() == original
 
 
 def test_two_trainers_of_one_scaler_agree_at_once():
