@@ -172,6 +172,8 @@ def test_where_openvino_wins_the_best_form_in_mxnet_is_named_beside_it(monkeypat
     monkeypatch.setattr(forms.Form, "mean_seconds", lambda self, _=1: speeds.get(self.way, 5.0))
     tuning = amp.tune(net, data, target_dtype="float32")
     assert tuning.way == tuning.chosen.way == "openvino" and tuning.chosen.speedup == 4
+    assert {one.precision for one in tuning.timings} == {tuning.policy.target_dtype} == {"float32"}
+    assert not {"converted", "bfloat16"} & {*str(tuning).split()} and not tuning.kept
     assert tuning.in_mxnet.way == own and tuning.in_mxnet.speedup == 4 / speeds[own]
     _, first, second, *_ = str(tuning).splitlines()
     assert (
@@ -193,14 +195,6 @@ def test_where_openvino_wins_the_best_form_in_mxnet_is_named_beside_it(monkeypat
     )
     operators = {node["op"] for node in json.loads(trace(fast).symbol.tojson())["nodes"]}
     assert ("_sg_mkldnn_fully_connected" in operators) == (own == "fused")
-
-
-def test_float32_is_a_form():
-    net, data = small()
-    tuning = amp.tune(net, data, target_dtype="float32", budget=0.01)
-    assert {one.precision for one in tuning.timings} == {"float32"}
-    assert tuning.policy.target_dtype == "float32" and not tuning.kept
-    assert not {"converted", "bfloat16"} & {*str(tuning).split()}
 
 
 # ---------------------------------------------------------------------- bounds
@@ -290,23 +284,18 @@ def test_the_report_and_the_file_hold_the_measurements_and_the_policy(tmp_path):
     assert amp.Policy.load(tmp_path / "p.toml") is TUNING.policy
 
 
-def test_the_form_of_a_policy_file_is_none_of_the_policy(tmp_path):
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_form_of_a_policy_file_is_none_of_the_policy(tmp_path, whole):
     path = tmp_path / "p.toml"
     TUNING.policy.save(path)
-    text, before = path.read_text(), amp.Policy.load(path)
+    text = (ROOT / "lists" / "bfloat16.toml" if whole else path).read_text()
+    path.write_text(text)
+    before = amp.Policy.load(path)
     path.write_text(f'form = "fused"\n{text}')
     assert amp.Policy.load(path) is before
     path.write_text(f"form = 1\n{text}")
     with pytest.raises(amp.ArgumentError, match="form must be a string, not 1"):
         amp.Policy.load(path)
-
-
-def test_a_whole_list_has_the_same_policy_with_and_without_a_form(tmp_path):
-    path, text = tmp_path / "p.toml", (ROOT / "lists" / "bfloat16.toml").read_text()
-    path.write_text(text)
-    before = amp.Policy.load(path)
-    path.write_text(f'form = "converted"\n{text}')
-    assert amp.Policy.load(path) is before
 
 
 def test_patterns_hold_for_another_block_of_the_kind():
