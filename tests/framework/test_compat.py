@@ -76,15 +76,13 @@ def test_mxnet_1_9_1_alone_is_imported(code, words, tmp_path, monkeypatch, forgo
         _compat.import_mxnet()
 
 
-def test_another_version_that_was_imported_before(modules):
-    modules["mxnet"] = types.SimpleNamespace(__version__="1.8.0")
-    with pytest.raises(InstallError, match="MXNet 1.8.0 is installed, but mxamp needs MXNet 1.9.1"):
-        _compat.import_mxnet()
-
-
-def test_an_import_that_is_blocked(modules, forgotten):
-    modules["mxnet"] = None
-    with pytest.raises(InstallError, match=r"MXNet is not installed.*pip install mxnet==1.9.1"):
+@pytest.mark.parametrize("module, words", [
+    (None, "MXNet is not installed.*pip install mxnet==1.9.1"),
+    (types.SimpleNamespace(__version__="1.8.0"), "MXNet 1.8.0 is installed, but mxamp needs MXNet 1.9.1"),
+])  # fmt: skip
+def test_an_import_that_is_blocked_or_of_another_version(modules, forgotten, module, words):
+    modules["mxnet"] = module
+    with pytest.raises(InstallError, match=words):
         _compat.import_mxnet()
 
 

@@ -120,19 +120,16 @@ def test_losses_and_gradients_scaled_before_shutdown(way):
     assert (trainer.amp_steps, scaling_patches.is_open) == (1, False)
 
 
-@pytest.mark.parametrize("scale", [2.0**-30, 0.3, 2.0**60])
-def test_extreme_scales(scale):
+@pytest.mark.parametrize("scale", [2.0**-30, 0.3, 2.0**60, 2.0**128, 1e-40])
+def test_extreme_scales_are_right_or_refused(scale):
     net, trainer = make(scale)
+    if scale in (2.0**128, 1e-40):  # which float32 does not hold
+        with pytest.raises(amp.StateError, match="is not between"):
+            scaled(net, trainer)
+        return
     scaled(net, trainer)
     trainer.step(1)
     np.testing.assert_allclose(net.weight.data().asnumpy()[0], [0, -1], atol=1e-5)
-
-
-@pytest.mark.parametrize("scale", [2.0**128, 1e-40])
-def test_scales_that_float32_does_not_hold_are_refused(scale):
-    net, trainer = make(scale)
-    with pytest.raises(amp.StateError, match="is not between"):
-        scaled(net, trainer)
 
 
 SVRG = """
