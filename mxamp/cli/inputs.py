@@ -34,13 +34,13 @@ class NamedInput(click.ParamType):
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Any) -> Tuple[str, Any]:
         """Return the input's name, and a tuple of sizes or an array."""
-        name, _, text = value.partition(":")
+        name, colon, text = value.rpartition(":")
         if text.endswith(".npy"):
             record_files(ctx, param, text)
             return name, _load_numpy(text, np.ndarray)
         sizes = text.split(",")
         if not (name and all(size.strip().isdecimal() and int(size) for size in sizes)):
-            name = name if text else "data"
+            name = (name if colon else value) or "data"
             hint = f"write sizes from 1 as {name}:1,3,8,8, or a file as {name}:values.npy"
             self.fail(f"{value!r} has neither a shape nor a file: {hint}", param, ctx)
         return name, tuple(map(int, sizes))
@@ -53,9 +53,9 @@ class NamedDtype(click.ParamType):
 
     def convert(self, value: Any, param: Optional[click.Parameter], _: object) -> Tuple[str, str]:
         """Return the input's name and dtype."""
-        name, _, dtype = value.partition(":")
+        name, _, dtype = value.rpartition(":")
         if not (name and dtype):
-            self.fail(f"{value!r} has no dtype: write {name or 'data'}:int64", param)
+            self.fail(f"{value!r} has no dtype: write {name or dtype or 'data'}:int64", param)
         return name, checked_dtype(name, dtype)
 
 

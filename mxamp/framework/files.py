@@ -43,7 +43,7 @@ def replaced_files(
     Before the replacement, the temporary files are synced to the disk and `check` reads them back.
     The targets of symbolic links are replaced, and the modes of the old files kept. Several old
     files are set aside first, `paths[0]` before the others, and the new `paths[0]` comes last: who
-    opens that first finds the old files, none, or the new ones. From `check` on, the folders are
+    opens that first finds the old files, none, or the new ones. After the `yield`, the folders are
     locked: of several processes that write the same files, one after the other replaces all.
     What killed processes have left is removed once the new files are complete.
     Raises `WriteError` on failure, and leaves `paths` as they were; raises `ArgumentError` if one
@@ -56,11 +56,11 @@ def replaced_files(
     with wrap_write_errors(paths[0]):
         try:
             yield written
-            for temporary, place in zip(written, places):
-                if place.exists():
-                    shutil.copymode(place, temporary)
-                sync_to_disk(temporary)
             with locked(*places) as folders:
+                for temporary, place in zip(written, places):
+                    if place.exists():
+                        shutil.copymode(place, temporary)
+                    sync_to_disk(temporary)
                 check(written)
                 _replace_all(written, places)
                 with suppress(OSError):  # the files are in place, and whole after a crash too

@@ -164,6 +164,12 @@ def suspended() -> in_force:
     return in_force(None)
 
 
+def is_suspended() -> bool:
+    """Return whether the calling code runs inside `suspended`: in mxamp's own computations."""
+    region = _current()
+    return region is not None and region.frame is not None and region.policy is None
+
+
 def tracing() -> in_force:
     """Return a context manager for tracing a block: same policy, no region's mark on its nodes."""
     return in_force(current_policy(), marked=False)

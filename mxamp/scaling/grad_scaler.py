@@ -159,7 +159,9 @@ class GradScaler:
 
             scaler.scale(loss).backward()
             scaler.unscale_(trainer)
-            gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
+            params = net.collect_params().values()
+            gradients = [p.grad() for p in params if p.grad_req != "null"]
+            gluon.utils.clip_global_norm(gradients, 1.0)
             scaler.step(trainer, batch_size)
             scaler.update()
 

@@ -490,7 +490,9 @@ def unscale(optimizer_or_trainer: Trainer) -> None:
         with amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
         amp.unscale(trainer)
-        gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 1.0)
+        params = net.collect_params().values()
+        gradients = [p.grad() for p in params if p.grad_req != "null"]
+        gluon.utils.clip_global_norm(gradients, 1.0)
         trainer.step(batch_size)
 
     `unscale` divides the gradients on all devices. If a gradient has overflowed, the next step is

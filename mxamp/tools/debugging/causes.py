@@ -14,6 +14,8 @@ from .observing import Inputs, Observed, Place
 
 #: Weights are compared with their values of at most so many steps before.
 _STEPS = 100
+#: The growth of a weight in these steps that only a learning rate that is too high explains.
+_GROWN = 8
 #: No net begins with larger weights; the squares of larger values are infinite in float32.
 _LARGE_WEIGHT, _LARGE_VALUE = 1e4, 1e19
 
@@ -61,7 +63,8 @@ class Causes:
             fails = precision if overflows and self.has_float16 else _FAILS
             return self.at_zero or self._cure_of_values() or fails
         write = own_tables("operators")["infinite_at_zero"].get(site.operator)
-        if write and any(one and (one.values == 0).any() for one in inputs[-1:]):
+        zeros = (one for one in inputs[-1:] if one and (one.values == 0).any())
+        if write and any("/" in write or not (one.values < 0).any() for one in zeros):
             return f"write {write}"
         return self._cure_of_values() or _cure_in_float32(site, inputs)
 
@@ -73,7 +76,7 @@ class Causes:
             now = Observed(weight).largest
             if first > _LARGE_WEIGHT:
                 return f"initialize {name} smaller: it holds {first:.3g} in step {step}"
-            if now > 3 * max(first, 0.3):
+            if now > _GROWN * max(first, 0.3):
                 grown = f"{name} grew from {first:.3g} in step {step} to {now:.3g}"
                 return f"lower the learning rate: {grown}"
         return ""

@@ -17,6 +17,7 @@ from ...framework.keywords import checked_call
 from ...framework.patching import Original, Patch
 from ...framework.wording import one_of, shortened, shown
 from ...graph.ir import CASTS, HALVES
+from ...scaling.scaler import scale_of
 from .causes import Causes
 from .findings import Finding, NumericsError, Statistics
 from .observing import Arrays, Inputs, MonitoredGraph, Observed, Place, TensorObserver, patch_over
@@ -86,6 +87,8 @@ class NumericsCheck(TensorObserver):
         self._causes.add_output(site, output)
         if not output.bad or self._found is not None:
             return
+        if self._overflow is not None and not (autograd.is_recording() or self._blocks()):
+            return  # such as clipping: the gradients have overflowed, and the step will be skipped
         if self._is_skipped(site):
             self._purpose |= output.bad
             return
@@ -163,7 +166,7 @@ class NumericsCheck(TensorObserver):
         results = original(*args, **options)
         fault = self._first_fault()
         if self._found is None and "nan" not in self._purpose and fault is not None:
-            if fault.kind == "overflow" and not self._causes.at_zero:
+            if fault.kind == "overflow":
                 self._overflow = fault  # a lower loss scale may cure it
             else:
                 self._report(fault)
@@ -171,18 +174,18 @@ class NumericsCheck(TensorObserver):
         self._end_pass()
         return results
 
-    def _update(self, original: Original, owner: object, *args: object, **options: object) -> Any:
+    def _update(self, original: Original, owner: Any, *args: object, **options: object) -> Any:
         """Update parameters and count the step; report an overflow that lower scales can't cure."""
         # With loss scaling, a step that overflows is skipped, and lowers the scale.
-        state = getattr(owner, "_amp_loss_scaler", None) or getattr(owner, "_amp_scaling", None)
-        can_lower = not getattr(getattr(state, "scaler", None), "is_lowest", True)
-        results = original(owner, *args, **options)
+        scaling = getattr(owner, "_amp_loss_scaler", None) or scale_of(owner._optimizer)
+        can_lower = not getattr(getattr(scaling, "scaler", None), "is_lowest", True)
         found = self._overflow
         if found is not None and not (can_lower and found.step == self._step):
             self._overflow = None
             if found.step == self._step:
-                self._report(found)
-                self._end_pass()
+                self._report(found)  # before the update spreads it
+        results = original(owner, *args, **options)
+        self._end_pass()
         self._step += 1
         return results
 

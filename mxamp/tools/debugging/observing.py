@@ -25,13 +25,14 @@ from mxnet.symbol import Symbol
 
 from ...framework.arrays import as_list, dtypes_of
 from ...framework.machine import BFLOAT16, Values
-from ...framework.operators import by_handle, handle_of, resolve
+from ...framework.operators import by_handle, handle_of, resolve, with_trait
 from ...framework.patching import Original, Patch, PatchSet, original, wrapping
+from ...graph.gradients import SCALE_INPUT
 from ...graph.inspect import FLOATS
-from ...graph.ir import CASTS, HALVES, Graph, Output, emulated_dtype
+from ...graph.ir import CASTS, HALVES, Graph, Node, Output, emulated_dtype
 from ...patches.cached_op import graph_listeners, install_policy_op
 from ...patches.eager import INVOKE_MODULES
-from ...policy.active import current_policy
+from ...policy.active import current_policy, is_suspended
 from .measured import blocks_in
 
 Arrays = Sequence[NDArray]
@@ -223,7 +224,9 @@ class TensorObserver(Observer):
         return Place(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Run an eager call, and pass its outputs to `on_operator`."""
+        """Run an eager call, and pass its outputs to `on_operator`, unless it is mxamp's own."""
+        if is_suspended():
+            return original(handle, inputs, *rest)
         read = list(map(Observed, inputs))
         if rest[2] is not None:
             # Read them before the call, which may write over them.
@@ -309,6 +312,8 @@ class MonitoredGraph:
         node, number = found[1], int(found[3] or 0)
         places = self._places.get(node, [])
         if found[2] or not places:
+            if places and self._is_unwritten(self._graph.nodes[places[0]], number):
+                return
             site = self._site(places[0], True) if places else Place("", node, "add_n", {}, ())
             of = dict(enumerate(site.names)).get(number, f"input {number}")
             self._observer.on_gradient(self, site, of, Observed(array))
@@ -321,6 +326,17 @@ class MonitoredGraph:
         inputs = [self._seen.get(entry) for entry in self._graph.nodes[i].inputs]
         output.bad  # noqa: B018 reads the values at once, as another operator may write over them
         self._observer.on_operator(self._site(i), inputs, output, number)
+
+    def _is_unwritten(self, node: Node, number: int) -> bool:
+        """Return whether MXNet writes no gradient of an input: a label, one behind BlockGrad."""
+        if number and node.operator in with_trait("starts_backward"):
+            return True
+        nodes, source = self._graph.nodes, node
+        for i, _ in node.inputs[number : number + 1]:
+            source = nodes[i]
+        while source.op in CASTS:
+            source = nodes[source.inputs[0][0]]
+        return source.op == "BlockGrad" or source.name == SCALE_INPUT
 
     def _layers(self, i: int, backward: bool) -> list[str]:
         """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""

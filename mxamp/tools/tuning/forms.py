@@ -306,9 +306,11 @@ def checked_metric(metric: object) -> mx.metric.EvalMetric:
     """Return a new metric, as `mx.metric.create` makes it; raise unless more is better."""
     try:
         made = copy.deepcopy(mx.metric.create(metric))
-    except AssertionError:
+    except Exception as error:
         names = mx.registry.get_registry(mx.metric.EvalMetric)
-        raise unknown("metric", metric, names) from None
+        if isinstance(metric, str) and metric.lower() not in names:
+            raise unknown("metric", metric, names) from None
+        raise ArgumentError(f"metric {shown(metric)} can't be made by name: {error}") from error
     if type(made).__name__ in _LOSSES:
         raise ArgumentError(f"metric must be one of which more is better, not {made.name}")
     return made
@@ -319,10 +321,15 @@ def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iter
     metric.reset()
     try:
         for label, output in zip(labels, outputs):
-            metric.update(arrays_in([label]), [*map(mx.nd.array, output)])
-    except ValueError as error:
-        raise ArgumentError(f"metric {metric.name}: {error}") from error
-    return float(metric.get()[1])
+            given = arrays_in([label])
+            if not all(np.isfinite(one.asnumpy()).all() for one in given):
+                raise ValueError("a label holds NaN or infinity")  # noqa: TRY301
+            if isinstance(metric, mx.metric.Accuracy) and given[0].shape == output[0].shape:
+                raise ValueError("labels must be the numbers of classes")  # noqa: TRY301
+            metric.update(given, [*map(mx.nd.array, output)])
+        return float(metric.get()[1])
+    except Exception as error:  # also of a user's own function
+        raise ArgumentError(f"metric {metric.name}: {error_reason(error)}") from error
 
 
 def convert_options(way: str) -> dict[str, bool]:

@@ -347,3 +347,34 @@ def test_overflows_are_findings_unless_a_lower_loss_scale_cures_them():
             trained_with_scale(steps=1, on="raise", hybridize=hybridize)
         check = trained_with_scale(steps=3, min_scale=2.0**19, hybridize=hybridize)
         assert (check.first.kind, check.first.step) == ("overflow", 2)
+
+
+def blocked_norms(F, x):
+    """A norm that is 0, where its gradient is infinite and never used."""
+    return F.broadcast_add(x, F.BlockGrad(F.norm(F.relu(x - 100), axis=1, keepdims=True)))
+
+
+@pytest.mark.filterwarnings("ignore:nan or inf is detected")
+def test_the_search_for_a_scale_is_no_finding_where_an_operator_has_no_gradient_at_0():
+    net = deep(blocked_norms)
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
+    amp.init_trainer(trainer, amp.LossScaler(2.0**24))
+    with amp.autocast("float16"), check_numerics() as check:
+        for _ in range(14):
+            scaled_backward(lambda: net(randn(4, 8)).sum(), trainer)
+            gradients = [param.grad() for param in net.collect_params().values()]
+            amp.unscale(trainer)
+            gluon.utils.clip_global_norm(gradients, 1.0)  # some are Inf, and the step is skipped
+            trainer.step(4)
+    assert trainer.amp_skips > 0 and not check
+
+
+def test_the_search_for_a_scale_of_a_module_is_no_finding():
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc")
+    module = mx.mod.Module(mx.sym.SoftmaxOutput(symbol, name="softmax"))
+    data = mx.io.NDArrayIter(randn(64, 8), nd.arange(64) % 4, 16)
+    optimizer = amp.decorate("sgd", init_loss_scaling=2.0**22)
+    with amp.autocast("float16"), check_numerics() as check:
+        module.fit(data, optimizer=optimizer, num_epoch=4)
+    assert not check

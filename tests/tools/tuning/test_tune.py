@@ -302,3 +302,15 @@ def test_patterns_hold_for_another_block_of_the_kind():
     net, data, _ = chain(6, [2], "overflow")
     policy = tuned(net, data, target_dtype="float16").policy
     assert set(policy.fp32_layers) == {"*layer2_fwd", "*layer3_fwd"}
+
+
+@pytest.mark.parametrize("label, metric, said", [
+    (mx.nd.full(5, np.nan), "acc", "metric accuracy: a label holds NaN or infinity"),
+    (mx.nd.one_hot(mx.nd.arange(5) % 2, 2), "acc", "metric accuracy: labels must be the numbers of classes"),
+    (mx.nd.zeros(5), lambda label, output: label[7], "index 7 is out of bounds"),
+    (mx.nd.zeros(5), "perplexity", "metric 'perplexity' can't be made by name"),
+])  # fmt: skip
+def test_metrics_and_labels_that_do_not_fit(label, metric, said):
+    net = initialized(nn.Dense(2, in_units=3))
+    with pytest.raises(amp.ArgumentError, match=said):
+        amp.tune(net, [(mx.nd.ones((5, 3)), label)], metric=metric)
