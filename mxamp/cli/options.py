@@ -67,10 +67,7 @@ def batch_options(command: Command) -> Command:
 def named_metric(name: Text) -> Optional[EvalMetric]:
     """Return the metric of a name, or the Python function of a MODULE:FUNCTION; None for None."""
     module, _, function = (name or "").rpartition(":")
-    try:
-        found = getattr(importlib.import_module(module), function, None) if module else name
-    except Exception as error:
-        raise click.UsageError(f"--metric {name}: {module!r} can't be imported: {error}") from error
+    found = getattr(importlib.import_module(module), function, None) if module else name
     if module and not callable(found):
         raise click.UsageError(f"--metric {name}: module {module!r} has no function {function!r}")
     return checked_metric(found) if name else None

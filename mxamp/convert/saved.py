@@ -205,11 +205,11 @@ def _certain_param_names(graph: Graph) -> Set[str]:
     """Return the names of variables that can't be data: those of Gluon, and `fc_weight` etc."""
     found = {one.name for one in graph.variables if "__lr_mult__" in one.attrs}
     for node in graph.nodes:
-        inputs = () if node.is_variable else resolve(node.op).inputs
-        for (source, _), name in zip(node.inputs, inputs):
+        layers = node.name, node.name.partition("_fwd")[0]  # Gluon adds _fwd
+        for (source, _), name in zip(node.inputs, node.inputs and resolve(node.op).inputs):
             variable = graph.nodes[source]
-            if variable.is_variable and name in _PARAMS and variable.name.endswith(f"_{name}"):
-                found.add(variable.name)
+            if variable.is_variable and name in _PARAMS:
+                found.update({f"{layer}_{name}" for layer in layers} & {variable.name})
     return found
 
 

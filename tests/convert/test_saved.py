@@ -314,3 +314,16 @@ def test_a_reader_hears_of_a_killed_conversion(folder, monkeypatch):
         amp.convert_files(folder.parent / "model5", folder / "m", **BFLOAT16)
     os.rename(folder / ".m-symbol.json.mxamp-old-m-0000.params", folder / "m-symbol.json")
     assert output(folder / "m") == 9
+
+
+def test_a_weight_that_is_data_is_no_missing_parameter(folder):
+    """As of a network that another network computes the weights of."""
+    symbol = mx.sym.FullyConnected(
+        mx.sym.var("data"), mx.sym.var("hyper_weight"), num_hidden=4, no_bias=True, name="made"
+    )
+    symbol = mx.sym.FullyConnected(symbol, num_hidden=2, no_bias=True, name="fc")
+    mx.model.save_checkpoint("hyper", 0, symbol, {"fc_weight": mx.nd.ones((2, 4))}, {})
+    assert "hyper_weight" in load_model("hyper")[0].list_inputs()
+    mx.model.save_checkpoint("hyper", 0, symbol, {}, {})
+    with pytest.raises(amp.ArgumentError, match="lacks fc_weight of"):
+        load_model("hyper")
