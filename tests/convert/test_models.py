@@ -75,6 +75,7 @@ def test_one_line_names_the_parameters_that_lose_values(scale, is_lossy, caplog)
         assert "name 'a', 'c' in" in caplog.text
 
 
+@pytest.mark.backend
 def test_a_float32_model_converted_to_float32_is_said_to_stay_as_it_is(caplog):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True, name="fc")
     params = {"fc_weight": randn(4, 4)}
