@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import mxamp as amp
-from helpers import initialized
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +67,8 @@ AT_O3 = {
 
 @pytest.mark.parametrize("name", AT_O3)
 def test_level_o3_computes_in_float32_what_has_no_float16(name, device):
-    net = initialized(mx.gluon.nn.Dense(2, in_units=4), ctx=device)
+    net = mx.gluon.nn.Dense(2, in_units=4)
+    net.initialize(ctx=device)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd")
     amp.initialize(net, trainer, opt_level="O3", loss_scale=8.0, ctx=device)
     assert np.isfinite(AT_O3[name](partial(float16, device)).asnumpy()).all()
