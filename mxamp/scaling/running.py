@@ -1,4 +1,4 @@
-"""Which backward passes run now, by thread, and to which one a custom operator belongs.
+"""The backward passes that run now, by thread, and the pass of each custom operator.
 
 MXNet runs operators and functions written in Python in threads of its own. They belong to the pass
 of the thread that recorded them or, where that thread runs none, to the only pass there is.

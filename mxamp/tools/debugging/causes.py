@@ -25,7 +25,7 @@ _MAY_FAIL = f"train some steps without mixed precision: if they fail too, {_FAIL
 
 
 class Causes:
-    """What a run has read and computed, as far as it explains Inf and NaN."""
+    """The weights, data and operators of a run, as far as they explain Inf and NaN."""
 
     def __init__(self) -> None:
         #: A step, the largest magnitude of an array with a gradient then, and the array, by name.

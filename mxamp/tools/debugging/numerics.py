@@ -198,9 +198,10 @@ class NumericsCheck(TensorObserver):
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
         # The gradient of an eager leaf: casts behind it may have overflown.
         overflows |= inputs is None and not site.layers and self._causes.has_float16
-        cure = self._causes.cure(site, inputs, overflows)
         if kind:
             cure = "restore a checkpoint" if has_gradient(tensor.array) else "clean the data"
+        else:
+            cure = self._causes.cure(site, inputs, overflows)
         layers = () if cure else site.layers
         phase, scaled = ("forward", "its input") if inputs is not None else ("backward", "the loss")
         keep = f"keep {shortened(layers or [site.node])} in float32, or scale {scaled} down"
@@ -284,7 +285,7 @@ def check_numerics(
     The cure is one of precision if the operator computes finite values from the same inputs in
     float32. The check runs it again for that, outside of autograd's record. It does not run loops,
     custom operators and Dropout again: their cure says how to find out. The learning rate is the
-    cause if a weight has grown more than threefold in at most 100 steps.
+    cause if a weight has grown more than eightfold in at most 100 steps.
 
     The check finds operators and casts that compute Inf or NaN, and inputs and parameters that
     contain Inf or NaN. The check takes an infinity for a mask if the infinity is an argument of

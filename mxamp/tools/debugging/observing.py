@@ -248,6 +248,8 @@ class TensorObserver(Observer):
         """Return a context for an executor's forward pass, with a monitor on its operators."""
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
+        names = zip(symbol.list_arguments(), executor.grad_arrays or ())
+        graph.frozen = {name for name, gradient in names if gradient is None}
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
@@ -271,6 +273,7 @@ class MonitoredGraph:
         nodes = self._graph.nodes
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         self.names = [nodes[i].name for i, _ in self._inputs]
+        self.frozen: set[str] = set()  #: variables that an executor computes no gradient of
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
         self._readers: dict[int, list[int]] = {}
@@ -331,12 +334,11 @@ class MonitoredGraph:
         """Return whether MXNet writes no gradient of an input: a label, one behind BlockGrad."""
         if number and node.operator in with_trait("starts_backward"):
             return True
-        nodes, source = self._graph.nodes, node
-        for i, _ in node.inputs[number : number + 1]:
-            source = nodes[i]
+        nodes = self._graph.nodes
+        source = nodes[node.inputs[number][0]] if number < len(node.inputs) else node
         while source.op in CASTS:
             source = nodes[source.inputs[0][0]]
-        return source.op == "BlockGrad" or source.name == SCALE_INPUT
+        return source.op == "BlockGrad" or source.name in {SCALE_INPUT, *self.frozen}
 
     def _layers(self, i: int, backward: bool) -> list[str]:
         """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""

@@ -122,7 +122,7 @@ def table(timings: Sequence[Timing]) -> str:
 
 
 class Form:
-    """A contender in a benchmark: a model in one of the `WAYS` to run it, in one precision.
+    """A contender in a benchmark: a model run in one way, such as "fused", and one precision.
 
     It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
     runs on the same values.
@@ -346,20 +346,21 @@ def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float
     again as there is time for.
     """
     given = ends - time.monotonic()
-    firsts: dict[Form, float] = {}
+    timed: list[Form] = []
     for form in forms:
-        if firsts and time.monotonic() > limit:
+        if timed and time.monotonic() > limit:
             notes.append(NOT_TRIED.format(form=form))
             continue
         progress.info("Timing %s once", form)
-        seconds, best = form.mean_seconds(), min(firsts.values(), default=math.inf)
+        seconds = form.mean_seconds()
         form.seconds = [seconds]  # of a form that is given up, and where time is short
+        best = min((one.seconds[0] for one in timed), default=math.inf)
         if seconds > max(_HOPELESS * best, _PATIENCE):
             notes.append(GIVEN_UP.format(form=form, seconds=seconds, times=seconds / best))
         else:
-            firsts[form] = seconds
-    timed, began = [*firsts], time.monotonic()
-    if began + 3 * sum(firsts.values()) > ends + 0.5 * max(given, 0):
+            timed.append(form)
+    began = time.monotonic()
+    if began + 3 * sum(one.seconds[0] for one in timed) > ends + 0.5 * max(given, 0):
         return timed
     progress.info("Timing %d forms in turns", len(timed))
     for form in timed:
