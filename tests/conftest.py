@@ -117,6 +117,15 @@ def assert_unpatched():
         assert vars(owner)[name] is ORIGINALS[key], f"{key} is still patched"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def working_directory():
+    """Raise if tests leave files in the folder that they run in, where `git add` finds them."""
+    before = set(os.listdir())
+    yield
+    made = {name for name in set(os.listdir()) - before if name[0] != "."}
+    assert made <= {"build", "dist", "mxamp.egg-info"}, made
+
+
 @pytest.fixture(autouse=True)
 def clean():
     """Same seeds and names before each test; after it nothing patched or registered, no numpy mode."""

@@ -322,8 +322,9 @@ def test_a_weight_that_is_data_is_no_missing_parameter(folder):
         mx.sym.var("data"), mx.sym.var("hyper_weight"), num_hidden=4, no_bias=True, name="made"
     )
     symbol = mx.sym.FullyConnected(symbol, num_hidden=2, no_bias=True, name="fc")
-    mx.model.save_checkpoint("hyper", 0, symbol, {"fc_weight": mx.nd.ones((2, 4))}, {})
-    assert "hyper_weight" in load_model("hyper")[0].list_inputs()
-    mx.model.save_checkpoint("hyper", 0, symbol, {}, {})
+    prefix = str(folder / "hyper")
+    mx.model.save_checkpoint(prefix, 0, symbol, {"fc_weight": mx.nd.ones((2, 4))}, {})
+    assert "hyper_weight" in load_model(prefix)[0].list_inputs()
+    mx.model.save_checkpoint(prefix, 0, symbol, {}, {})
     with pytest.raises(amp.ArgumentError, match="lacks fc_weight of"):
-        load_model("hyper")
+        load_model(prefix)
