@@ -45,8 +45,8 @@ CONTENDERS = {
 LIBRARIES = {"torch": "torch, torchvision", "onnxruntime": "onnxruntime", "openvino": "openvino"}
 MODELS = (
     "resnet50-16", "resnet50-4", "mobilenet_v2-8", "densenet121-4", "squeezenet1_1-8", "vgg16-2",
-    "resnext50_32x4d-2", "textbook-4", "mlp-64", "bert-16", "bert-4", "bert_base-4",
-    "bert_base_512-1", "lstm-8", "lstm_cell-8", "lstm_650-20",
+    "resnext50_32x4d-2", "se_resnet50_v1-4", "mobilenetv3_large-8", "ssd-1", "textbook-4", "mlp-64",
+    "bert-16", "bert-4", "bert_base-4", "bert_base_512-1", "lstm-8", "lstm_cell-8", "lstm_650-20",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def export(model: str, folder: Path) -> None:
     net = mxnet_model(model)
     net.load_parameters(str(folder / "mxnet.params"))
     net.hybridize()
-    net(*arrays).wait_to_read()
+    net(*arrays)
     net.export(str(folder / "model"))
     saved = mx.model.load_checkpoint(str(folder / "model"), 0)
     names = [name for name in saved[0].list_inputs() if name not in {**saved[1], **saved[2]}]

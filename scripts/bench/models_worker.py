@@ -36,7 +36,7 @@ def peak_memory() -> Optional[int]:
 
 #: Layers and sequence length of encoders of BERT-base's size.
 BERTS = {"bert": (2, 128), "bert_base": (12, 128), "bert_base_512": (12, 512)}
-#: GluonCV's detector that the name ssd stands for, on GPUs.
+#: GluonCV's detector that the name ssd stands for.
 SSD = "ssd_512_resnet50_v1_custom"
 #: The file of parameters that float32 saves and the other contenders load.
 PARAMETERS = "mxnet.params"
@@ -48,7 +48,7 @@ def parse_model(model: str) -> Tuple[str, int, int]:
     """Return the name, the batch size and the image size in "resnet50-16" or "vgg16-2@299"."""
     name, batch = model.rsplit("-", 1)
     rows, _, size = batch.partition("@")
-    return name, int(rows), int(size or 224)
+    return name, int(rows), int(size or (512 if name == "ssd" else 224))
 
 
 def batch_of(model: str) -> Tuple[List[Any], Any]:
@@ -174,7 +174,10 @@ def mxnet_model(model: str) -> Any:
         return getattr(vision, name)(classes=10)
     from gluoncv import model_zoo
 
-    return model_zoo.get_model(name, classes=10)
+    options: Dict[str, Any] = {"classes": 10}
+    if name == "ssd":
+        name, options = SSD, {"classes": ["cat", "dog"], "pretrained_base": False}
+    return model_zoo.get_model(name, **options)
 
 
 def initialized_model(model: str) -> Tuple[Any, List[Any], Any]:
@@ -184,7 +187,8 @@ def initialized_model(model: str) -> Tuple[Any, List[Any], Any]:
     mx.random.seed(0)
     inputs, labels = batch_of(model)
     net = mxnet_model(model)
-    net.initialize(mx.init.Xavier())
+    net.initialize()  # a detector's symbol has vectors, at which Xavier fails
+    net.collect_params(".*weight").initialize(mx.init.Xavier(), force_reinit=True)
     return net, [mx.nd.array(array) for array in inputs], mx.nd.array(labels)
 
 
@@ -247,10 +251,9 @@ def mxnet_step(
     elif folder is not None:
         net.load_parameters(str(folder / PARAMETERS))
     net.hybridize(static_alloc=True, static_shape=True)
-    loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
     choice: Dict[str, Any] = {}
     if contender == "tuned":
-        loss = loss_function if mode == "training" else None
+        loss = gluon.loss.SoftmaxCrossEntropyLoss() if mode == "training" else None
         net, choice = tune(amp, net, data, labels, loss, dtype)
     plain = contender == "float32" or bool(choice.get("plain"))
     params = [p for p in net.collect_params().values() if p.grad_req != "null"]
@@ -265,20 +268,23 @@ def mxnet_step(
 
     def train() -> None:
         with autograd.record():
-            loss = loss_function(net(*data), labels)
+            losses = losses_of(net(*data), labels)
             if plain:
-                autograd.backward(loss)
+                autograd.backward(losses)
             else:
-                with amp.scale_loss(loss, trainer) as scaled:
+                with amp.scale_loss(losses, trainer) as scaled:
                     autograd.backward(scaled)
         trainer.step(len(labels))
         nd.waitall()
 
-    def infer() -> None:
-        net(*data).wait_to_read()
+    def infer() -> Any:
+        out = net(*data)
+        out = out[1] if isinstance(out, (list, tuple)) else out  # a detector's scores
+        out.wait_to_read()
+        return out
 
     if folder is not None:
-        np.save(folder / f"{contender}-outputs.npy", net(*data).astype("float32").asnumpy())
+        np.save(folder / f"{contender}-outputs.npy", infer().astype("float32").asnumpy())
     if folder is not None and mode == "training":
         train()
         factor = 1.0
@@ -291,15 +297,13 @@ def mxnet_step(
     return train if mode == "training" else infer, choice
 
 
-def model_and_batch(model: str) -> Tuple[Any, List[Any], Any]:
-    """Return a net that is not initialized, its inputs and its labels."""
-    if model.startswith("ssd"):
-        from gluoncv import model_zoo
+def losses_of(outputs: Any, labels: Any) -> List[Any]:
+    """Return the losses of a classifier, or made-up ones of a detector's scores and boxes."""
+    from mxnet import gluon
 
-        rows = int(model.rpartition("-")[2])
-        net = model_zoo.get_model(SSD, classes=["cat", "dog"], pretrained_base=False)
-        return net, [np.zeros((rows, 3, 512, 512), "float32")], np.zeros(rows, "float32")
-    return (mxnet_model(model), *batch_of(model))
+    if isinstance(outputs, (list, tuple)):
+        return [one.square().mean() for one in outputs[:2]]
+    return [gluon.loss.SoftmaxCrossEntropyLoss()(outputs, labels)]
 
 
 def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Callable[[], Any], Any]:
@@ -312,9 +316,9 @@ def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Call
     ctx, by_hand = mx.gpu(0), contender == "cast by hand"
     with ctx:
         amp = enable_amp("float32" if by_hand else contender, "float16")
-    from mxnet import autograd, gluon
+    from mxnet import autograd
 
-    net, inputs, labels = model_and_batch(model)
+    net, (inputs, labels) = mxnet_model(model), batch_of(model)
     net.initialize(ctx=ctx)
     if by_hand:
         net.cast("float16")
@@ -325,15 +329,13 @@ def passes_and_step(contender: str, model: str) -> Tuple[Callable[[], Any], Call
     trainer._optimizer.multi_precision = by_hand
     if scales:
         amp.init_trainer(trainer)
-    cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss()
 
     def passes() -> None:
         with autograd.record():
             out = net(*data)
-            if isinstance(out, (list, tuple)):  # a detector's scores and boxes
-                losses = [one.square().mean() for one in out[:2]]
-            else:
-                losses = [cross_entropy(out.astype("float32") if by_hand else out, label)]
+            if by_hand and not isinstance(out, (list, tuple)):
+                out = out.astype("float32")
+            losses = losses_of(out, label)
             if scales:
                 with amp.scale_loss(losses, trainer) as scaled:
                     autograd.backward(scaled)
@@ -399,6 +401,7 @@ def torch_step(model: str, mode: str, dtype: str, autocast: bool) -> Callable[[]
     else:
         import torchvision
 
+        name = name.replace("mobilenetv3", "mobilenet_v3")
         net = getattr(torchvision.models, name)(num_classes=10)
         net = net.to(memory_format=torch.channels_last)
     inputs, label = batch_of(model)
