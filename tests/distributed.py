@@ -29,23 +29,17 @@ def values(net):
 
 
 def train_gluon(way, first=0, load=None, save=None, accumulate=1):
-    from mxnet import gluon, nd
+    from mxnet import nd
 
-    import mxamp as amp
-    from training import one_step, setup
+    from training import one_step, setup, trainer_in
 
     net, accumulate = setup()[0], int(accumulate)
     net.collect_params().setattr("grad_req", "add" if accumulate > 1 else "write")
     optimizer = mx.optimizer.Adam(learning_rate=0.05)
-    if way == "decorate":
-        optimizer = amp.decorate(optimizer, 1024.0)
     if load:
         net.load_parameters(load + ".params")
     kvstore = "dist_sync" if WORKERS > 1 else None
-    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=kvstore)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=1024, growth_interval=3))
-    scaler = amp.GradScaler(init_scale=1024)
+    trainer, scaler = trainer_in(way, net.collect_params(), 1024.0, optimizer, 3, kvstore=kvstore)
     if load:
         trainer.load_states(load + ".states")
 

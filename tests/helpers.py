@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import mxnet as mx
@@ -161,6 +163,28 @@ def scaled_backward(function, trainer):
     """Record a call of a function, scale its result for a trainer, and run the backward pass."""
     with mx.autograd.record(), amp.scale_loss(function(), trainer) as scaled:
         mx.autograd.backward(scaled)
+
+
+@contextmanager
+def parallel(*functions):
+    """Context in which functions run in threads of their own; raises what the first of them raises."""
+    errors = []
+
+    def call(function):
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(one,), daemon=True) for one in functions]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "deadlock"
+    if errors:
+        raise errors[0]
 
 
 def custom_operator(name):

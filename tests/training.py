@@ -67,6 +67,34 @@ def run_backward(function, trainer, way, scaler=None):
         autograd.backward(losses)
 
 
+def trainer_in(way, params, scale, optimizer=None, interval=2000, **settings):
+    """Return a trainer that scales in one of the ways, and its `GradScaler`, or None."""
+    optimizer = optimizer or mx.optimizer.SGD(learning_rate=0.1)
+    if way == "decorate":
+        optimizer = amp.decorate(optimizer, scale, interval)
+    trainer = gluon.Trainer(params, optimizer, **settings)
+    if way == "scale_loss":
+        amp.init_trainer(trainer, amp.LossScaler(scale, growth_interval=interval))
+    scaler = amp.GradScaler(scale, growth_interval=interval)
+    return trainer, scaler if way == "GradScaler" else None
+
+
+class OwnOptimizer(mx.optimizer.Optimizer):
+    """A script's optimizer, which knows no `rescale_grad`."""
+
+    momentum, writes = 0.0, False
+
+    def create_state(self, index, weight):
+        return nd.zeros_like(weight)
+
+    def update(self, index, weight, grad, state):
+        assert grad.dtype == weight.dtype
+        state[:] = self.momentum * state - self._get_lr(index) * grad
+        weight += state
+        if self.writes:
+            grad[:] = 1000
+
+
 def squares(net, parts):
     return [(net(part) ** 2).sum() for part in parts]
 

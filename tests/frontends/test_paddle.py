@@ -10,7 +10,7 @@ import digits
 import mxamp as amp
 from helpers import backpropagate, initialized, randn
 from models import bound_module as bound
-from training import run_backward
+from training import end_step, run_backward, trainer_in
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -92,11 +92,9 @@ def test_a_loss_with_a_scale_of_its_own_gets_no_other(way):
     net, other = (gluon.nn.Dense(1, in_units=2) for _ in range(2))
     net.initialize(), other.initialize()
     decorated = gluon.Trainer(other.collect_params(), amp.decorate("sgd", 2.0**16))
-    trainer, scaler = gluon.Trainer(net.collect_params(), "sgd"), amp.GradScaler(2.0**10)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(2.0**10))
+    trainer, scaler = trainer_in(way, net.collect_params(), 2.0**10)
     run_backward(lambda: net(nd.ones((1, 2))).sum(), trainer, way, scaler)
     assert net.bias.grad().asscalar() == 2.0**10
-    scaler.step(trainer, 1) if way == "GradScaler" else trainer.step(1)
+    end_step(trainer, scaler)
     assert trainer.amp_last_step.stepped
     assert decorated.amp_last_step is None

@@ -6,7 +6,7 @@ from mxnet import nd
 
 import mxamp as amp
 from conftest import assert_unpatched
-from helpers import kind, randn
+from helpers import kind, parallel, randn
 from mxamp.policy import active
 from mxamp.policy.policy import PLAIN_FLOAT32
 
@@ -112,20 +112,16 @@ def test_autocast_decorates():
 
 def test_autocast_is_a_threads_own():
     inside, checked = threading.Event(), threading.Event()
-    seen = []
 
     def work():
         with amp.autocast("float16"):
             inside.set()
             checked.wait(10)
-            seen.append(product())
+            assert product() == "float16"
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    inside.wait(10)
-    assert not amp.is_enabled()
-    assert product() == "float32"
-    checked.set()
-    thread.join()
-    assert seen == ["float16"]
+    with parallel(work):
+        inside.wait(10)
+        assert not amp.is_enabled()
+        assert product() == "float32"
+        checked.set()
     assert_unpatched()

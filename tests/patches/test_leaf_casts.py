@@ -1,14 +1,12 @@
 """Casts of a weight that is used several times share memory, and never hold stale values."""
 
-import threading
-
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, nd
 
 import mxamp as amp
-from helpers import randn, same, untuned
+from helpers import parallel, randn, same, untuned
 from mxamp.framework.arrays import leaf_casts
 
 X = randn(4, 8)
@@ -32,9 +30,8 @@ def expected(weight):
 
 
 def in_thread(weight):
-    thread = threading.Thread(target=lambda: weight.__setitem__(slice(None), NEW))
-    thread.start()
-    thread.join()
+    with parallel(lambda: weight.__setitem__(slice(None), NEW)):
+        pass
 
 
 WRITES = {

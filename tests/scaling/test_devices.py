@@ -10,12 +10,14 @@ from mxnet import gluon, nd
 import mxamp as amp
 from training import (
     CONTEXTS,
+    OwnOptimizer,
     assert_as_plain,
     batches,
     one_step,
     poisoned,
     run_backward,
     setup,
+    trainer_in,
     weights,
 )
 
@@ -26,12 +28,7 @@ def trained(contexts, data, way, scale=SCALE, own_sums=False, **settings):
     """Train in one of the ways; with `own_sums` the program sums gradients, and drops a step."""
     net, _ = setup(contexts)
     optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
-    if way == "decorate":
-        optimizer = amp.decorate(optimizer, scale)
-    trainer = gluon.Trainer(net.collect_params(), optimizer, **settings)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(init_scale=scale))
-    scaler = amp.GradScaler(init_scale=scale)
+    trainer, scaler = trainer_in(way, net.collect_params(), scale, optimizer, **settings)
     stepped = []
     for i, batch in enumerate(data):
         between = trainer.allreduce_grads if own_sums else None
@@ -87,31 +84,18 @@ def test_compression_that_would_hide_an_overflow_is_refused():
         amp.init_trainer(trainer, amp.LossScaler(init_scale=SCALE))
 
 
-class OwnSGD(mx.optimizer.Optimizer):
-    """An optimizer of a script's own, which does not read `rescale_grad`."""
-
-    def create_state(self, index, weight):
-        return None
-
-    def update(self, index, weight, grad, state):
-        assert grad.dtype == weight.dtype
-        weight[:] -= self._get_lr(index) * grad
-
-
 class OwnAdam(mx.optimizer.Adam):
-    """One that does."""
+    """An optimizer of a script's own, which reads `rescale_grad`."""
 
 
-@pytest.mark.parametrize("make", [OwnSGD, OwnAdam, mx.optimizer.LARS, mx.optimizer.LAMB])
+@pytest.mark.parametrize("make", [OwnOptimizer, OwnAdam, mx.optimizer.LARS, mx.optimizer.LAMB])
 @pytest.mark.parametrize("ctx", CONTEXTS)
 def test_optimizers_of_a_scripts_own_see_no_scale(make, ctx):
     def run(net, _, scaled):
-        optimizer = make(learning_rate=0.01)
-        trainer = gluon.Trainer(net.collect_params(), optimizer, update_on_kvstore=False)
-        if scaled:
-            amp.init_trainer(trainer, amp.LossScaler(SCALE, growth_interval=2))
+        way, given = "scale_loss" if scaled else "plain", (SCALE, make(learning_rate=0.01), 2)
+        trainer, _ = trainer_in(way, net.collect_params(), *given, update_on_kvstore=False)
         for batch in batches(4):
-            one_step(net, trainer, nd.array(batch), "scale_loss" if scaled else "plain")
+            one_step(net, trainer, nd.array(batch), way)
 
     assert_as_plain(run, ctx=CONTEXTS[ctx])
 
@@ -129,10 +113,8 @@ def test_float16_weights_without_masters_are_updated_by_small_learning_rates(mom
     for way in ("plain", "scale_loss"):
         parameter = gluon.Parameter("weight", shape=(3,), dtype="float16")
         parameter.initialize(mx.init.Constant(0.01))
-        options = {"learning_rate": 0.002, "momentum": momentum}
-        trainer = gluon.Trainer([parameter], "sgd", options, update_on_kvstore=False)
-        if way == "scale_loss":
-            amp.init_trainer(trainer, amp.LossScaler(init_scale=scale, max_scale=scale))
+        optimizer = mx.optimizer.SGD(learning_rate=0.002, momentum=momentum)
+        trainer, _ = trainer_in(way, [parameter], scale, optimizer, update_on_kvstore=False)
         for _ in range(2):
             run_backward(partial(loss_of, parameter), trainer, way)
             trainer.step(1)

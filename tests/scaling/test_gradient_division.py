@@ -8,35 +8,19 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import initialized, scaled_backward
-from training import OPTIMIZERS
+from training import OPTIMIZERS, OwnOptimizer, end_step, run_backward, trainer_in
 
 X = nd.array([[1.0, 2.0]])
 
 
-class Own(mx.optimizer.Optimizer):
-    """An optimizer that ignores `rescale_grad`, as a script's may."""
-
-    writes = False
-
-    def create_state(self, index, weight):
-        return None
-
-    def update(self, index, weight, grad, state):
-        weight[:] = weight - 0.125 * grad
-        if self.writes:
-            grad[:] = 1000
-
-
-class Writing(Own):
-    writes = True
-
-
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
-@pytest.mark.parametrize("optimizer", [Own, Writing])
+@pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_own_optimizers_at_every_level(level, optimizer):
+def test_own_optimizers_at_every_level(level, writes):
     net = initialized(nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
-    trainer = gluon.Trainer(net.collect_params(), optimizer(), kvstore=None)
+    optimizer = OwnOptimizer(learning_rate=0.125)
+    optimizer.writes = writes
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
     amp.initialize(net, trainer, opt_level=level, loss_scale=1024.0, ctx=mx.cpu())
     for step in (1, 2):
         scaled_backward(lambda: net(X.astype(net.weight.dtype)).astype("float32").sum(), trainer)
@@ -49,7 +33,7 @@ def test_own_optimizers_at_every_level(level, optimizer):
 def test_small_gradients_of_master_weights_are_divided_in_float32():
     """2**-26 is 0 in float16."""
     net = initialized(nn.Dense(1, in_units=2, use_bias=False), init=mx.init.Zero())
-    optimizer = Own()
+    optimizer = OwnOptimizer(learning_rate=0.125)
     trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
     amp.initialize(net, trainer, opt_level="O2", loss_scale=2.0**20, ctx=mx.cpu())
     scaled_backward(lambda: net(X.astype("float16")).astype("float32").sum() * 2.0**-26, trainer)
@@ -62,23 +46,17 @@ def test_small_gradients_of_master_weights_are_divided_in_float32():
 def test_gradients_that_are_kept_over_steps(name):
     """With grad_req="add" and no `zero_grad`, for every optimizer of MXNet."""
 
-    def trained(scaled):
+    def trained(way):
         mx.random.seed(1)
         param = initialized(gluon.Parameter("w", shape=(2, 1), init="ones", grad_req="add"))
-        trainer = gluon.Trainer([param], name, {"learning_rate": 0.1}, kvstore=None)
-        if scaled:
-            amp.init_trainer(trainer, amp.LossScaler(init_scale=4, growth_interval=1))
+        optimizer = mx.optimizer.create(name, learning_rate=0.1)
+        trainer, _ = trainer_in(way, [param], 4, optimizer, interval=1, kvstore=None)
         for factor in (1.0, -0.2, -0.2, -0.2):
-            with autograd.record():
-                loss = (param.data() * factor).sum()
-                if scaled:
-                    with amp.scale_loss(loss, trainer) as loss:
-                        pass
-            loss.backward()
+            run_backward(lambda factor=factor: (param.data() * factor).sum(), trainer, way)
             trainer.step(2)
         return param.data().asnumpy()
 
-    np.testing.assert_allclose(trained(True), trained(False), rtol=1e-5)
+    np.testing.assert_allclose(trained("scale_loss"), trained("plain"), rtol=1e-5)
 
 
 def test_gradients_on_the_second_device_alone_are_clipped():
@@ -100,10 +78,8 @@ def test_a_gradient_penalty_is_plain_mxnets(way):
 
     def trained(way):
         param = initialized(gluon.Parameter("w", shape=(3,)), init=mx.init.Constant(0.5))
-        trainer = gluon.Trainer([param], "sgd", {"learning_rate": 0.1}, update_on_kvstore=False)
-        scaler, scale = amp.GradScaler(init_scale=1024), 1024.0 if way else 1.0
-        if way == "scale_loss":
-            amp.init_trainer(trainer, amp.StaticLossScaler(1024))
+        trainer, scaler = trainer_in(way, [param], 1024, update_on_kvstore=False)
+        scale = 1024.0 if way else 1.0
         with autograd.record():
             loss = nd.sin(param.data())
             first = loss
@@ -119,10 +95,7 @@ def test_a_gradient_penalty_is_plain_mxnets(way):
                     pass
         total = scaler.scale(total) if way == "GradScaler" else total
         total.backward()
-        if way == "GradScaler":
-            scaler.step(trainer, 1)
-        else:
-            trainer.step(1)
+        end_step(trainer, scaler)
         return param.data().asnumpy()
 
     np.testing.assert_allclose(trained(way), trained(None), rtol=1e-5)

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import initialized
+from helpers import initialized, parallel
 from mxamp.framework import patching
-from training import end_step, run_backward
+from training import end_step, run_backward, trainer_in
 
 PACKAGE = str(Path(amp.__file__).parent)
 RATE = 2.0**-6
@@ -60,26 +59,21 @@ class Program:
         self.way, self.adds = way, adds
         self.net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
         self.net.weight.grad_req = "add" if adds else "write"
-        optimizer = mx.optimizer.SGD(learning_rate=RATE)
-        if way == "decorate":
-            optimizer = amp.decorate(optimizer, 8.0)
-        self.trainer = gluon.Trainer(self.net.collect_params(), optimizer)
-        if way in ("scale_loss", "clip"):
-            amp.init_trainer(self.trainer, amp.LossScaler(8.0))
-        self.scaler = amp.GradScaler(8.0)
+        optimizer, self.scales = (
+            mx.optimizer.SGD(learning_rate=RATE),
+            way.replace("clip", "scale_loss"),
+        )
+        params = self.net.collect_params()
+        self.trainer, self.scaler = trainer_in(self.scales, params, 8.0, optimizer)
         if way == "region":
             amp.init_trainer(self.trainer, amp.NoScaler())
 
     def step(self):
         with amp.autocast("float16"):
-            way = "scale_loss" if self.way == "clip" else self.way
-            run_backward(lambda: self.net(X).sum() * 2, self.trainer, way, self.scaler)
+            run_backward(lambda: self.net(X).sum() * 2, self.trainer, self.scales, self.scaler)
         if self.way == "clip":
             amp.clip_grad_global_norm(self.trainer, 100.0)
-        self.end_step()
-
-    def end_step(self):
-        end_step(self.trainer, self.scaler if self.way == "GradScaler" else None)
+        end_step(self.trainer, self.scaler)
         if self.adds:
             self.net.weight.zero_grad()
 
@@ -87,7 +81,7 @@ class Program:
         """What a script does after Ctrl-C before it goes on: begin a new sum, and a new update."""
         if self.adds:
             self.net.weight.zero_grad()
-        if self.way == "GradScaler":
+        if self.scaler:
             self.scaler.update(self.scaler.get_scale())
 
     def assert_right(self):
@@ -139,10 +133,8 @@ def interrupted(way, adds, seed, count):
 def shut_down_after(program):
     """Nothing stays patched or locked, whatever was interrupted."""
     program.assert_right()
-    other = threading.Thread(target=Program("scale_loss", adds=True).assert_right, daemon=True)
-    other.start()
-    other.join(60)
-    assert not other.is_alive(), "a lock is held"
+    with parallel(Program("scale_loss", adds=True).assert_right):
+        pass
     amp.shutdown()
     assert not patching._open_sets
 

@@ -11,7 +11,7 @@ import mxamp as amp
 from helpers import randn
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from training import CONTEXTS, one_step, run_backward
+from training import CONTEXTS, one_step, run_backward, trainer_in
 
 GOOD, BAD = randn(8, 4), randn(8, 4) * 1e6  # float16 ends at 65504
 WAYS = ["scale_loss", "GradScaler", "decorate", "automatic"]
@@ -40,14 +40,11 @@ def program(way, contexts, hybrid, scale=16.0):
     if hybrid:
         net.hybridize()
     optimizer = mx.optimizer.SGD(learning_rate=1e-3)
-    optimizer = amp.decorate(optimizer, scale) if way == "decorate" else optimizer
-    trainer, scaler = gluon.Trainer(net.collect_params(), optimizer), amp.GradScaler(scale)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(scale))
+    trainer, scaler = trainer_in(way, net.collect_params(), scale, optimizer)
 
     def train(data, takes_step=True):
         called = "decorate" if way == "automatic" else way
-        unscale = None if takes_step or way != "GradScaler" else partial(scaler.unscale_, trainer)
+        unscale = partial(scaler.unscale_, trainer) if scaler and not takes_step else None
         one_step(net, trainer, data, called, scaler, between=unscale, takes_step=takes_step)
         return trainer.amp_last_step.stepped
 

@@ -1,6 +1,7 @@
 """Training in several threads: each pass and step is right beside those of other threads."""
 
 import threading
+from functools import partial
 
 import mxnet as mx
 import numpy as np
@@ -8,35 +9,10 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import custom_operator, initialized, scaled_backward, scaled_trainer
+from helpers import custom_operator, initialized, parallel, scaled_backward, scaled_trainer
 from mxamp.scaling.backward_passes import scaling_patches
-from training import end_step
+from training import end_step, trainer_in
 from training import run_backward as backward_in
-
-
-class Parallel:
-    """Runs functions in threads of their own, and raises what the first of them raises."""
-
-    def __init__(self, *functions):
-        self.errors = []
-        self.threads = [
-            threading.Thread(target=self.call, args=(one,), daemon=True) for one in functions
-        ]
-
-    def call(self, function):
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001
-            self.errors.append(error)
-
-    def run(self):
-        for thread in self.threads:
-            thread.start()
-        for thread in self.threads:
-            thread.join(120)
-            assert not thread.is_alive(), "deadlock"
-        if self.errors:
-            raise self.errors[0]
 
 
 def param_of(req="write", value="zeros"):
@@ -77,14 +53,12 @@ def long_pass(monkeypatch):
 def beside(long_pass, function, action):
     """Do something while another thread runs a pass."""
     begun, done = long_pass
-    thread = threading.Thread(target=function)
-    thread.start()
-    assert begun.wait(20)
-    try:
-        return action()
-    finally:
-        done.set()
-        thread.join()
+    with parallel(function):
+        assert begun.wait(20)
+        try:
+            return action()
+        finally:
+            done.set()
 
 
 @pytest.mark.parametrize("other", [None, 4.0])
@@ -92,11 +66,8 @@ def test_gradients_are_clipped_beside_a_pass(long_pass, other):
     mine, theirs = param_of(), param_of()
     trainer, second = trainer_of(mine, 2.0), trainer_of(theirs, other)
     run_backward(mine, trainer)
-    norm = beside(
-        long_pass,
-        lambda: run_backward(theirs, second),
-        lambda: amp.clip_grad_global_norm(trainer, 1.0),
-    )
+    clip = partial(amp.clip_grad_global_norm, trainer, 1.0)
+    norm = beside(long_pass, lambda: run_backward(theirs, second), clip)
     trainer.step(1)
     assert (norm, mine.data().asscalar()) == (3, -1)
 
@@ -105,11 +76,11 @@ def test_gradients_are_unscaled_and_checked_beside_a_pass(long_pass):
     mine, theirs = param_of(), param_of()
     trainer, second = trainer_of(mine, 2.0), trainer_of(theirs, 4.0)
     run_backward(mine, trainer, np.inf)
-    beside(
-        long_pass,
-        lambda: run_backward(theirs, second),
-        lambda: (amp.unscale(trainer), mine.zero_grad(), trainer.step(1)),
-    )
+
+    def step():
+        amp.unscale(trainer), mine.zero_grad(), trainer.step(1)
+
+    beside(long_pass, lambda: run_backward(theirs, second), step)
     assert (trainer.amp_skips, mine.data().asscalar()) == (1, 0)
 
 
@@ -133,7 +104,8 @@ def test_summed_gradients_are_not_summed_again_after_a_pass_of_another_thread():
     second = trainer_of(theirs, 2.0)
     scaled_backward(lambda: [mine.data(ctx) * 3 for ctx in contexts], trainer)
     amp.clip_grad_global_norm(trainer, np.inf)
-    Parallel(lambda: run_backward(theirs, second)).run()
+    with parallel(lambda: run_backward(theirs, second)):
+        pass
     trainer.step(1)
     assert mine.data(contexts[0]).asscalar() == -6
 
@@ -193,7 +165,8 @@ def test_operators_that_ignore_the_loss_in_threads_of_several_scales(name, hybri
             found = param.grad().asnumpy()
             np.testing.assert_array_equal(found, np.array(gradient) * (scale or 1.0))
 
-    Parallel(*(lambda scale=scale: work(scale) for scale in (1024.0, 4.0, None))).run()
+    with parallel(*(lambda scale=scale: work(scale) for scale in (1024.0, 4.0, None))):
+        pass
 
 
 def test_trainers_of_two_scales_that_step_in_threads():
@@ -207,7 +180,8 @@ def test_trainers_of_two_scales_that_step_in_threads():
             trainer.step(4)
 
     pairs = zip(params, (4096.0, 16.0))
-    Parallel(*(lambda pair=pair: work(*pair) for pair in pairs)).run()
+    with parallel(*(lambda pair=pair: work(*pair) for pair in pairs)):
+        pass
     assert [param.data().asscalar() for param in params] == [-15, -15]
 
 
@@ -221,7 +195,8 @@ def test_a_tape_recorded_in_another_thread():
         with autograd.record():
             outs.append(nd.MakeLoss(param.data()))
 
-    Parallel(forward).run()
+    with parallel(forward):
+        pass
     scaled_backward(lambda: outs, trainer)
     trainer.step(1)
     np.testing.assert_array_equal(param.data().asnumpy(), [[-1, -1]])
@@ -232,18 +207,15 @@ def test_data_parallel_threads_of_one_trainer(way):
     """As GluonCV's R-CNN: a thread a device scales and runs its own loss."""
     contexts = [mx.cpu(0), mx.cpu(1)]
     param = initialized(gluon.Parameter("w", shape=(1,), init="zeros"), ctx=contexts)
-    optimizer = mx.optimizer.SGD(learning_rate=1.0)
-    optimizer = amp.decorate(optimizer, 8.0) if way == "decorate" else optimizer
-    trainer, scaler = gluon.Trainer([param], optimizer), amp.GradScaler(8.0)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, amp.LossScaler(8.0))
+    trainer, scaler = trainer_in(way, [param], 8.0, mx.optimizer.SGD(learning_rate=1.0))
 
     def work(ctx):
         backward_in(lambda: param.data(ctx) * 3, trainer, way, scaler)
 
     for step in range(1, 11):
-        Parallel(*(lambda ctx=ctx: work(ctx) for ctx in contexts)).run()
-        end_step(trainer, scaler if way == "GradScaler" else None, 2)
+        with parallel(*(lambda ctx=ctx: work(ctx) for ctx in contexts)):
+            pass
+        end_step(trainer, scaler, 2)
         assert param.data(contexts[0]).asscalar() == -3 * step
 
 
