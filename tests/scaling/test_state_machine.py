@@ -28,8 +28,6 @@ import itertools
 import os
 import sys
 import tempfile
-import threading
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Set
@@ -50,19 +48,15 @@ from hypothesis.stateful import (
 from mxnet import autograd, gluon, nd
 
 import mxamp as amp
-from helpers import initialized, shut_down
+from helpers import initialized, parallel, shut_down
 from mxamp.frontends import automatic
+from training import OwnOptimizer, run_backward
 
 RATE = 2.0**-6
 #: A float16 policy under which the operators of these programs run in float32.
 POLICY = amp.Policy.default("float16", "cpu").override(fp32=["FullyConnected"])
 #: By action and stage of the trainer.
-WRONG = {
-    ("unscale", "none"),
-    ("unscale", "unscaled"),
-    ("unscale", "stepped"),
-    ("step", "stepped"),
-}
+WRONG = {("step", "stepped"), *(("unscale", stage) for stage in ("none", "unscaled", "stepped"))}
 RAISED = object()
 
 
@@ -192,77 +186,32 @@ class Net(gluon.Block):
                 self.params.get(name, shape=(2,), init=mx.init.One())
 
 
-class OwnOptimizer(mx.optimizer.Optimizer):
-    """A script's optimizer, which knows no `rescale_grad`."""
+def neighbor(scale):
+    """Return a function that takes three steps of a net of its own, beside those of the program."""
+    param = initialized(gluon.Parameter("neighbor", shape=(2,), init="ones", grad_req="add"))
+    trainer = gluon.Trainer([param], "sgd", {"learning_rate": RATE}, kvstore=None)
+    if scale:
+        amp.init_trainer(trainer, amp.StaticLossScaler(scale))
 
-    def create_state(self, index, weight):
-        return nd.zeros_like(weight)
-
-    def update(self, index, weight, grad, state):
-        state[:] = self.momentum * state - RATE * grad
-        weight += state
-
-
-class Neighbor:
-    """A thread with a net of its own that takes steps beside those of the program."""
-
-    def __init__(self, scale):
-        self.param = gluon.Parameter("neighbor", shape=(2,), init=mx.init.One(), grad_req="add")
-        self.param.initialize()
-        self.trainer = gluon.Trainer([self.param], "sgd", {"learning_rate": RATE}, kvstore=None)
-        self.scale, self.steps, self.errors = scale, 0, []
-        if scale:
-            amp.init_trainer(self.trainer, amp.StaticLossScaler(scale))
-
-    def train(self, gate):
-        gate.wait(60)
+    def train():
+        expected = param.data().asnumpy() - 3 * 2 * RATE
         for _ in range(3):
-            with autograd.record():
-                loss = (self.param.data() * 2).sum()
-                if self.scale:
-                    with amp.scale_loss(loss, self.trainer) as loss:
-                        pass
-            loss.backward()
-            self.trainer.step(1)
-            self.param.zero_grad()
-            self.steps += 1
-        expected = np.full(2, 1 - 2 * RATE * self.steps)
-        np.testing.assert_allclose(self.param.data().asnumpy(), expected, rtol=1e-6)
+            way = "scale_loss" if scale else "plain"
+            run_backward(lambda: (param.data() * 2).sum(), trainer, way)
+            trainer.step(1)
+            param.zero_grad()
+        np.testing.assert_allclose(param.data().asnumpy(), expected, rtol=1e-6)
 
-    @contextmanager
-    def beside(self):
-        """Context in which the thread trains; raises what it raises."""
-
-        gate = threading.Barrier(2)
-
-        def run():
-            try:
-                self.train(gate)
-            except BaseException as error:  # noqa: BLE001
-                self.errors.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        gate.wait(60)
-        try:
-            yield
-        finally:
-            thread.join(60)
-        assert not thread.is_alive(), "deadlock"
-        if self.errors:
-            raise self.errors[0]
+    return train
 
 
 def build_trainer(kind, net, scale, interval, momentum, rescales=True):
     """Return a trainer; `interval` is None for a constant scale."""
-    optimizer = mx.optimizer.SGD(learning_rate=RATE, momentum=momentum)
-    if not rescales:
-        optimizer = OwnOptimizer(learning_rate=RATE)
-        optimizer.momentum = momentum
+    optimizer = (mx.optimizer.SGD if rescales else OwnOptimizer)(learning_rate=RATE)
+    optimizer.momentum = momentum
     if kind == "decorate":
-        optimizer = amp.decorate(
-            optimizer, scale, interval or 2000, use_dynamic_loss_scaling=bool(interval)
-        )
+        dynamic = {"use_dynamic_loss_scaling": bool(interval)}
+        optimizer = amp.decorate(optimizer, scale, interval or 2000, **dynamic)
     trainer = gluon.Trainer(net.collect_params(), optimizer)
     if kind == "scale_loss":
         dynamic = amp.LossScaler(scale, growth_interval=interval or 2000)
@@ -270,19 +219,20 @@ def build_trainer(kind, net, scale, interval, momentum, rescales=True):
     return trainer
 
 
-KINDS = st.sampled_from(["scale_loss", "GradScaler", "another GradScaler", "decorate", "none"])
+KINDS = st.sampled_from(["scale_loss", "GradScaler", "GradScaler", "decorate", "none"])
 MODES = st.sampled_from(["", "", "", "init", "initialize", "automatic"])
 SCALES = st.sampled_from([1.0, 2.0, 8.0, 1024.0, 65536.0])
 INTERVALS = st.sampled_from([None, 1, 2])
 #: Gradients by net and parameter.
-GRADIENTS = st.dictionaries(
-    st.tuples(st.integers(0, 2), st.integers(0, 1)),
-    st.sampled_from([1.0, 2.0, -1.0, 3.0]),
-    min_size=1,
-    max_size=6,
+PARAMETERS = st.tuples(st.integers(0, 2), st.integers(0, 1))
+VALUES = st.sampled_from([1.0, 2.0, -1.0, 3.0])
+FINITE = st.dictionaries(PARAMETERS, VALUES, min_size=1, max_size=6)
+#: One of them overflows in some losses, and all in others.
+GRADIENTS = FINITE.flatmap(
+    lambda finite: st.sampled_from([0, 0, 0, 1, 6]).map(
+        lambda count: {**finite, **dict.fromkeys([*finite][:count], np.inf)}
+    )
 )
-#: The number of a loss's gradients that overflow.
-OVERFLOWS = st.sampled_from([0, 0, 0, 1, 6])
 #: Factors in the network, which may equal a loss scale.
 CONSTANTS = st.sampled_from([1, 1, 1, 2, 8])
 USES = st.sampled_from(["inside", "inside", "outside", "later", "later", "error"])
@@ -297,32 +247,29 @@ class Programs(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
 
     @initialize(
-        kinds=st.lists(KINDS, min_size=1, max_size=3),
+        owners=st.lists(st.tuples(KINDS, SCALES, FLAG, FLAG), min_size=1, max_size=3),
         mode=MODES,
-        scales=st.lists(SCALES, min_size=3, max_size=3),
+        scales=st.tuples(SCALES, SCALES),
         interval=INTERVALS,
         momentum=st.sampled_from([0.0, 0.5]),
-        rescale=st.lists(st.booleans(), min_size=3, max_size=3),
-        neighbor=st.sampled_from([None, 1.0, 32.0]),
+        beside=st.sampled_from([None, 1.0, 32.0]),
     )
-    def start(self, kinds, mode, scales, interval, momentum, rescale, neighbor):
+    def start(self, owners, mode, scales, interval, momentum, beside):
         self.momentum = momentum
         if mode == "init":
             amp.init(policy=POLICY)
         elif mode == "automatic":
             automatic.start(policy=POLICY)
-        one, other = (amp.GradScaler(s, growth_interval=interval or 2000) for s in scales[:2])
-        scalers = {"GradScaler": one, "another GradScaler": other}
-        kinds = kinds if mode in ("", "init") else [mode] * len(kinds)
-        self.neighbor = Neighbor(None if mode in ("automatic", "initialize") else neighbor)
-        for kind, scale, rescales in zip(kinds, scales, rescale):
+        scalers = [amp.GradScaler(scale, growth_interval=interval or 2000) for scale in scales]
+        self.neighbor = neighbor(None if mode in ("automatic", "initialize") else beside)
+        for kind, scale, rescales, other in owners:
+            kind = kind if mode in ("", "init") else mode
             net = initialized(Net())
             weights = [Weight(one, np.ones(2)) for one in net.collect_params().values()]
             trainer = build_trainer(kind, net, scale, interval, momentum, rescales)
-            seen_as = {"initialize": "scale_loss", "automatic": "decorate"}.get(kind, kind)
-            seen_as = seen_as.replace("another ", "")
-            owner = Owner(seen_as, net, trainer, weights, scalers.get(kind), rescales=rescales)
-            self.owners.append(owner)
+            kind = {"initialize": "scale_loss", "automatic": "decorate"}.get(kind, kind)
+            scaler = scalers[other] if kind == "GradScaler" else None
+            self.owners.append(Owner(kind, net, trainer, weights, scaler, rescales=rescales))
         if mode == "initialize":
             nets, trainers = zip(*((one.net, one.trainer) for one in self.owners))
             level, scale = {None: ("O0", 1.0), 1: ("O1", "dynamic"), 2: ("O1", scales[0])}[interval]
@@ -345,20 +292,9 @@ class Programs(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------- losses
 
-    @rule(
-        gradients=GRADIENTS,
-        overflows=OVERFLOWS,
-        constant=CONSTANTS,
-        way=PICK,
-        use=USES,
-        retain=FLAG,
-    )
-    def new_loss(self, gradients, overflows, constant, way, use, retain):
+    @rule(gradients=GRADIENTS, constant=CONSTANTS, way=PICK, use=USES, retain=FLAG)
+    def new_loss(self, gradients, constant, way, use, retain):
         """Record a loss; leave it unscaled or scale it; call backward on it now or later."""
-        finite = gradients.items()
-        gradients = {
-            key: value if n >= overflows else np.inf for n, (key, value) in enumerate(finite)
-        }
         gradient = {self.owner(i).weights[j]: value for (i, j), value in gradients.items()}
         gradient = {weight: value for weight, value in gradient.items() if not weight.frozen}
         if not gradient:
@@ -630,23 +566,16 @@ class Programs(RuleBasedStateMachine):
             if owner.kind == "decorate":
                 owner.kind, owner.stage = "none", "unscaled" if owner.fresh else "none"
 
-    @rule(gradients=GRADIENTS, overflows=OVERFLOWS, way=PICK, pick=PICK)
-    def train(self, gradients, overflows, way, pick):
-        self.new_loss(
-            gradients=gradients,
-            overflows=overflows,
-            constant=1,
-            way=way,
-            use="inside",
-            retain=False,
-        )
+    @rule(gradients=GRADIENTS, way=PICK, pick=PICK)
+    def train(self, gradients, way, pick):
+        self.new_loss(gradients=gradients, constant=1, way=way, use="inside", retain=False)
         self.step(pick=pick, batch_size=1, ignore=False, in_two=False, reuse=False)
         self.update_grad_scaler(pick=pick, reuse=False)
 
-    @rule(gradients=GRADIENTS, way=PICK, pick=PICK)
+    @rule(gradients=FINITE, way=PICK, pick=PICK)
     def train_beside_a_thread(self, gradients, way, pick):
-        with self.neighbor.beside():
-            self.train(gradients=gradients, overflows=0, way=way, pick=pick)
+        with parallel(self.neighbor):
+            self.train(gradients=gradients, way=way, pick=pick)
 
     @rule(pick=PICK)
     def save_or_load_states(self, pick):
