@@ -1,16 +1,19 @@
 """Custom operators whose gradients are not in proportion to those that come to them."""
 
+from functools import partial
 from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import (
+    backpropagate,
     check_python,
+    custom_operator,
     initialized,
     leaf,
     pairwise,
@@ -21,17 +24,17 @@ from helpers import (
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
-from training import end_step, run_backward
+from training import end_step, run_backward, trainer_in
 
 SCALE = 2.0**8
 X = nd.array([[1, 2, 3], [4, 5, 6]])
 
 
-def inner_pass(x, dy):
-    """Run a backward pass inside that of an operator."""
+def inner_pass(function, x, dy):
+    """Run a function's backward pass inside that of an operator."""
     x = leaf(x.copy())
     with autograd.record():
-        y = x * 2
+        y = function(x)
     y.backward(dy)
     return x.grad
 
@@ -59,7 +62,7 @@ class Op(mx.operator.CustomOp):
             "sometimes": lambda: in_data[0] if in_data[0].size == 4 else out_grad[0] * 2,
             "shape": lambda: in_data[0] + len(out_grad[0].shape),
             "numpy": lambda: nd.array(out_grad[0].asnumpy()) * 2,
-            "inner": lambda: inner_pass(in_data[0], out_grad[0]),
+            "inner": lambda: inner_pass(lambda x: x * 2, in_data[0], out_grad[0]),
         }[self.kind]()
         self.assign(in_grad[0], req[0], gradient)
         if aux:
@@ -83,30 +86,16 @@ class Prop(mx.operator.CustomOpProp):
         return Op(self.kind)
 
 
-@mx.operator.register("test_gradients")
-class Needing(Prop):
-    pass
-
-
-@mx.operator.register("test_no_top_gradient")
-class NotNeeding(Prop):
-    needed = False
-
-
-@mx.operator.register("test_state")
-class WithState(Prop):
-    states = ("count",)
-
-
-@mx.operator.register("test_state_no_top_gradient")
-class WithStateNotNeeding(Prop):
-    needed, states = False, ("count",)
-
-
-@mx.operator.register("test_no_dependency")
-class NoDependency(Prop):
-    def declare_backward_dependency(self, out_grad, in_data, out_data):
-        return in_data
+#: By name: what the operator's properties are beside those of `Prop`.
+OPERATORS = {
+    "test_gradients": {},
+    "test_no_top_gradient": {"needed": False},
+    "test_state": {"states": ("count",)},
+    "test_state_no_top_gradient": {"needed": False, "states": ("count",)},
+    "test_no_dependency": {"declare_backward_dependency": lambda prop, grads, data, outs: data},
+}
+for name, properties in OPERATORS.items():
+    mx.operator.register(name)(type(name, (Prop,), properties))
 
 
 class Net(nn.HybridBlock):
@@ -124,21 +113,14 @@ class Net(nn.HybridBlock):
 
 def trained(way, net, passes):
     """Train with plain MXNet or by one of the ways; return gradients, as the step uses them."""
-    params = net.dense.collect_params()
-    scaler, optimizer = amp.StaticLossScaler(SCALE), mx.optimizer.SGD(learning_rate=1)
-    if way == "decorate":
-        optimizer = amp.decorate(optimizer, SCALE, use_dynamic_loss_scaling=False)
-    trainer = gluon.Trainer(params, optimizer)
-    if way == "scale_loss":
-        amp.init_trainer(trainer, scaler)
-    elif way == "GradScaler":
-        scaler = amp.GradScaler(SCALE, growth_interval=1000)
-    elif way == "automatic" and backward_patches.default_scale is not None:
-        backward_patches.default_scale.scaler.resume(scaler.state_dict())
+    optimizer = mx.optimizer.SGD(learning_rate=1)
+    trainer, scaler = trainer_in(way, net.dense.collect_params(), SCALE, optimizer)
+    if way == "automatic" and backward_patches.default_scale is not None:
+        backward_patches.default_scale.scaler.set_scale(SCALE)
     before = net.dense.weight.data().copy()
     for _ in range(passes):
         run_backward(lambda: net(X).sum() * 3, trainer, way, scaler)
-    end_step(trainer, scaler if way == "GradScaler" else None)
+    end_step(trainer, scaler)
     return before - net.dense.weight.data()
 
 
@@ -177,9 +159,10 @@ def test_gradients_are_those_of_float32(way, dtype, kind, hybrid):
 
 
 ADDED = {"req": "add", "passes": 2}
+eager_or_not = pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@eager_or_not
 @pytest.mark.parametrize("kind, op_type, options", [
     ("ignores", "test_no_top_gradient", {}), ("ignores", "test_no_dependency", {}),
     ("ignores", "test_gradients", ADDED), ("reads", "test_gradients", ADDED),
@@ -189,7 +172,7 @@ def test_operators_that_say_that_they_ignore_it_and_sums(way, kind, op_type, opt
     compared(way, "float16", kind, op_type, hybrid=hybrid, **options)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@eager_or_not
 @pytest.mark.parametrize("op_type", ["test_state", "test_state_no_top_gradient"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("way", ["scale_loss", "decorate"])
@@ -197,7 +180,7 @@ def test_auxiliary_states_are_updated(way, dtype, op_type, hybrid):
     compared(way, dtype, "ignores", op_type, hybrid=hybrid, passes=2)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
+@eager_or_not
 @pytest.mark.parametrize("kind", ["ignores", "reads", "unpacks"])
 @pytest.mark.parametrize("way", WAYS)
 def test_operators_registered_in_half_precision(monkeypatch, way, kind, hybrid):
@@ -206,11 +189,11 @@ def test_operators_registered_in_half_precision(monkeypatch, way, kind, hybrid):
 
 
 @pytest.mark.parametrize("kind", ["ignores", "reads"])
-@pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_modules(dtype, kind):
     """One loss that MXNet knows, and a custom operator in another branch."""
     updates = []
-    for run in (None, dtype) if dtype else (None,):
+    for run in (None, dtype):
         if run:
             amp.init(policy=untuned(run))
         dense = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, no_bias=True, name="fc")
@@ -231,11 +214,9 @@ def test_modules(dtype, kind):
 PROGRAM = """
 import mxamp as amp, mxnet as mx, sys
 sys.path.insert(0, {tests!r})
-from scaling.test_custom_gradients import Net, X
+from scaling.test_custom_gradients import Net, X, initialized
 amp.init("bfloat16")
-net = Net("ignores", {op_type!r})
-net.initialize()
-net.hybridize()
+net = initialized(Net("ignores", {op_type!r}), hybridize=True)
 with mx.autograd.record():
     net(X).backward()
 mx.nd.waitall()
@@ -262,19 +243,10 @@ class Checkpoint(autograd.Function):
             return self.block(x)
 
     def backward(self, dy):
-        self.x.attach_grad()
-        with autograd.record():
-            y = self.block(self.x)
-        y.backward(dy)
-        return self.x.grad
+        return inner_pass(self.block, self.x, dy)
 
 
-@mx.operator.register("test_checkpoint")
-class CheckpointProp(Prop):
-    def create_operator(self, ctx, shapes, dtypes):
-        return CheckpointOp()
-
-
+@custom_operator("test_checkpoint")
 class CheckpointOp(mx.operator.CustomOp):
     block = None
 
@@ -283,11 +255,7 @@ class CheckpointOp(mx.operator.CustomOp):
             self.assign(out_data[0], req[0], self.block(in_data[0]))
 
     def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-        x = leaf(in_data[0].copy())
-        with autograd.record():
-            y = self.block(x)
-        y.backward(out_grad[0])
-        self.assign(in_grad[0], req[0], x.grad)
+        self.assign(in_grad[0], req[0], inner_pass(self.block, in_data[0], out_grad[0]))
 
 
 @pytest.mark.parametrize("kind", ["function", "operator"])
@@ -304,27 +272,19 @@ def test_passes_inside_others_that_write_parameters(way, req, warm, kind, monkey
             block.weight.grad_req = req
         monkeypatch.setattr(CheckpointOp, "block", blocks[0])
         params = [block.weight for block in blocks]
-        trainer = gluon.Trainer(params, mx.optimizer.SGD(learning_rate=0.1))
-        scaler = amp.GradScaler(1024, growth_interval=1)
-        if way == "scale_loss":
-            amp.init_trainer(trainer, amp.LossScaler(1024, growth_interval=1))
+        trainer, scaler = trainer_in(way, params, 1024, interval=1)
+
+        def loss_of(x, step):
+            if warm and step == 0:
+                return blocks[1](blocks[0](x)) ** 2
+            if kind == "function":
+                return blocks[1](Checkpoint(blocks[0])(x)) ** 2
+            return blocks[1](nd.Custom(x, op_type="test_checkpoint")) ** 2
+
         for step in range(3):
-            x = leaf(nd.ones((1, 1)))
-            with autograd.record():
-                if warm and step == 0:
-                    hidden = blocks[0](x)
-                elif kind == "function":
-                    hidden = Checkpoint(blocks[0])(x)
-                else:
-                    hidden = nd.Custom(x, op_type="test_checkpoint")
-                loss = blocks[1](hidden) ** 2
-                if way == "scale_loss":
-                    with amp.scale_loss(loss, trainer) as loss:
-                        pass
-            loss = scaler.scale(loss) if way == "GradScaler" else loss
-            loss.backward()
+            run_backward(partial(loss_of, leaf(nd.ones((1, 1))), step), trainer, way, scaler)
             nd.waitall()
-            end_step(trainer, scaler if way == "GradScaler" else None)
+            end_step(trainer, scaler)
             for param in params:
                 param.zero_grad()
         return [block.weight.data().asscalar() for block in blocks]
@@ -337,36 +297,36 @@ def test_passes_inside_others_that_write_parameters(way, req, warm, kind, monkey
     assert "carry no loss scale" not in caplog.text
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["eager", "hybridized"])
-@pytest.mark.parametrize("inits", [False, True])
-def test_losses_of_their_own_where_mixed_precision_is_off_around_them(inits, hybrid):
+def custom_head(F, h):
+    return F.Custom(h, kind="ignores", op_type="test_no_top_gradient")
+
+
+def softmax_head(F, h):
+    return F.SoftmaxOutput(h, F.zeros_like(F.sum(h, axis=1)))
+
+
+@eager_or_not
+@pytest.mark.parametrize(
+    "head, inits", [(custom_head, False), (custom_head, True), (softmax_head, True)]
+)
+def test_losses_of_their_own_where_mixed_precision_is_off_around_them(head, inits, hybrid):
     """Operators that start the backward pass get the scale once, as anywhere."""
-    heads = {
-        "custom": lambda F, h: F.Custom(h, kind="ignores", op_type="test_no_top_gradient"),
-        "softmax": lambda F, h: F.SoftmaxOutput(h, F.zeros_like(F.sum(h, axis=1))),
-    }
-    for name, head in heads.items():
-        dense, block = nn.Dense(2, in_units=3), nn.HybridLambda(head)
-        dense.initialize(mx.init.One())
-        block.hybridize(hybrid)
-        with autograd.record():
-            loss = block(dense(X))
-        loss.backward()
-        expected = dense.bias.grad().asnumpy()
-        if inits:
-            amp.init("float16", ctx=mx.cpu())
-        elif name == "softmax":  # only init and autocast see it
-            continue
-        trainer = scaled_trainer(dense.collect_params(), amp.StaticLossScaler(SCALE))
-        with autograd.record():
-            data = dense(X).astype("float32")
-            with amp.autocast(enabled=False):
-                loss = block(data)
-            with amp.scale_loss(loss, trainer) as scaled:
-                scaled.backward()
-        amp.unscale(trainer)
-        np.testing.assert_allclose(dense.bias.grad().asnumpy(), expected, rtol=1e-3)
-        amp.shutdown()
+    dense, block = initialized(nn.Dense(2, in_units=3), init=mx.init.One()), nn.HybridLambda(head)
+    block.hybridize(hybrid)
+    backpropagate(lambda: block(dense(X)))
+    expected = dense.bias.grad().asnumpy()
+    if inits:
+        amp.init("float16", ctx=mx.cpu())
+    trainer = scaled_trainer(dense.collect_params(), amp.StaticLossScaler(SCALE))
+
+    def loss():
+        data = dense(X).astype("float32")
+        with amp.autocast(enabled=False):
+            return block(data)
+
+    scaled_backward(loss, trainer)
+    amp.unscale(trainer)
+    np.testing.assert_allclose(dense.bias.grad().asnumpy(), expected, rtol=1e-3)
 
 
 class Clipping(autograd.Function):

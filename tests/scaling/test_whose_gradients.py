@@ -1,24 +1,28 @@
 """Scales that gradients carry in unusual programs: as in float32, or an error."""
 
-import ast
-
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
+from mxnet.contrib.svrg_optimization.svrg_module import SVRGModule
 
 import mxamp as amp
-from helpers import backpropagate, check_python, initialized, scaled_backward
+from helpers import backpropagate, initialized, scaled_backward
 from mxamp.frontends import automatic
 from mxamp.scaling.backward_passes import scaling_patches
-from training import end_step, run_backward
+from training import end_step, run_backward, trainer_in
 
 X = nd.array([[1.0, 2.0]])
 
 
+def dense(**options):
+    net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+    return initialized(net, init=mx.init.One(), **options)
+
+
 def make(scale=1024.0, req="write", net=None, scaler=None):
     if net is None:
-        net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
+        net = dense()
         net.weight.grad_req = req
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     if scale or scaler:
@@ -43,8 +47,7 @@ def assert_weights(net, *expected):
 @pytest.mark.parametrize("own", ["scaled", "plain"])
 def test_a_trainer_that_is_made_after_passes_of_several_scales(own, caplog):
     """MXNet's error of stale gradients, in place of a wrong update."""
-    net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
-    other, trainer = make()
+    net, (other, trainer) = dense(), make()
     if own == "scaled":
         scaled_backward(lambda: net(X) + other(X), trainer)
         plain(make(None)[0])
@@ -97,8 +100,8 @@ def test_losses_and_gradients_scaled_before_shutdown(way):
     """They keep their scale: the program may run backward, step, replace or unscale them."""
     amp.init("float16", ctx=mx.cpu())
     net, trainer = make(None if way == "GradScaler" else 1024.0)
-    scaler = amp.GradScaler(1024)
-    if way == "GradScaler":
+    scaler = amp.GradScaler(1024) if way == "GradScaler" else None
+    if scaler:
         with autograd.record():
             loss = scaler.scale(net(X))
     else:
@@ -112,7 +115,7 @@ def test_losses_and_gradients_scaled_before_shutdown(way):
         scaled(net, trainer)
     elif way == "unscale":
         amp.unscale(trainer)
-    end_step(trainer, scaler if way == "GradScaler" else None)
+    end_step(trainer, scaler)
     assert_weights(net, 0, -1)
     if way == "scale_loss":  # it scaled another loss
         amp.shutdown()
@@ -132,46 +135,34 @@ def test_extreme_scales_are_right_or_refused(scale):
     np.testing.assert_allclose(net.weight.data().asnumpy()[0], [0, -1], atol=1e-5)
 
 
-SVRG = """
-import mxamp as amp, mxnet as mx, numpy as np
-from mxnet.contrib.svrg_optimization.svrg_module import SVRGModule
-if {way!r} == "decorate":
-    optimizer = amp.decorate("sgd", 16.0)
-else:
-    import os
-    os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"
-    optimizer = "sgd"
-rng = np.random.RandomState(0)
-data = rng.randn(64, 4).astype("float32")
-labels = data @ np.array([1, 2, 3, 4], "float32")
-rows = mx.io.NDArrayIter(data, labels, 16, label_name="label")
-net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
-net = mx.sym.LinearRegressionOutput(net, mx.sym.var("label"))
-module = SVRGModule(net, label_names=["label"], context=[mx.cpu(0), mx.cpu(1)], update_freq=2)
-module.bind(rows.provide_data, rows.provide_label)
-module.init_params(mx.init.One())
-module.init_optimizer("local", optimizer, (("learning_rate", 0.05),))
-for epoch in range(3):
-    if epoch % 2 == 0:
-        module.update_full_grads(rows)
-    rows.reset()
-    for batch in rows:
-        module.forward_backward(batch)
-        module.update()
-print(module.get_params()[0]["fc_weight"].asnumpy().tolist())
-"""
-
-
-@pytest.mark.slow
-def test_svrg_on_several_devices():
-    printed = [check_python(SVRG.format(way=way)) for way in ("plain", "decorate")]
-    found = [np.array(ast.literal_eval(one.splitlines()[-1])) for one in printed]
+def test_svrg_on_several_devices(monkeypatch):
+    data = np.random.RandomState(0).randn(64, 4).astype("float32")
+    labels, found = data @ np.array([1, 2, 3, 4], "float32"), []
+    for decorated in (False, True):
+        monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", str(int(decorated)))
+        rows = mx.io.NDArrayIter(data, labels, 16, label_name="label")
+        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
+        net = mx.sym.LinearRegressionOutput(net, mx.sym.var("label"))
+        optimizer = amp.decorate("sgd", 16.0) if decorated else "sgd"
+        contexts = [mx.cpu(0), mx.cpu(1)]
+        module = SVRGModule(net, label_names=["label"], context=contexts, update_freq=2)
+        module.bind(rows.provide_data, rows.provide_label)
+        module.init_params(mx.init.One())
+        module.init_optimizer("local", optimizer, (("learning_rate", 0.05),))
+        for epoch in range(3):
+            if epoch % 2 == 0:
+                module.update_full_grads(rows)
+            rows.reset()
+            for batch in rows:
+                module.forward_backward(batch)
+                module.update()
+        found.append(module.get_params()[0]["fc_weight"].asnumpy())
     np.testing.assert_allclose(*found, rtol=1e-4)
 
 
 def test_a_plain_trainer_from_before_init_is_left_alone(caplog):
     """Its gradients carry no scale, also before the first backward pass in mixed precision."""
-    net = initialized(gluon.nn.Dense(1, in_units=2, use_bias=False), init=mx.init.One())
+    net = dense()
     old = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, update_on_kvstore=False)
     plain(net)
     other, trainer = make()
@@ -200,19 +191,17 @@ def test_a_step_without_scale_loss(dtype, scaler, losses_scaled, warns, caplog):
     assert caplog.text.count("carry no loss scale") == int(warns)
 
 
-@pytest.mark.parametrize("way", ["plain", "init_trainer", "decorate", "GradScaler", "automatic"])
+@pytest.mark.parametrize("way", ["plain", "scale_loss", "decorate", "GradScaler", "automatic"])
 def test_a_trainer_in_float16_without_loss_scaling_warns(way, caplog):
     if way == "automatic":
         automatic.start(policy=amp.Policy.default("float16", "cpu"))
     else:
         amp.init("float16", ctx=mx.cpu())
-    net, trainer = make(8 if way == "init_trainer" else None)
-    scaler = amp.GradScaler()
-    if way == "decorate":
-        trainer = gluon.Trainer(net.collect_params(), amp.decorate(mx.optimizer.SGD()))
+    net = dense()
+    trainer, scaler = trainer_in(way, net.collect_params(), 8)
     for _ in range(2):
-        scaled(net, trainer) if way == "init_trainer" else plain(net)
-        end_step(trainer, scaler if way == "GradScaler" else None)
+        scaled(net, trainer) if way == "scale_loss" else plain(net)
+        end_step(trainer, scaler)
     assert caplog.text.count("call init_trainer(trainer), and backward inside") == (way == "plain")
 
 
@@ -245,12 +234,9 @@ def test_scripts_keep_the_attributes_of_contribs_scaler():
 
 def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
     """MXNet does not note that these gradients were used: they stay fresh."""
-    contexts = [mx.cpu(0), mx.cpu(1)]
-    net, trainer = make()
-    parts = [gluon.nn.Dense(2, in_units=2) for _ in range(2)]
-    params = gluon.ParameterDict()
+    contexts, (net, trainer) = [mx.cpu(0), mx.cpu(1)], make()
+    parts, params = [dense(ctx=contexts) for _ in range(2)], gluon.ParameterDict()
     for part in parts:
-        part.initialize(mx.init.One(), ctx=contexts)
         params.update(part.collect_params())
     plain = gluon.Trainer(params, "sgd", {"learning_rate": 0.01})
     for used in (parts, parts[:1], parts[1:], parts):
@@ -266,27 +252,22 @@ def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
 
 @pytest.mark.parametrize("unscaled", [(), (0,), (0, 1)], ids=str)
 def test_two_trainers_that_share_a_parameter(unscaled):
-    def trained(*scalers):
-        one, other, shared = (gluon.Parameter(n, shape=(2,), init=mx.init.One()) for n in "abc")
-        trainers = []
-        for param in (one, other, shared):
-            param.initialize()
-        for own, scaler in zip((one, other), scalers):
-            trainers.append(gluon.Trainer([own, shared], "sgd", {"learning_rate": 2.0**-6}))
-            if scaler:
-                amp.init_trainer(trainers[-1], scaler)
+    def trained(way):
+        params = [initialized(gluon.Parameter(n, shape=(2,), init="ones")) for n in "abc"]
+        one, other, shared = params
+        optimizers = [mx.optimizer.SGD(learning_rate=2.0**-6) for _ in "ab"]
+        trainers = [
+            trainer_in(way, [own, shared], 8, sgd)[0] for own, sgd in zip(params, optimizers)
+        ]
         for _ in range(2):
-            way = "scale_loss" if scalers[0] else "plain"
             run_backward(lambda: (one.data() * other.data() * shared.data()).sum(), trainers, way)
-            for i in unscaled if scalers[0] else ():
+            for i in unscaled if way == "scale_loss" else ():
                 amp.unscale(trainers[i])
             for trainer in trainers:
                 trainer.step(1, ignore_stale_grad=True)
-        return [p.data().asnumpy() for p in (one, other, shared)]
+        return [param.data().asnumpy() for param in params]
 
-    np.testing.assert_array_equal(
-        trained(amp.StaticLossScaler(8), amp.StaticLossScaler(8)), trained(None, None)
-    )
+    np.testing.assert_array_equal(trained("scale_loss"), trained("plain"))
 
 
 def test_each_of_two_trainers_reports_its_own_overflow():
@@ -334,11 +315,9 @@ def test_one_pass_from_losses_scaled_apart():
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("idle", [False, True])
 def test_gradients_summed_before_a_grad_scaler_knows_the_trainer(idle, unscales):
-    found = []
+    found, contexts = [], [mx.cpu(0), mx.cpu(1)]
     for scaler in (None, amp.GradScaler(256)):
-        contexts = [mx.cpu(0), mx.cpu(1)]
-        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
-        net.initialize(mx.init.One(), ctx=contexts)
+        net = dense(ctx=contexts)
         settings = {"learning_rate": 2.0**-6}
         trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
         for i in range(3):
