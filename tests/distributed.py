@@ -61,13 +61,14 @@ def train_gluon(way, first=0, load=None, save=None, accumulate=1):
 
 def train_module(way):
     import mxamp as amp
+    from models import module_of
 
     out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     out = mx.sym.LinearRegressionOutput(out, mx.sym.var("label"), name="lin")
-    module = mx.module.Module(out, label_names=["label"])
-    module.bind([("data", (ROWS // WORKERS, 4))], [("label", (ROWS // WORKERS, 2))])
+    rows = ROWS // WORKERS
+    module = module_of(out, (rows, 4), ("label", (rows, 2)))
     mx.random.seed(3 + RANK)  # worker 0's weights are to reach the others
-    module.init_params(mx.init.Uniform(0.5))
+    module.init_params(mx.init.Uniform(0.5), force_init=True)
     optimizer = amp.decorate("adam", 1024.0)
     kvstore = "dist_sync" if WORKERS > 1 else "local"
     module.init_optimizer(kvstore, optimizer, {"learning_rate": 0.05, "rescale_grad": 1 / ROWS})

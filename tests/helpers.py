@@ -153,10 +153,11 @@ def substitutions(symbol, policy=None, **usage):
 
 
 def backpropagate(function):
-    """Record a call of a function and run the backward pass of its result."""
+    """Record a call of a function, run the backward pass of its result or results; return them."""
     with mx.autograd.record():
         result = function()
-    result.backward()
+    mx.autograd.backward(result)
+    return result
 
 
 def scaled_backward(function, trainer):

@@ -19,10 +19,15 @@ def model(make=convolutional):
     return net, data, (symbol, args, auxs), expected, [i.name for i in inputs]
 
 
-def bound_module():
-    """A module with an output operator, before its optimizer."""
-    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    module = mx.mod.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-    module.bind([("data", (4, 3))], [("softmax_label", (4,))])
-    module.init_params()
+def module_of(symbol, shape, label=None, bound=None, **options):
+    """Return a module before its optimizer, whose parameters are all one; `bound`: more for `bind`."""
+    module = mx.mod.Module(symbol, label_names=label and label[:1], **options)
+    module.bind([("data", shape)], label and [label], **(bound or {}))
+    module.init_params(mx.init.One())
     return module
+
+
+def bound_module():
+    """A module with an output operator."""
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    return module_of(mx.sym.SoftmaxOutput(net, name="softmax"), (4, 3), ("softmax_label", (4,)))

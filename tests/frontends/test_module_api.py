@@ -10,6 +10,7 @@ from mxnet.module import Module
 import mxamp as amp
 from helpers import randn, run_python
 from models import bound_module as bound
+from models import module_of
 from mxamp.frontends import module_api
 from mxamp.graph.gradients import SCALE_INPUT
 
@@ -31,9 +32,7 @@ def test_an_optimizer_and_explicit_gradients_of_outputs():
     optimizer = mx.optimizer.SGD(learning_rate=0.1, rescale_grad=0.25)
     decorated = amp.decorate(optimizer, 64.0)
     assert not hasattr(optimizer, "_amp_scaling")
-    module = Module(net, label_names=None)
-    module.bind([("data", (4, 3))], inputs_need_grad=True)
-    module.init_params(mx.init.One())
+    module = module_of(net, (4, 3), bound={"inputs_need_grad": True})
     module.init_optimizer(optimizer=decorated)
     data = randn(4, 3)
     module.forward(mx.io.DataBatch([data]), is_train=True)
@@ -67,10 +66,8 @@ def test_a_kvstore_that_updates_because_decorate_came_too_late():
     code = """if True:
         import mxamp as amp
         import mxnet as mx
-        net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-        module.bind([("data", (4, 3))], [("softmax_label", (4,))])
-        module.init_params()
+        from models import bound_module
+        module = bound_module()
         store = mx.kvstore.create("local")
         module.init_optimizer(store, amp.decorate(mx.optimizer.SGD()))
         module.forward_backward(mx.io.DataBatch([mx.nd.ones((4, 3))], [mx.nd.zeros(4)]))

@@ -6,12 +6,12 @@ import pickle
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
-from helpers import check_python, initialized, scaled_backward
+from helpers import backpropagate, initialized, scaled_backward
 from mxamp.scaling.checkpoint import MASTER_PLACES, master_place
-from training import OPTIMIZERS, batches, poisoned, setup, ten_steps, train
+from training import OPTIMIZERS, batches, poisoned, setup, train, weights
 
 
 def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
@@ -81,13 +81,11 @@ def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, on_mac
     amp.init("auto")
     for units in (3, 5):
         net = initialized(gluon.nn.Dense(units, in_units=4), ctx=[mx.cpu(0), mx.cpu(1)])
-        options = {"optimizer": "adam", "update_on_kvstore": True}
-        trainer = gluon.Trainer(net.collect_params(), **options)
+        trainer = gluon.Trainer(net.collect_params(), "adam", update_on_kvstore=True)
         trainer._init_kvstore()
         amp.init_trainer(trainer)
-        with autograd.record():
-            losses = [net(mx.nd.ones((2, 4), ctx=ctx)).sum() for ctx in net.weight.list_ctx()]
-        autograd.backward(losses)
+        data = [mx.nd.ones((2, 4), ctx=ctx) for ctx in net.weight.list_ctx()]
+        backpropagate(lambda net=net, data=data: [net(one) for one in data])
         trainer.step(4)
         if units == 3:
             trainer.save_states(str(tmp_path / "states"))
@@ -181,14 +179,10 @@ def test_states_of_an_optimizer_with_pairs_of_its_own_load_at_their_level_alone(
     assert sums(same._updaters[0].states[0]) == sums(saved._updaters[0].states[0])
     other = stepped_at("O0", MasterLast())
     before = other._updaters[0].states
-    with pytest.raises(amp.ArgumentError) as raised:
+    held = r"holds \(\(array, array\), array\) as the state of parameter 'net_weight'"
+    with pytest.raises(amp.ArgumentError, match=held + r", and MasterLast keeps \(array, array\)"):
         other.load_states(path)
     assert other._updaters[0].states is before
-    assert str(raised.value) == (
-        "the file holds ((array, array), array) as the state of parameter 'net_weight', and "
-        "MasterLast keeps (array, array): load it with the optimizer, arguments and opt_level that "
-        "saved it. Nothing has changed"
-    )
     other.save_states(path)
     with pytest.raises(amp.ArgumentError, match=r"MasterLast keeps \(\(array, array\), array\)"):
         same.load_states(path)
@@ -199,9 +193,7 @@ def test_states_that_their_optimizer_has_not_made_are_an_error(tmp_path):
     trainer = stepped_at("O2", "sgd", momentum=0.9)
     trainer.optimizer.momentum = 0.0
     trainer.save_states(path)  # MXNet steps on with them
-    message = (
-        r"holds \(array, array\) as the state of parameter 'net_weight', and SGD keeps NoneType"
-    )
+    message = r"holds \(array, array\) as the state of .* 'net_weight', and SGD keeps NoneType"
     for level in ("O0", "O2"):
         with pytest.raises(amp.ArgumentError, match=message):
             stepped_at(level, "sgd").load_states(path)
@@ -236,9 +228,8 @@ def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, on_machine):
     weight.initialize()
     trainer = gluon.Trainer([weight], "sgd", {"momentum": 0.9})
     rows = mx.nd.array([0, 2])
-    with autograd.record():
-        loss = mx.nd.Embedding(rows, weight.row_sparse_data(rows), 4, 2, sparse_grad=True).sum()
-    loss.backward()
+    data = weight.row_sparse_data(rows)
+    backpropagate(lambda: mx.nd.Embedding(rows, data, 4, 2, sparse_grad=True))
     trainer.step(1)
     amp.init_trainer(trainer)
     trainer.save_states(str(tmp_path / "states"))
@@ -247,26 +238,32 @@ def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, on_machine):
     assert (trainer._kvstore._updater.states[0].asnumpy() == before).all()
 
 
-RESUME = """
-import mxnet as mx
-import mxamp as amp
-from training import ten_steps
-amp.init({dtype!r}, ctx=mx.cpu())
-ten_steps({dtype!r}, 5, 10, load={half!r}, out={out!r})
-"""
-
-
-@pytest.mark.slow
-def test_ten_steps_are_five_and_five_in_another_process(dtype, tmp_path):
+def ten_steps(dtype, first, last, path, load=False):
+    """Take steps `first` to `last` of ten, two of which overflow; load before and save after them."""
     amp.init(dtype, ctx=mx.cpu())
-    whole, half, resumed = (str(tmp_path / name) for name in ("whole", "half", "resumed"))
-    ten_steps(dtype, 0, 10, out=whole)
-    ten_steps(dtype, 0, 5, save=half)
-    check_python(RESUME.format(dtype=dtype, half=half, out=resumed))
-    whole, resumed = np.load(whole + ".npz"), np.load(resumed + ".npz")
-    assert whole["skips"] == 2
-    for name in whole.files:
-        np.testing.assert_array_equal(whole[name], resumed[name])
+    net, trainer = setup(optimizer="adam")
+    if load:
+        net.load_parameters(f"{path}.params")
+        trainer.load_states(f"{path}.states")
+    scaler = amp.StaticLossScaler()
+    if dtype == "float16":
+        scaler = None if load else amp.LossScaler(init_scale=256, growth_interval=3)
+    amp.init_trainer(trainer, scaler)
+    data = batches(10)
+    data[4], data[6] = poisoned(data[4]), poisoned(data[6])
+    for batch in data[first:last]:
+        train(net, trainer, batch)
+    net.save_parameters(f"{path}.params")
+    trainer.save_states(f"{path}.states")
+    amp.shutdown()
+    return [*weights(net), trainer.amp_loss_scale, trainer.amp_skips]
+
+
+def test_ten_steps_are_five_and_five(dtype, tmp_path):
+    whole = ten_steps(dtype, 0, 10, tmp_path / "whole")
+    ten_steps(dtype, 0, 5, tmp_path / "half")
+    np.testing.assert_equal(ten_steps(dtype, 5, 10, tmp_path / "half", load=True), whole)
+    assert whole[-1] == 2
 
 
 def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):

@@ -21,6 +21,7 @@ from helpers import (
     scaled_trainer,
     untuned,
 )
+from models import module_of
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from mxamp.policy.rules import _custom_classes
@@ -200,9 +201,7 @@ def test_modules(dtype, kind):
         custom = mx.sym.Custom(dense, op_type="test_gradients", kind=kind, name="custom")
         losses = [mx.sym.LinearRegressionOutput(dense, mx.sym.var("label"), name="known")]
         losses.append(mx.sym.MakeLoss(custom))
-        module = mx.module.Module(mx.sym.Group(losses), label_names=["label"])
-        module.bind([("data", X.shape)], [("label", (2, 2))])
-        module.init_params(mx.init.One())
+        module = module_of(mx.sym.Group(losses), X.shape, ("label", (2, 2)))
         optimizer = amp.decorate("sgd", SCALE) if run else "sgd"
         module.init_optimizer(optimizer=optimizer, optimizer_params={"learning_rate": 1})
         module.forward_backward(mx.io.DataBatch([X], [nd.ones((2, 2))]))

@@ -49,6 +49,7 @@ from mxnet import autograd, gluon, nd
 
 import mxamp as amp
 from helpers import initialized, parallel, shut_down
+from models import module_of
 from mxamp.frontends import automatic
 from training import OwnOptimizer, run_backward
 
@@ -619,9 +620,7 @@ class Modules(RuleBasedStateMachine):
         self.modules, self.weights = [], [Weight(None, np.ones((1, 2))) for _ in range(count)]
         self.factors = [None] * count  #: of the forward passes without a backward pass
         for _ in range(count):
-            module = mx.mod.Module(loss, label_names=None)
-            module.bind([("data", (1, 2))])
-            module.init_params()
+            module = module_of(loss, (1, 2))
             module.init_optimizer(optimizer=optimizer, optimizer_params=options if named else ())
             self.modules.append(module)
 

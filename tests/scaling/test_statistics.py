@@ -8,7 +8,8 @@ import pytest
 from mxnet import gluon, nd
 
 import mxamp as amp
-from helpers import randn
+from helpers import randn, sequential
+from models import module_of
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
 from training import CONTEXTS, one_step, run_backward, trainer_in
@@ -34,11 +35,8 @@ def program(way, contexts, hybrid, scale=16.0):
         backward_patches.default_scale.scaler.set_scale(scale)
     else:
         amp.init("float16", ctx=mx.cpu())
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(3, in_units=4), gluon.nn.BatchNorm(in_channels=3), gluon.nn.Dense(2))
-    net.initialize(mx.init.One(), ctx=contexts)
-    if hybrid:
-        net.hybridize()
+    layers = gluon.nn.Dense(3, in_units=4), gluon.nn.BatchNorm(in_channels=3), gluon.nn.Dense(2)
+    net = sequential(*layers, init=mx.init.One(), ctx=contexts, hybridize=hybrid)
     optimizer = mx.optimizer.SGD(learning_rate=1e-3)
     trainer, scaler = trainer_in(way, net.collect_params(), scale, optimizer)
 
@@ -81,9 +79,7 @@ def test_modules(contexts, caplog):
     optimizer = amp.decorate("sgd", 64.0)
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = mx.sym.LinearRegressionOutput(mx.sym.BatchNorm(net, name="bn"), mx.sym.var("label"))
-    module = mx.mod.Module(net, label_names=["label"], context=contexts)
-    module.bind([("data", (8, 4))], [("label", (8, 3))])
-    module.init_params(mx.init.One())
+    module = module_of(net, (8, 4), ("label", (8, 3)), context=contexts)
     module.init_optimizer(optimizer=optimizer)
     found = []
     for i, data in enumerate((BAD, *[GOOD] * 13, BAD, BAD, GOOD, GOOD)):
@@ -103,11 +99,9 @@ def test_modules(contexts, caplog):
 def test_the_first_step_of_several_devices_keeps_them(scales):
     """With static_shape MXNet's kvstore may send those from before the first pass."""
     contexts = [mx.cpu(0), mx.cpu(1)]
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Conv2D(4, 3, padding=1, in_channels=3))
-    net.add(*[gluon.nn.BatchNorm(in_channels=4, momentum=0.5) for _ in range(66)])
-    net.add(gluon.nn.GlobalAvgPool2D(), gluon.nn.Flatten(), gluon.nn.Dense(2, in_units=4))
-    net.initialize(mx.init.Xavier(), ctx=contexts)
+    norms = [gluon.nn.BatchNorm(in_channels=4, momentum=0.5) for _ in range(66)]
+    layers = gluon.nn.Conv2D(4, 3, padding=1, in_channels=3), *norms, gluon.nn.GlobalAvgPool2D()
+    net = sequential(*layers, gluon.nn.Dense(2, in_units=4), init=mx.init.Xavier(), ctx=contexts)
     net.hybridize(static_alloc=True, static_shape=True)
     amp.init("float16", ctx=mx.cpu())
     trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
