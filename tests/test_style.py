@@ -116,15 +116,8 @@ def test_the_core_imports_no_backend(path):
 
 def complexity(function):
     """The cyclomatic complexity of a function with those inside it, as radon counts."""
-    branches = (
-        ast.If,
-        ast.IfExp,
-        ast.For,
-        ast.While,
-        ast.ExceptHandler,
-        ast.comprehension,
-        ast.Lambda,
-    )
+    loops = (ast.For, ast.While, ast.comprehension)
+    branches = (ast.If, ast.IfExp, ast.ExceptHandler, ast.Lambda, *loops)
     nodes = [*ast.walk(function)]
     operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
     filters = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))

@@ -48,8 +48,7 @@ def test_gradients_are_those_of_the_loss(run, hybrid):
 def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
     """The pass is not run again, no step is skipped for it, and the scale stays."""
     net, trainer = setup()
-    w, passes = nd.ones((4, 3)), []
-    w.attach_grad()
+    w, passes = leaf(nd.ones((4, 3))), []
 
     class Counted(autograd.Function):
         def forward(self, x):
@@ -60,10 +59,10 @@ def test_an_overflow_that_no_trainer_owns_is_infinite_as_in_torch(run, caplog):
             return dy
 
     for _ in range(3):
-        with autograd.record():
-            loss = (nd.dot(randn(8, 4), Counted()(w)) ** 2).sum() * 20
-            loss = loss + (net(randn(16, 4)) ** 2).mean()
-        loss.backward()
+        backpropagate(
+            lambda: (nd.dot(randn(8, 4), Counted()(w)) ** 2).sum() * 20
+            + (net(randn(16, 4)) ** 2).mean()
+        )
         assert not np.isfinite(w.grad.asnumpy()).all()
         trainer.step(1)
         assert trainer.amp_last_step.stepped
@@ -79,9 +78,7 @@ def test_a_script_that_skips_overflows_itself(run, request_):
     net.collect_params().setattr("grad_req", request_)
     skipped = 0
     for factor in (1, *[2.0**22] * 3, 1):
-        with autograd.record():
-            loss = (net(randn(16, 4)) ** 2).mean() * factor
-        loss.backward()
+        backpropagate(lambda factor=factor: (net(randn(16, 4)) ** 2).mean() * factor)
         if np.isfinite(gradients(net)[0]).all() and skipped != 1:
             trainer.step(1)
             assert trainer.amp_last_step.stepped

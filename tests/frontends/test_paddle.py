@@ -4,7 +4,7 @@ import os
 
 import mxnet as mx
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 
 import digits
 import mxamp as amp
@@ -79,9 +79,7 @@ def test_a_trainer_has_its_own_scale_beside_others_that_are_done():
         net = initialized(gluon.nn.Dense(1, in_units=2))
         nets.append((net, gluon.Trainer(net.collect_params(), amp.decorate("sgd", scale))))
     for (net, trainer), scale in zip(nets, scales):
-        with autograd.record():
-            loss = net(nd.ones((1, 2))).sum()
-        loss.backward()
+        backpropagate(lambda net=net: net(nd.ones((1, 2))).sum())
         trainer.step(1)
         assert trainer.amp_last_step.loss_scale == scale
 

@@ -12,6 +12,7 @@ from helpers import (
     backpropagate,
     initialized,
     kind,
+    leaf,
     randn,
     same,
     sequential,
@@ -55,37 +56,31 @@ def test_eager_and_hybridized_agree_bit_for_bit(on, make):
 
 
 def test_a_net_computes_what_hand_written_casts_compute():
-    class ByHand(nn.HybridBlock):
-        def hybrid_forward(self, F, x, w, v):
-            def product(a, b):
-                a, b = (F.amp_cast(F.amp_cast(t, dtype="float16"), dtype="float32") for t in (a, b))
-                out = F.FullyConnected(a, b, num_hidden=4, no_bias=True)
-                return F.amp_cast(out, dtype="float16")
+    def by_hand(F, x, w, v):
+        def product(a, b):
+            a, b = (F.amp_cast(F.amp_cast(t, dtype="float16"), dtype="float32") for t in (a, b))
+            out = F.FullyConnected(a, b, num_hidden=4, no_bias=True)
+            return F.amp_cast(out, dtype="float16")
 
-            hidden = F.Activation(product(x, w), act_type="relu")
-            return F.softmax(F.amp_cast(product(hidden, v), dtype="float32"))
+        hidden = F.Activation(product(x, w), act_type="relu")
+        return F.softmax(F.amp_cast(product(hidden, v), dtype="float32"))
 
-    class Net(nn.HybridBlock):
-        def hybrid_forward(self, F, x, w, v):
-            hidden = F.FullyConnected(x, w, num_hidden=4, no_bias=True)
-            hidden = F.Activation(hidden, act_type="relu")
-            return F.softmax(F.FullyConnected(hidden, v, num_hidden=4, no_bias=True))
+    def plain(F, x, w, v):
+        hidden = F.FullyConnected(x, w, num_hidden=4, no_bias=True)
+        hidden = F.Activation(hidden, act_type="relu")
+        return F.softmax(F.FullyConnected(hidden, v, num_hidden=4, no_bias=True))
 
     def grads(net):
-        arrays = [randn(3, 4), randn(4, 4, seed=1), randn(4, 4, seed=2)]
-        for array in arrays:
-            array.attach_grad()
+        arrays = [leaf(randn(*shape, seed=n)) for n, shape in enumerate([(3, 4), (4, 4), (4, 4)])]
         with autograd.record():
             out = net(*arrays)
             (out**2).sum().backward()
         return [out, *(array.grad for array in arrays)]
 
-    expected = grads(ByHand())
+    expected = grads(nn.HybridLambda(by_hand))
     with amp.autocast("float16"):
-        eager = grads(Net())
-        hybrid = Net()
-        hybrid.hybridize()
-        hybridized = grads(hybrid)
+        eager = grads(nn.HybridLambda(plain))
+        hybridized = grads(initialized(nn.HybridLambda(plain), hybridize=True))
     for mine, theirs, wanted in zip(eager, hybridized, expected):
         assert same(mine, wanted)
         assert same(theirs, wanted)
@@ -110,9 +105,7 @@ def test_policies_share_a_block(dtype):
 
 
 def test_only_a_call_like_the_last_takes_its_graph_unchecked():
-    net, found, half = nn.Dense(3, in_units=4), [], X.astype("float16")
-    net.initialize()
-    net.hybridize()
+    net, found, half = initialized(nn.Dense(3, in_units=4), True), [], X.astype("float16")
     for i, data in enumerate((X, X, X, half, half, half[:1])):
         if i == 2:
             net.weight._data = [net.weight.data().copy()]
@@ -153,27 +146,17 @@ def test_bodies_with_broken_gradients_are_left_alone_in_training(on, operator):
 
 
 def test_nested_inputs_outputs_and_none(on):
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.dense = nn.Dense(4, in_units=4)
+    def forward(F, x, pair, extra=None):
+        hidden = F.dot(x + pair[0], x, transpose_b=True)
+        return hidden, [hidden + pair[1], F.softmax(hidden)]
 
-        def hybrid_forward(self, F, x, pair, extra=None):
-            hidden = self.dense(x + pair[0])
-            return hidden, [hidden + pair[1], F.softmax(hidden)]
-
-    net = initialized(Net(), hybridize=True)
-    first, (second, third) = net(randn(2, 4), [randn(2, 4), randn(2, 4)], None)
+    net = initialized(nn.HybridLambda(forward), hybridize=True)
+    first, (second, third) = net(randn(2, 4), [randn(2, 4), randn(2, 2)], None)
     assert {kind(t) for t in (first, second, third)} == {"float32"}
 
 
 def test_arguments_of_another_structure_are_refused(on):
-    class Sum(nn.HybridBlock):
-        def hybrid_forward(self, F, x, others):
-            return F.add_n(x, *others)
-
-    net, x = Sum(), randn(2, 2)
+    net, x = nn.HybridLambda(lambda F, x, others: F.add_n(x, *others)), randn(2, 2)
     net.hybridize()
     assert (values(net(x, [])) == values(x)).all()
     with pytest.raises(ValueError, match="argument structure"):
@@ -207,20 +190,15 @@ def test_data_of_many_shapes_share_one_graph_at_last():
     """Each graph of a block with static_alloc holds memory: sequences may have any length."""
     most = cached_op._MOST
 
-    class Sum(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.sum(x, axis=1)
-
-    net = Sum()
+    net = nn.HybridLambda(lambda F, x: F.sum(x, axis=1))
     net.hybridize(static_alloc=True)
     with amp.autocast(policy=amp.Policy.default("bfloat16").in_float32()):
         for steps in (*range(40, 50 + most), 40, 41, 49 + most):
             x = randn(3, steps, 64)
             expected = values(x).sum(axis=1)
             np.testing.assert_allclose(values(net(x)), expected, rtol=1e-4, atol=1e-4)
-        ran = [
-            net._cached_op.select([randn(3, steps, 64)]).symbol for steps in range(40, 50 + most)
-        ]
+        select = net._cached_op.select
+        ran = [select([randn(3, steps, 64)]).symbol for steps in range(40, 50 + most)]
     assert len({id(symbol) for symbol in ran}) == most + 1
 
 
@@ -250,8 +228,7 @@ def test_the_casts_of_a_shape_do_not_depend_on_earlier_shapes():
     nets = [nn.Dense(32, flatten=False, in_units=16) for _ in range(2)]
     with amp.autocast("bfloat16"):
         for net in nets:
-            net.initialize()
-            net.hybridize()
+            initialized(net, hybridize=True)
             net(randn(2, 200, 16))
         before = select(nets[0], 200)
         for steps in range(1, 100):
@@ -262,8 +239,7 @@ def test_the_casts_of_a_shape_do_not_depend_on_earlier_shapes():
 
 
 def test_gradients_that_gluon_has_replaced_between_plain_calls_are_written_to():
-    net, sums = nn.Dense(3, in_units=4), []
-    net.initialize(mx.init.One())
+    net, sums = initialized(nn.Dense(3, in_units=4), init=mx.init.One()), []
     net.hybridize(static_alloc=True, static_shape=True)
     for grad_req, mixed in (("add", True), ("write", False), ("add", True), ("add", True)):
         net.weight.grad_req = grad_req

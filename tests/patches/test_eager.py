@@ -28,13 +28,11 @@ def fully_connected_by_hand(dtype):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: nd.FullyConnected(X, W, B, num_hidden=5),
+        product,
         lambda: nd.FullyConnected(data=X, weight=W, bias=B, num_hidden=5),
         lambda: EarlyFullyConnected(X, W, B, num_hidden=5),
         lambda: nd.op.FullyConnected(X, W, B, num_hidden=5),
-        lambda: mx.npx.fully_connected(
-            X.as_np_ndarray(), W.as_np_ndarray(), B.as_np_ndarray(), num_hidden=5
-        ),
+        lambda: mx.npx.fully_connected(*[x.as_np_ndarray() for x in (X, W, B)], num_hidden=5),
     ],
 )
 def test_every_way_to_call_an_operator_is_covered(on, call):
@@ -206,30 +204,24 @@ def test_operators_that_end_the_process_in_bfloat16_run():
     )
 
 
-def assigned(key):
-    def assign(array):
-        made = mx.nd.zeros(array.shape)
-        made[key] = array[key]
-        return made
-
-    return assign
+def assigned(array, key):
+    made = mx.nd.zeros(array.shape)
+    made[key] = array[key]
+    return made
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        lambda array: array.astype("float32"),
-        lambda array: array.as_np_ndarray().astype("float32").as_nd_ndarray(),
-        lambda array: array.copyto(mx.nd.zeros(array.shape)),
-        assigned(slice(None)),
-        assigned(slice(1, None)),
-    ],
-)
+@pytest.mark.parametrize("copy", [
+    lambda array: array.astype("float32"), lambda array: assigned(array, slice(None)),
+    lambda array: array.as_np_ndarray().astype("float32").as_nd_ndarray(),
+    lambda array: array.copyto(mx.nd.zeros(array.shape)),
+    lambda array: assigned(array, slice(1, None)),
+])  # fmt: skip
 def test_arrays_in_onednns_layouts_are_copied_to_other_dtypes(copy, on):
-    data, weight = randn(2, 32, 8, 8), randn(16, 32, 1, 1)
-    out = mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
-    expected = mx.nd.cast(out, dtype="float32").asnumpy()
-    copied = copy(mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True))
+    def convolved():
+        data, weight = randn(2, 32, 8, 8), randn(16, 32, 1, 1)
+        return mx.nd.Convolution(data, weight, kernel=(1, 1), num_filter=16, no_bias=True)
+
+    expected, copied = mx.nd.cast(convolved(), dtype="float32").asnumpy(), copy(convolved())
     assert copied.dtype == np.float32
     found = copied.asnumpy()
     rows = found.reshape(2, -1).any(axis=1)

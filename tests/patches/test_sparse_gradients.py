@@ -3,11 +3,12 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import initialized
+from helpers import backpropagate, initialized
+from models import module_of
 from mxamp.framework.arrays import invoke
 from mxamp.framework.operators import handle_of, with_trait
 
@@ -43,17 +44,11 @@ def check(gradient):
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_embeddings_of_blocks(on, hybrid):
-    net = initialized(nn.Embedding(ROWS, 2, sparse_grad=True))
-    if hybrid:
-        net.hybridize()
+    net = initialized(nn.Embedding(ROWS, 2, sparse_grad=True), hybridize=hybrid)
     trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1, "wd": 0.1})
     before = net.weight.data().asnumpy()
     for _ in range(3):
-        with autograd.record():
-            out = net(INDEX)
-            loss = out.sum()
-        assert out.dtype == np.float32
-        loss.backward()
+        assert backpropagate(lambda: net(INDEX)).dtype == np.float32
         check(net.weight.grad())
         trainer.step(1)
     moved = np.abs(net.weight.data().asnumpy() - before).sum(1)
@@ -64,14 +59,9 @@ def test_embeddings_of_blocks(on, hybrid):
 @pytest.mark.parametrize("kind", ["dot", "embedding"])
 def test_modules_leave_other_rows_alone(on, kind, optimizer):
     symbol, data = product(kind)
-    module = mx.module.Module(mx.sym.make_loss(symbol, name="loss"), label_names=None)
-    stype = "csr" if kind == "dot" else "default"
-    shape = mx.io.DataDesc("data", data.shape)
-    module.bind([shape])
-    module.init_params(mx.init.One())
+    module = module_of(mx.sym.make_loss(symbol, name="loss"), data.shape)
     settings = {"learning_rate": 0.1, "wd": 0.1}
     module.init_optimizer(optimizer=amp.decorate(optimizer), optimizer_params=settings)
-    assert data.stype == stype
     for _ in range(2):
         module.forward_backward(mx.io.DataBatch([data]))
         check(module._exec_group.execs[0].grad_dict["weight"])

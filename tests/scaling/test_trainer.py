@@ -2,11 +2,11 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import initialized, kind, randn, same, scaled_backward, scaled_trainer, untuned
+from helpers import backpropagate, initialized, kind, leaf, randn, same, scaled_backward, untuned
 from training import (
     CONTEXTS,
     assert_same_weights,
@@ -84,15 +84,13 @@ BETWEEN = {
 @pytest.mark.parametrize("name", BETWEEN)
 def test_an_overflow_on_any_device_skips_the_update_of_all(name):
     between, row = BETWEEN[name]
-    net, _ = setup(CONTEXTS["two"])
-    trainer = scaled_trainer(net.collect_params(), amp.LossScaler(init_scale=1024))
+    net, trainer = setup(CONTEXTS["two"], scaler=amp.LossScaler(init_scale=1024))
     before, data, found = weights(net), batches(1)[0], []
     data[row, 0] = np.nan
     train(net, trainer, data, between=lambda: found.append(between(trainer)))
     assert not trainer.amp_last_step.stepped
     assert name != "clip" or not np.isfinite(found[0])
-    for a, b in zip(before, weights(net)):
-        np.testing.assert_array_equal(a, b)
+    np.testing.assert_equal(weights(net), before)
 
 
 def test_wrong_arguments_and_moments():
@@ -144,8 +142,7 @@ def test_an_overflow_after_unscaling(way, drops):
     one_step(net, trainer, nd.array(data), way, scaler, between=clip)
     assert (trainer.amp_last_step.loss_scale, trainer.amp_skips) == (1024 / 2**drops, 1)
     assert trainer.amp_last_step.nonfinite
-    for a, b in zip(before, weights(net)):
-        np.testing.assert_array_equal(a, b)
+    np.testing.assert_equal(weights(net), before)
 
 
 def test_losses_come_back_in_their_containers_and_in_float32():
@@ -233,17 +230,14 @@ OUTPUTS = ["SoftmaxOutput", *(f"{loss}RegressionOutput" for loss in ("Linear", "
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_output_operators_are_scaled_with_the_loss_alone(on, name):
-    x = randn(4, 3)
+    x, operator = leaf(randn(4, 3)), getattr(nd, name)
     label = nd.array([0, 1, 2, 0]) if name == "SoftmaxOutput" else randn(4, 3, seed=1)
-    x.attach_grad()
-    operator = getattr(nd, name)
-    with amp.autocast(enabled=False), autograd.record():
-        operator(x, label).backward()
+    with amp.autocast(enabled=False):
+        backpropagate(lambda: operator(x, label))
     plain = x.grad.asnumpy()
     _, trainer = setup(scaler=amp.StaticLossScaler(1024))
     for _ in range(3):
         scaled_backward(lambda: operator(x, label), trainer)
         np.testing.assert_array_equal(x.grad.asnumpy(), plain * 1024)
-        with autograd.record():
-            operator(x, label).backward()
+        backpropagate(lambda: operator(x, label))
         np.testing.assert_array_equal(x.grad.asnumpy(), plain)
