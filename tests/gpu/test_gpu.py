@@ -10,7 +10,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import initialized, kind, same, scaled_backward
+from helpers import initialized, kind, leaf, same, scaled_backward
 from mxamp.framework.operators import registry
 
 pytestmark = pytest.mark.gpu
@@ -69,16 +69,13 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_in_float16_are_near_float32(name, device, policy):
     run, *shapes = PRODUCTS[name]
-    arrays = [mx.nd.random.normal(shape=shape, ctx=device) for shape in shapes]
-    for array in arrays:
-        array.attach_grad()
+    arrays = [leaf(mx.nd.random.normal(shape=shape, ctx=device)) for shape in shapes]
     found = []
     for enabled in (False, True):
         with amp.autocast(policy=policy, enabled=enabled):
             with autograd.record():
                 out = run(*arrays)
-                loss = (out.astype("float32") ** 2).mean()
-            loss.backward()
+                (out.astype("float32") ** 2).mean().backward()
         found.append([out, *(array.grad.copy() for array in arrays)])
     assert kind(found[0][0]) == "float32"
     assert all(kind(gradient) == "float32" for gradient in found[1][1:])
@@ -86,21 +83,15 @@ def test_products_in_float16_are_near_float32(name, device, policy):
 
 
 @pytest.mark.parametrize("run, expected", [
-    (lambda x: mx.nd.softmax(x), "float32"),
-    (lambda x: mx.nd.exp(x), "float32"),
-    (lambda x: mx.nd.sum(x), "float32"),
+    (mx.nd.softmax, "float32"), (mx.nd.exp, "float32"), (mx.nd.sum, "float32"),
     (lambda x: mx.nd.LayerNorm(x, mx.nd.ones(64, ctx=x.context), mx.nd.zeros(64, ctx=x.context)), "float32"),
-    (lambda x: mx.nd.relu(x), "float16"),
-    (lambda x: x.reshape((-1, 8)), "float16"),
-    (lambda x: mx.nd.transpose(x), "float16"),
+    (mx.nd.relu, "float16"), (lambda x: x.reshape((-1, 8)), "float16"), (mx.nd.transpose, "float16"),
 ])  # fmt: skip
 def test_what_stays_float32_and_what_follows(run, expected, device, policy):
     x = mx.nd.random.normal(shape=(16, 64), ctx=device)
     with amp.autocast(policy=policy):
-        product = mx.nd.dot(x, x, transpose_b=True)
-        low = mx.nd.FullyConnected(
-            product, mx.nd.ones((64, 16), ctx=device), num_hidden=64, no_bias=True
-        )
+        product, ones = mx.nd.dot(x, x, transpose_b=True), mx.nd.ones((64, 16), ctx=device)
+        low = mx.nd.FullyConnected(product, ones, num_hidden=64, no_bias=True)
         assert kind(low) == "float16"
         assert kind(run(low)) == expected
 
@@ -111,19 +102,7 @@ def test_empty_arrays(device, policy):
         assert mx.nd.relu(empty).shape == (0, 4)
 
 
-# ---------------------------------------------------------------------- ways of running
-
-
 # ---------------------------------------------------------------------- training
-
-
-def step(net, trainer, x, loss_of=lambda out: (out**2).mean()):
-    with autograd.record():
-        loss = loss_of(net(x))
-        with amp.scale_loss(loss, trainer) as scaled:
-            autograd.backward(scaled)
-    trainer.step(1)
-    return float(loss.asscalar())
 
 
 def test_one_gradient_that_overflowed_is_found(device):
@@ -149,7 +128,8 @@ def test_multi_precision_keeps_float32_weights(optimizer, device, policy):
     before = net.weight.data(device).asnumpy().astype("float32")
     with amp.autocast(policy=policy):
         for _ in range(30):
-            step(net, trainer, x, lambda out: out.astype("float32").mean())
+            scaled_backward(lambda: net(x).astype("float32").mean(), trainer)
+            trainer.step(1)
     assert trainer.amp_steps == 30
     assert kind(net.weight.data(device)) == "float16"
     assert (net.weight.data(device).asnumpy().astype("float32") != before).any()

@@ -3,10 +3,12 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
+from helpers import backpropagate, sequential
+from nets import Attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
 
@@ -16,31 +18,19 @@ def images(device, size=32):
     return mx.nd.array(values, ctx=device)
 
 
-class Encoder(nn.HybridBlock):
+class Encoder(Attention):
     """A layer of BERT's: attention by `batch_dot`, GELU, LayerNorm, additions behind them."""
 
     def __init__(self, units=16, heads=2):
-        super().__init__()
-        self.heads, self.width = heads, units // heads
+        super().__init__(units, heads)
         with self.name_scope():
-            self.qkv = nn.Dense(3 * units, flatten=False, in_units=units)
-            self.out = nn.Dense(units, flatten=False, in_units=units)
             self.up = nn.Dense(4 * units, flatten=False, in_units=units)
             self.down = nn.Dense(units, flatten=False, in_units=4 * units)
-            self.norms = nn.HybridSequential()
-            self.norms.add(nn.LayerNorm(in_channels=units), nn.LayerNorm(in_channels=units))
+            self.last = nn.LayerNorm(in_channels=units)
 
     def hybrid_forward(self, F, x):
-        def heads(t):
-            t = F.reshape(t, (0, 0, self.heads, -1))
-            return F.reshape(F.transpose(t, (0, 2, 1, 3)), (-3, 0, 0))
-
-        q, k, v = (heads(t) for t in F.split(self.qkv(x), num_outputs=3, axis=-1))
-        scores = F.softmax(F.batch_dot(q, k, transpose_b=True) / self.width**0.5)
-        mixed = F.reshape(F.batch_dot(scores, v), (-4, -1, self.heads, 0, 0))
-        mixed = F.reshape(F.transpose(mixed, (0, 2, 1, 3)), (0, 0, -3))
-        x = self.norms[0](x + self.out(mixed))
-        return self.norms[1](x + self.down(F.LeakyReLU(self.up(x), act_type="gelu")))
+        x = super().hybrid_forward(F, x, F.ones((1, 1)))
+        return self.last(x + self.down(F.LeakyReLU(self.up(x), act_type="gelu")))
 
 
 def resnet(device):
@@ -57,16 +47,18 @@ def bert(device):
     return net, mx.nd.array(np.random.RandomState(0).randn(2, 7, 16), ctx=device)
 
 
-def lstm(device):
+def recurrent(layer, device):
     net = nn.HybridSequential()
-    net.add(rnn.LSTM(8, 2, bidirectional=True, input_size=4), nn.Dense(3, flatten=False))
+    net.add(layer, nn.Dense(3, flatten=False))
     return net, mx.nd.array(np.random.RandomState(0).randn(5, 2, 4), ctx=device)
+
+
+def lstm(device):
+    return recurrent(rnn.LSTM(8, 2, bidirectional=True, input_size=4), device)
 
 
 def gru(device):
-    net = nn.HybridSequential()
-    net.add(rnn.GRU(8, 1, input_size=4), nn.Dense(3, flatten=False))
-    return net, mx.nd.array(np.random.RandomState(0).randn(5, 2, 4), ctx=device)
+    return recurrent(rnn.GRU(8, 1, input_size=4), device)
 
 
 MODELS = [resnet, mobilenet, bert, lstm, gru]
@@ -87,10 +79,7 @@ def values_of(make, device, training, hybrid, low):
     with amp.autocast(policy=policy, enabled=low):
         if not training:
             return [net(x).astype("float32").asnumpy()]
-        with autograd.record():
-            out = net(x)
-            loss = (out.astype("float32") ** 2).mean()
-        loss.backward()
+        loss = backpropagate(lambda: (net(x).astype("float32") ** 2).mean())
     params = [p for p in net.collect_params().values() if p.grad_req != "null"]
     norm = np.sqrt(sum(float((p.grad(device) ** 2).sum().asscalar()) for p in params))
     return [loss.asnumpy(), np.array(norm)]
@@ -113,11 +102,9 @@ def test_models(make, training, hybrid, device, fusion):
 
 @pytest.fixture
 def net(device):
-    made = nn.HybridSequential()
-    made.add(nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(), nn.Activation("relu"))
-    made.add(nn.GlobalAvgPool2D(), nn.Dense(4))
-    made.initialize(mx.init.Xavier(), ctx=device)
-    made.hybridize()
+    layers = nn.Conv2D(8, 3, in_channels=3), nn.BatchNorm(), nn.Activation("relu")
+    layers = *layers, nn.GlobalAvgPool2D(), nn.Dense(4)
+    made = sequential(*layers, init=mx.init.Xavier(), ctx=device, hybridize=True)
     made(images(device))
     return made
 

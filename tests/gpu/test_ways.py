@@ -3,10 +3,10 @@
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
-from helpers import custom_operator, initialized, kind, leaf
+from helpers import backpropagate, custom_operator, initialized, kind, leaf, sequential
 from nets import NETS, Control, attention, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
@@ -39,9 +39,8 @@ def bound(net, data, device):
 def simply_bound(net, data, device):
     with amp.autocast(enabled=False):
         symbol, args, states = symbolic(net, data, device)
-    executor = symbol.simple_bind(
-        device, grad_req="null", **{name: array.shape for name, array in args.items()}
-    )
+    shapes = {name: array.shape for name, array in args.items()}
+    executor = symbol.simple_bind(device, grad_req="null", **shapes)
     executor.copy_params_from(args, states)
     return executor.forward()[0]
 
@@ -127,9 +126,8 @@ def trained(make, device, policy, **hybrid):
     net, data = on(device, make)
     if hybrid:
         net.hybridize(**hybrid)
-    with amp.autocast(policy=policy), autograd.record():
-        loss = (net(*data).astype("float32") ** 2).mean()
-    loss.backward()
+    with amp.autocast(policy=policy):
+        loss = backpropagate(lambda: (net(*data).astype("float32") ** 2).mean())
     params = net.collect_params().items()
     found = {name.partition("_")[2]: p.grad(device) for name, p in params if p.grad_req != "null"}
     assert {kind(gradient) for gradient in found.values()} == {"float32"}
@@ -187,26 +185,22 @@ class WithCustom(gluon.HybridBlock):
 def test_custom_operators(hybrid, device, policy, fusion):
     net = initialized(WithCustom(), init=mx.init.Constant(0.25), ctx=device, hybridize=hybrid)
     x = leaf(mx.nd.ones((2, 4), ctx=device))
-    with amp.autocast(policy=policy), autograd.record():
-        out = net(x)
-        loss = out.astype("float32").sum()
-    loss.backward()
+    with amp.autocast(policy=policy):
+        out = backpropagate(lambda: net(x))
     assert (out.asnumpy() == 2).all()
     assert (x.grad.asnumpy() == 2).all()
 
 
 def test_numpy_operators(device, policy, fusion):
     mx.npx.set_np()
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(8, activation="relu", in_units=4), gluon.nn.Dense(2, in_units=8))
-    net.initialize(mx.init.Xavier(), ctx=device)
+    layers = gluon.nn.Dense(8, activation="relu", in_units=4), gluon.nn.Dense(2, in_units=8)
+    net = sequential(*layers, init=mx.init.Xavier(), ctx=device)
     found = []
     x = mx.np.random.normal(size=(3, 4), ctx=device)
     for hybrid in (False, True):
         net.hybridize(hybrid)
-        with amp.autocast(policy=policy), autograd.record():
-            loss = mx.np.square(mx.np.matmul(net(x), net(x).T)).mean()
-        loss.backward()
+        with amp.autocast(policy=policy):
+            loss = backpropagate(lambda: mx.np.square(mx.np.matmul(net(x), net(x).T)).mean())
         found.append([float(loss), net[0].weight.grad(device).asnumpy()])
     assert_close(found[0][0], found[1][0])
     assert_close(found[0][1], found[1][1], 2e-2)
