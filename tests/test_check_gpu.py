@@ -30,17 +30,14 @@ def check(clone, *arguments, said=None, status=0, python="3.11"):
     return clone.run("--python", clone.python(python), *arguments, name="check_gpu", PATH=path)
 
 
-@pytest.mark.parametrize(
-    "said, status, words",
-    [
-        (None, 0, "there is no nvidia-smi here"),
-        ("NVIDIA-SMI has failed: no driver", 9, "nvidia-smi fails, so MXNet can't use a GPU here. It said: NVIDIA-SMI has failed: no driver"),
-        ("No devices were found", 0, "nvidia-smi finds no GPU here"),
-        (H100, 0, "code for compute capability 5.0 to 8.6, which 8.9 runs too, and none for what is here: NVIDIA H100 (compute capability 9.0)"),
-        ("Tesla K80, 3.7, 470.57.02", 0, "none for what is here: Tesla K80 (compute capability 3.7)"),
-        ("Tesla T4, 7.5, 440.33.01", 0, "the driver is 440.33.01, and mxnet-cu112 needs 450.80.02 or later"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("said, status, words", [
+    (None, 0, "there is no nvidia-smi here"),
+    ("NVIDIA-SMI has failed: no driver", 9, "nvidia-smi fails, so MXNet can't use a GPU here. It said: NVIDIA-SMI has failed: no driver"),
+    ("No devices were found", 0, "nvidia-smi finds no GPU here"),
+    (H100, 0, "code for compute capability 5.0 to 8.6, which 8.9 runs too, and none for what is here: NVIDIA H100 (compute capability 9.0)"),
+    ("Tesla K80, 3.7, 470.57.02", 0, "none for what is here: Tesla K80 (compute capability 3.7)"),
+    ("Tesla T4, 7.5, 440.33.01", 0, "the driver is 440.33.01, and mxnet-cu112 needs 450.80.02 or later"),
+])  # fmt: skip
 def test_a_machine_that_can_not_run_it_is_told_before_the_installation(clone, said, status, words):
     done = check(clone, said=said, status=status)
     assert done.returncode == 1
@@ -103,13 +100,10 @@ def test_a_process_that_crashes_or_hangs_leaves_what_it_printed(gpu_report):
         assert (outcome.status, outcome.found, outcome.lines) == (status, [{"a": 1}], ["name"])
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ('{"schema": 1}', "has format 1, and this reads format 2"),
-        ('{"schema": 2, "par', "is no report"), ("", "is no report"), ("[]", "is no report"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, words", [
+    ('{"schema": 1}', "has format 1, and this reads format 2"),
+    ('{"schema": 2, "par', "is no report"), ("", "is no report"), ("[]", "is no report"),
+])  # fmt: skip
 def test_what_is_no_report_is_refused(gpu_report, tmp_path, text, words):
     path = tmp_path / "old.json"
     path.write_text(text)
@@ -120,10 +114,8 @@ def test_what_is_no_report_is_refused(gpu_report, tmp_path, text, words):
 
 
 def test_unfinished_reports_and_nan(gpu_report, tmp_path):
-    path, nan = (
-        tmp_path / "report.json",
-        {"operator": "relu", "error": None, "difference": math.nan},
-    )
+    path = tmp_path / "report.json"
+    nan = {"operator": "relu", "error": None, "difference": math.nan}
 
     def end():
         raise KeyboardInterrupt

@@ -33,11 +33,8 @@ def test_the_main_job_from_another_directory(tmp_path):
         pytest.skip("runs in another environment than the project's own")
     done = script("quickstart", "--fast", cwd=tmp_path, env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stdout + done.stderr
-    speed = (
-        "bfloat16 trains this model"
-        if "avx512" in onednn_features()
-        else "Speed is not measured here"
-    )
+    is_fast = "avx512" in onednn_features()
+    speed = "bfloat16 trains this model" if is_fast else "Speed is not measured here"
     trained = "accuracy", "trained float16", "trained bfloat16", "converted float16"
     for words in (*trained, "All within 0.5", speed):
         assert words in done.stdout
@@ -110,15 +107,12 @@ proof = pytest.mark.proof
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, arguments, words",
-    [
-        pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
-                     ["mxamp, fused", "training", "float32"], marks=proof),
-        ("models", ["--memory", "--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
-        ("small", ["--rounds", "1", "--program", "call"], ["one dense call", "added, us"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, arguments, words", [
+    pytest.param("models", ["--rounds", "1", "--model", "lstm-8"],
+                 ["mxamp, fused", "training", "float32"], marks=proof),
+    ("models", ["--memory", "--model", "lstm-8", "--only", "mxamp"], ["peak MB", "mxamp", "1.00"]),
+    ("small", ["--rounds", "1", "--program", "call"], ["one dense call", "added, us"]),
+])  # fmt: skip
 def test_benchmarks_run(name, arguments, words):
     done = python(BENCH / name, *arguments)
     assert done.returncode == 0, done.stderr

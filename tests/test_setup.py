@@ -14,14 +14,10 @@ def clone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test", "docs"])
-@pytest.mark.parametrize(
-    "python, words",
-    [
-        ("no-such-python", "no Python at 'no-such-python'"),
-        ("3.7", "is Python 3.7; MXNet 1.9.1 needs 3.8"),
-        ("3.14", "is Python 3.14; MXNet 1.9.1 needs 3.8"),
-    ],
-)
+@pytest.mark.parametrize("python, words", [
+    ("no-such-python", "no Python at 'no-such-python'"),
+    ("3.7", "is Python 3.7; MXNet 1.9.1 needs 3.8"), ("3.14", "is Python 3.14; MXNet 1.9.1 needs 3.8"),
+])  # fmt: skip
 def test_failures_are_one_clear_line(name, python, words, clone):
     done = clone.run("--python", clone.python(python) if python[0] == "3" else python, name=name)
     assert done.returncode == 1
@@ -31,15 +27,10 @@ def test_failures_are_one_clear_line(name, python, words, clone):
     assert not (clone.path / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments, marks",
-    [
-        (["-n0"], "-m not proof and not gpu "),
-        (["-n0", "--fast"], "-m not slow and not proof and not gpu "),
-        (["-n0", "--all"], "-m not gpu "),
-        (["a.py::test"], ""),
-    ],
-)
+@pytest.mark.parametrize("arguments, marks", [
+    (["-n0"], "-m not proof and not gpu "), (["-n0", "--all"], "-m not gpu "), (["a.py::test"], ""),
+    (["-n0", "--fast"], "-m not slow and not proof and not gpu "),
+])  # fmt: skip
 def test_long_proofs_run_where_all_or_one_is_asked_for(clone, arguments, marks):
     rest = " ".join(one for one in arguments if one not in ("--fast", "--all"))
     done = clone.run("--python", clone.python(), *arguments)
@@ -75,18 +66,12 @@ def test_a_second_time_nothing_is_done(clone):
 UNREACHABLE = "the package index can't be reached. Check the network, and the proxy"
 
 
-@pytest.mark.parametrize(
-    "said, words",
-    [
-        ("WARNING: Retrying: NewConnectionError\nERROR: No matching distribution", UNREACHABLE),
-        ("WARNING: ProxyError: Cannot connect to proxy\nERROR: No matching", UNREACHABLE),
-        (
-            "ERROR: No matching.",
-            "tools failed: No matching. Put that right and run the same command again.",
-        ),
-        ("Segmentation fault", "Segmentation fault. Put that right"),
-    ],
-)
+@pytest.mark.parametrize("said, words", [
+    ("WARNING: Retrying: NewConnectionError\nERROR: No matching distribution", UNREACHABLE),
+    ("WARNING: ProxyError: Cannot connect to proxy\nERROR: No matching", UNREACHABLE),
+    ("ERROR: No matching.", "tools failed: No matching. Put that right and run the same command again."),
+    ("Segmentation fault", "Segmentation fault. Put that right"),
+])  # fmt: skip
 def test_a_failure_says_what_failed_and_what_to_do(said, words, clone):
     done = clone.set_up(PIP_DOES=f"printf '{said}'; exit 1")
     assert done.returncode == 1

@@ -80,10 +80,9 @@ class Probe(mx.operator.CustomOp):
         self.assign(in_grad[0], req[0], out_grad[0] * 2)
 
 
-@pytest.mark.parametrize(
-    "registered, wanted",
-    [(None, "float32"), ("half", "float16"), ("float", "float32"), ("promote", "float16")],
-)
+@pytest.mark.parametrize("registered, wanted", [
+    (None, "float32"), ("half", "float16"), ("float", "float32"), ("promote", "float16"),
+])  # fmt: skip
 def test_custom_operators(registered, wanted):
     if registered:
         amp.register_custom_operator("mxamp_probe", registered)

@@ -4,16 +4,17 @@ import contextlib
 import itertools
 import os
 import sys
-import textwrap
+from functools import partial
 
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import autograd, gluon
+from mxnet import gluon
 
 import mxamp as amp
 from helpers import python, same, scaled_backward
-from training import batches, poisoned
+from models import module_of
+from training import batches, end_step, poisoned, run_backward
 
 pytestmark = pytest.mark.gpu
 STORES = [("device", False), ("device", True), ("local", False), ("local", True), (None, False)]
@@ -34,12 +35,12 @@ def make(contexts, **settings):
     return net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **settings)
 
 
-def loss_of(out):
-    return (out.astype("float32") ** 2).sum()
+def losses_of(net, parts):
+    return [(net(part).astype("float32") ** 2).sum() for part in parts]
 
 
 def backward(net, trainer, parts):
-    scaled_backward(lambda: [loss_of(net(part)) for part in parts], trainer)
+    scaled_backward(partial(losses_of, net, parts), trainer)
 
 
 def by_scale_loss(net, trainer, parts, rows):
@@ -144,11 +145,8 @@ def by_grad_scaler(net, trainer, ctx):
     scaler = amp.GradScaler(init_scale=64)
 
     def step(net, trainer, parts, rows):
-        with autograd.record():
-            losses = [loss_of(net(part)) for part in parts]
-        autograd.backward(scaler.scale(losses))
-        scaler.step(trainer, rows)
-        scaler.update()
+        run_backward(partial(losses_of, net, parts), trainer, "GradScaler", scaler)
+        end_step(trainer, scaler, rows)
 
     return step
 
@@ -185,19 +183,17 @@ def test_a_decorated_optimizer_of_a_module(devices, fusion):
     found = []
     for contexts in (devices, cpus(2)):
         data = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=8, name="one")
-        data = mx.sym.FullyConnected(
-            mx.sym.Activation(data, act_type="relu"), num_hidden=2, name="two"
-        )
+        data = mx.sym.Activation(data, act_type="relu")
+        data = mx.sym.FullyConnected(data, num_hidden=2, name="two")
         symbol = mx.sym.SoftmaxOutput(data, name="softmax")
         amp.init("float16", ctx=contexts[0])
         optimizer = amp.decorate("sgd", init_loss_scaling=64)
         used = contexts if contexts[0] != contexts[1] else contexts[:1]
-        module = mx.mod.Module(symbol, context=used)
-        module.bind([("data", (4, 4))], [("softmax_label", (4,))])
+        module = module_of(symbol, (4, 4), ("softmax_label", (4,)), context=used)
         rng = np.random.RandomState(0)
         shapes = {"one_weight": (8, 4), "one_bias": (8,), "two_weight": (2, 8), "two_bias": (2,)}
         given = {name: mx.nd.array(rng.randn(*shape) * 0.3) for name, shape in shapes.items()}
-        module.init_params(arg_params=given)
+        module.set_params(given, {})
         module.init_optimizer(optimizer=optimizer, optimizer_params={"learning_rate": 0.5})
         for batch in batches(3):
             label = mx.nd.array([0, 1, 0, 1])
@@ -223,9 +219,8 @@ def test_models_over_two_gpus(hybrid, optimizer, devices, fusion):
     amp.init("float16", ctx=devices[0])
     decorated = amp.decorate(optimizer, init_loss_scaling=64)  # before `bind`: the graph is cast
     groups = dict(zip(("first", "second"), devices))
-    module = mx.mod.Module(symbol, context=devices[0], group2ctxs=groups)
-    module.bind([("data", (4, 4))], [("softmax_label", (4,))])
-    module.init_params(mx.init.Constant(0.1))
+    options = {"context": devices[0], "group2ctxs": groups}
+    module = module_of(symbol, (4, 4), ("softmax_label", (4,)), **options)
     module.init_optimizer(optimizer=decorated)
     for rows in (4, 2, 4):  # another batch size reshapes the executor
         data = mx.nd.array(batches(1)[0][:rows])
@@ -268,29 +263,30 @@ def test_checkpoints_move_between_devices(first, second, devices, tmp_path):
     assert_near(found, wanted)
 
 
+SCRIPT = """
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+ctx = mx.Context({device!r})
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Dense(16, activation="relu", in_units=4), gluon.nn.Dense(2, in_units=16))
+net.initialize(mx.init.Constant(0.05), ctx=ctx)
+net.hybridize()
+trainer = gluon.Trainer(net.collect_params(), "sgd", {{"learning_rate": 0.1}})
+data = mx.nd.array(np.random.RandomState(0).randn(8, 4), ctx=ctx)
+for _ in range(5):
+    with autograd.record():
+        loss = ((net(data) - 1) ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+    print("loss", loss.asscalar())
+"""
+
+
 def test_a_script_that_knows_nothing(devices, tmp_path):
     """`mxamp run` takes the GPU and float16, and its losses are those of float32."""
     script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import mxnet as mx
-        import numpy as np
-        from mxnet import autograd, gluon
-        ctx = mx.Context({devices[0].device_type!r})
-        net = gluon.nn.HybridSequential()
-        net.add(gluon.nn.Dense(16, activation="relu", in_units=4), gluon.nn.Dense(2, in_units=16))
-        net.initialize(mx.init.Constant(0.05), ctx=ctx)
-        net.hybridize()
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {{"learning_rate": 0.1}})
-        data = mx.nd.array(np.random.RandomState(0).randn(8, 4), ctx=ctx)
-        for _ in range(5):
-            with autograd.record():
-                loss = ((net(data) - 1) ** 2).mean()
-            loss.backward()
-            trainer.step(1)
-            print("loss", loss.asscalar())
-    """)
-    )
+    script.write_text(SCRIPT.format(device=devices[0].device_type))
     found = []
     # mxamp makes MXNet importable with newer NumPy.
     plain = ["-c", "import mxamp, runpy, sys; runpy.run_path(sys.argv[1])"]

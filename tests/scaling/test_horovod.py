@@ -10,6 +10,7 @@ from mxnet import gluon
 
 import mxamp as amp
 from helpers import BF16, NEEDS_HOROVOD, ROOT, horovodrun, initialized
+from models import module_of
 from training import assert_same_weights, batches, setup, train, weights
 
 FIRST, LAST = 3, 6  # of the steps of a run that goes on from its states
@@ -129,19 +130,12 @@ def nets():
     return {"bfloat16": low, "two devices": two, "sparse": sparse}
 
 
-REFUSED = {
-    "bfloat16": (amp.ArgumentError, "the gradient of 'dense.*' is bfloat16: leave parameters in"),
-    "two devices": (amp.StateError, "is on 2 devices: start one process per device"),
-    "sparse": (
-        amp.StateError,
-        "the gradient of 'embedding0_weight' is row_sparse: make its layer with",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_gradients_that_horovod_can_not_sum_are_refused_before(hvd, name):
-    error, words = REFUSED[name]
+@pytest.mark.parametrize("name, error, words", [
+    ("bfloat16", amp.ArgumentError, "the gradient of 'dense.*' is bfloat16: leave parameters in"),
+    ("two devices", amp.StateError, "is on 2 devices: start one process per device"),
+    ("sparse", amp.StateError, "the gradient of 'embedding0_weight' is row_sparse: make its layer with"),
+])  # fmt: skip
+def test_gradients_that_horovod_can_not_sum_are_refused_before(hvd, name, error, words):
     trainer = hvd.DistributedTrainer(nets()[name].collect_params(), "sgd")
     amp.init_trainer(trainer, amp.NoScaler())
     with pytest.raises(error, match=words):
@@ -162,10 +156,8 @@ def test_an_optimizer_of_horovod_is_decorated_before(hvd):
 
 
 def test_modules_take_no_optimizer_of_horovod_with_loss_scaling(hvd):
-    module = mx.mod.Module(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2), ["data"], None)
     optimizer = hvd.DistributedOptimizer(amp.decorate(mx.optimizer.SGD()))
-    module.bind([("data", (2, 3))])
-    module.init_params()
+    module = module_of(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2), (2, 3))
     with pytest.raises(amp.StateError, match=r"gluon\.Trainer"):
         module.init_optimizer(None, optimizer)
 
@@ -205,18 +197,13 @@ def runs(tmp_path_factory):
     return found
 
 
-def assert_equal(one, other):
-    for mine, theirs in zip(one, other):
-        np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("way", WAYS)
 class TestWays:
     pytestmark = NEEDS_HOROVOD
 
     def test_all_workers_skip_what_one_has_seen_overflow(self, runs, way):
         one, two = (found[way] for found in runs)
-        assert_equal(one, two)
+        np.testing.assert_equal(one, two)
         scales = [[took, 1024] for took, _ in SCALES] if way == "static" else SCALES
         np.testing.assert_array_equal(one[-1], scales)
 
@@ -232,7 +219,7 @@ class TestRuns:
 
     def test_what_compression_overflows_is_skipped_by_all(self, runs):
         one, two = (found["fp16, large scale"] for found in runs)
-        assert_equal(one, two)
+        np.testing.assert_equal(one, two)
         stepped, scales = one[-1].T
         assert not stepped[0] and stepped[-1] and scales[-1] < 2.0**18
         assert all(np.isfinite(array).all() for array in one)
@@ -244,8 +231,8 @@ class TestRuns:
 
     def test_a_run_goes_on_from_its_states_bit_for_bit(self, runs):
         for found in runs:
-            assert_equal(found["resumed"][:-1], found["saved"][:-1])
-            assert_equal(found["resumed"][-1], found["saved"][-1][FIRST:LAST])
+            np.testing.assert_equal(found["resumed"][:-1], found["saved"][:-1])
+            np.testing.assert_equal(found["resumed"][-1], found["saved"][-1][FIRST:LAST])
 
     @pytest.mark.parametrize("name", ["another scale", "another policy"])
     def test_all_workers_are_told_what_is_wrong(self, runs, name):

@@ -13,7 +13,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import initialized, randn, scaled_backward, with_avx512
+from helpers import initialized, randn, scaled_backward, sequential, with_avx512
 from training import run_backward
 
 #: Ways to train, and the dtype that each is meant for.
@@ -46,11 +46,11 @@ class Run:
 
     def __init__(self, way, optimizer, load=None):
         mx.random.seed(0)
-        self.net = gluon.nn.HybridSequential(prefix="net_")
-        with self.net.name_scope():
-            self.net.add(gluon.nn.Dense(8, activation="tanh", in_units=12))
-            self.net.add(gluon.nn.LayerNorm(in_channels=8), gluon.nn.Dense(3, in_units=8))
-        self.net.initialize(mx.init.Xavier())
+        layers = (
+            gluon.nn.Dense(8, activation="tanh", in_units=12),
+            gluon.nn.LayerNorm(in_channels=8),
+        )
+        self.net = sequential(*layers, gluon.nn.Dense(3, in_units=8), init=mx.init.Xavier())
         name, settings = OPTIMIZERS[optimizer]
         if way == "contrib":
             self.net.cast("float16")
@@ -138,11 +138,9 @@ class Counting(mx.optimizer.Optimizer):
 
 def described(state):
     """A state with the dtypes and sums of its arrays."""
-    if isinstance(state, (tuple, list)):
-        return type(state)(map(described, state))
-    return (
-        (state.dtype, float(state.sum().asscalar())) if isinstance(state, mx.nd.NDArray) else state
-    )
+    if isinstance(state, mx.nd.NDArray):
+        return state.dtype, float(state.sum().asscalar())
+    return type(state)(map(described, state)) if isinstance(state, (tuple, list)) else state
 
 
 @pytest.mark.filterwarnings("ignore:Optimizer created manually")
@@ -198,13 +196,12 @@ def test_a_plain_trainer_between_two_levels_makes_saved_master_weights_stale(
     Run("O2 float16", optimizer).train(3).save(tmp_path / "net")
     amp.shutdown()
     Run("plain", optimizer, tmp_path / "net").train(3).save(tmp_path / "net")
-    run = Run("O2 float16", optimizer)
-    loads = [
-        lambda: run.net.load_parameters(str(tmp_path / "net.params")),
-        lambda: run.trainer.load_states(str(tmp_path / "net.states")),
-    ]
-    for load in loads if order == "parameters first" else loads[::-1]:
-        load()
+    if order == "parameters first":
+        run = Run("O2 float16", optimizer, tmp_path / "net")
+    else:
+        run = Run("O2 float16", optimizer)
+        run.trainer.load_states(str(tmp_path / "net.states"))
+        run.net.load_parameters(str(tmp_path / "net.params"))
     weights = run.train(3).weights()
     before, expected = Run("plain", optimizer).train(6), Run("plain", optimizer).train(9).weights()
     step = np.linalg.norm(expected - before.weights())
