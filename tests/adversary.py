@@ -65,13 +65,13 @@ def first(outputs):
 
 def product(data, name, axes, param):
     """A product that keeps the shape: neighbours that have layouts of their own."""
+    weight = param(f"{name}_weight")
     if axes == 4:
-        weight, bias = param(f"{name}_weight"), param(f"{name}_bias")
-        return S.Convolution(
-            data, weight, bias, kernel=(3, 3), pad=(1, 1), num_filter=16, name=name
-        )
-    weight, options = param(f"{name}_weight"), {"no_bias": True, "flatten": False}
-    return S.FullyConnected(data, weight, num_hidden=16, name=name, **options)
+        bias = param(f"{name}_bias")
+        options = {"kernel": (3, 3), "pad": (1, 1), "num_filter": 16}
+        return S.Convolution(data, weight, bias, name=name, **options)
+    options = {"no_bias": True, "flatten": False, "num_hidden": 16}
+    return S.FullyConnected(data, weight, name=name, **options)
 
 
 def surroundings(pattern, plain=False):
@@ -288,12 +288,9 @@ def module(run):
     made = mx.mod.Module(run.symbol, ["data"], None)
     results = []
     with amp.autocast(policy=run.policy):
-        made.bind(
-            [("data", run.shapes[0])],
-            for_training=run.training,
-            inputs_need_grad=run.training,
-            grad_req=run.grad_req if isinstance(run.grad_req, str) else "write",
-        )
+        grad_req = run.grad_req if isinstance(run.grad_req, str) else "write"
+        data = [("data", run.shapes[0])]
+        made.bind(data, None, run.training, inputs_need_grad=run.training, grad_req=grad_req)
     made.init_params(arg_params={n: a for n, a in args.items() if n != "data"}, aux_params=aux)
     for shape in run.shapes:
         args, aux = arrays_of(run, shape)
@@ -312,8 +309,8 @@ def module(run):
 def converted(run, **options):
     """Convert, save, load in plain MXNet, and bind there."""
     results = []
-    args, aux = arrays_of(run, run.shapes[0])
-    held = {name: array for name, array in args.items() if name != "data"}
+    held, aux = arrays_of(run, run.shapes[0])
+    del held["data"]
     symbol, new, states = amp.convert_model(
         run.symbol, held, aux, policy=run.policy, cast_optional_params=True, **options
     )
@@ -338,9 +335,9 @@ WAYS = {way.__name__: way for way in (hybridized, executor, module)}
 def compared(way, run, pattern):
     """Return in words where a way of running differs from eager calls."""
     mine, theirs = way(run), eager(run)
-    spreads = pattern.spreads
+    # A mask of 0 times infinity is as good as the infinity.
+    spreads = pattern.spreads or bool(run.poison)
     if run.poison:
-        spreads = True  # a mask of 0 times infinity is as good as the infinity
         for results in (*mine, *theirs):
             if "gradient of data" in results:
                 # Of what is not finite itself, any gradient will do.

@@ -91,13 +91,10 @@ def launched(*command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments, launch, prefix",
-    [
-        ([], launched, "[worker {}] "),
-        pytest.param(["--horovod"], horovodrun, "[{}]<stdout>:", marks=NEEDS_HOROVOD),
-    ],
-)
+@pytest.mark.parametrize("arguments, launch, prefix", [
+    ([], launched, "[worker {}] "),
+    pytest.param(["--horovod"], horovodrun, "[{}]<stdout>:", marks=NEEDS_HOROVOD),
+])  # fmt: skip
 def test_the_example_with_workers_runs_on_two(arguments, launch, prefix):
     done = launch(str(EXAMPLES / "train_on_workers.py"), "--dtype", "float16", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]

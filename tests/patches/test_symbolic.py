@@ -57,9 +57,8 @@ def test_modules_of_stored_bfloat16_bind_under_init(dtype, fuse):
 def bound_sum(grad_req="write", shape=(4, 3, 8, 8), **more):
     """An executor of a graph whose sum is substituted, with a fixed shape in it."""
     data = mx.sym.var("data")
-    symbol = mx.sym.sum(
-        mx.sym.Convolution(data, num_filter=8, kernel=(3, 3), name="c"), axis=(2, 3)
-    )
+    data = mx.sym.Convolution(data, num_filter=8, kernel=(3, 3), name="c")
+    symbol = mx.sym.sum(data, axis=(2, 3))
     policy = amp.Policy.default("bfloat16").override(low=[], replace_lists=True)
     with amp.autocast(policy=policy):
         executor = symbol.simple_bind(mx.cpu(), grad_req=grad_req, data=shape, **more)

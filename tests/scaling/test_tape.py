@@ -7,14 +7,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.symbol import Symbol
 
 import mxamp as amp
-from helpers import initialized, scaled_backward
+from helpers import initialized, leaf, scaled_backward
 from mxamp.scaling import tape
-
-
-def leaf(value=1.0):
-    array = nd.array([value])
-    array.attach_grad()
-    return array
 
 
 def recorded(function, *arrays):
@@ -39,7 +33,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_the_scales_behind_a_head(name):
     build, scales = HEADS[name]
-    w = leaf()
+    w = leaf(nd.ones(1))
     losses = [recorded(lambda: tape.scaled(w * 2, 8.0)) for _ in range(2)]
     head = recorded(build, *losses, w)
     assert set(tape.marks_behind(head).values()) == scales
@@ -51,8 +45,7 @@ def test_a_scaled_loss_has_the_bits_of_a_product(scale, ndim):
     mx.npx.set_np()
     loss = mx.np.random.normal(size=(2,) * ndim).astype("float64")
     for dtype in ("float32", "float64"):
-        array = loss.astype(dtype)
-        array.attach_grad()
+        array = leaf(loss.astype(dtype))
         product = recorded(lambda array: tape.scaled(array * 1, scale), array)
         expected = array.asnumpy() * np.dtype(dtype).type(scale)
         np.testing.assert_array_equal(product.asnumpy(), expected)
@@ -84,14 +77,14 @@ def test_no_tape_is_written_as_text(way, monkeypatch):
                 pass
         total = losses[0] + losses[1]
     if way == "plain beside scaled":
-        w = leaf()
+        w = leaf(nd.ones(1))
         recorded(lambda: w * 2).backward()
     total.backward()
     trainer.step(4)
 
 
 def test_a_pass_frees_the_marks_of_its_losses():
-    w = leaf()
+    w = leaf(nd.ones(1))
     before = len(tape._marks)
     net, trainer = nets()
     amp.init_trainer(trainer, amp.StaticLossScaler(8))
@@ -125,10 +118,6 @@ def test_two_trainers_of_one_scaler_agree_at_once():
     one.step(4)
     assert one.amp_loss_scale == other.amp_loss_scale == 512
     assert (one.amp_skips, other.amp_skips) == (1, 0)
-
-
-def test_attributes_of_trainers_without_a_scaler():
-    assert not hasattr(nets()[1], "amp_loss_scale")
 
 
 def test_initialize_is_whole_or_nothing():

@@ -19,8 +19,8 @@ def param_of(req="write", value="zeros"):
     return initialized(gluon.Parameter("w", shape=(1,), init=value, grad_req=req))
 
 
-def trainer_of(param, scale, **settings):
-    trainer = gluon.Trainer([param], "sgd", {"learning_rate": 1.0, **settings}, kvstore=None)
+def trainer_of(param, scale):
+    trainer = gluon.Trainer([param], "sgd", {"learning_rate": 1.0}, kvstore=None)
     if scale:
         amp.init_trainer(trainer, amp.StaticLossScaler(scale))
     return trainer

@@ -1,5 +1,7 @@
 """Scales that gradients carry in unusual programs: as in float32, or an error."""
 
+from functools import partial
+
 import mxnet as mx
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import mxamp as amp
 from helpers import backpropagate, initialized, scaled_backward
 from mxamp.frontends import automatic
 from mxamp.scaling.backward_passes import scaling_patches
-from training import end_step, run_backward, trainer_in
+from training import end_step, run_backward, squares, trainer_in
 
 X = nd.array([[1.0, 2.0]])
 
@@ -82,12 +84,8 @@ def test_the_stale_gradient_of_another_device_is_summed_at_one_scale(second):
     trainer = gluon.Trainer({"p": param}, "sgd", {"learning_rate": 0.1})
     amp.init_trainer(trainer, amp.LossScaler(growth_interval=1 if second == "grown" else 9))
     for used in (contexts, contexts[:1]):
-        with autograd.record():
-            losses = [param.data(ctx).sum() for ctx in used]
-            if used is contexts or second != "plain":
-                with amp.scale_loss(losses, trainer) as losses:
-                    pass
-        autograd.backward(losses)
+        way = "scale_loss" if used is contexts or second != "plain" else "plain"
+        run_backward(lambda used=used: [param.data(ctx).sum() for ctx in used], trainer, way)
         if used is contexts and second == "unscaled before":
             amp.unscale(trainer)
         trainer.step(1, ignore_stale_grad=True)
@@ -242,9 +240,7 @@ def test_a_plain_trainer_on_a_kvstore_that_uses_a_part_of_its_parameters():
     for used in (parts, parts[:1], parts[1:], parts):
         scaled(net, trainer)
         trainer.step(4)
-        with autograd.record():
-            losses = [part(X.as_in_context(c)).sum() for c in contexts for part in used]
-        autograd.backward(losses)
+        backpropagate(lambda used=used: [p(X.as_in_context(c)) for c in contexts for p in used])
         plain.step(4)
     assert plain._update_on_kvstore
     assert all(np.isfinite(part.weight.data(c).asnumpy()).all() for part in parts for c in contexts)
@@ -274,11 +270,12 @@ def test_each_of_two_trainers_reports_its_own_overflow():
     (one, first), (two, second) = (
         make(scaler=amp.LossScaler(scale)) for scale in (2.0**12, 2.0**8)
     )
-    with autograd.record():
+
+    def loss():
         zero = (one.weight.data() - one.weight.data().detach()).sum()
-        loss = zero.sqrt() + two(X).sum()  # the gradient of the square root is infinite
-        with amp.scale_loss(loss, [first, second]) as product:
-            product.backward()
+        return zero.sqrt() + two(X).sum()  # the gradient of the square root is infinite
+
+    scaled_backward(loss, [first, second])
     first.step(4)
     second.step(4)
     assert (first.amp_skips, second.amp_skips) == (1, 0)
@@ -316,15 +313,13 @@ def test_one_pass_from_losses_scaled_apart():
 @pytest.mark.parametrize("idle", [False, True])
 def test_gradients_summed_before_a_grad_scaler_knows_the_trainer(idle, unscales):
     found, contexts = [], [mx.cpu(0), mx.cpu(1)]
-    for scaler in (None, amp.GradScaler(256)):
-        net = dense(ctx=contexts)
-        settings = {"learning_rate": 2.0**-6}
-        trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=False)
+    for way in ("plain", "GradScaler"):
+        net, sgd = dense(ctx=contexts), mx.optimizer.SGD(learning_rate=2.0**-6)
+        options = {"update_on_kvstore": False}
+        trainer, scaler = trainer_in(way, net.collect_params(), 256, sgd, **options)
         for i in range(3):
-            with autograd.record():
-                used = contexts[:1] if idle else contexts
-                losses = [net(nd.ones((2, 2), ctx=one)).sum() * 2 for one in used]
-            autograd.backward(scaler.scale(losses) if scaler else losses)
+            data = [nd.ones((2, 2), ctx=one) for one in (contexts[:1] if idle else contexts)]
+            run_backward(partial(squares, net, data), trainer, way, scaler)
             if i == 0:
                 trainer.allreduce_grads()
                 if scaler and unscales:
