@@ -40,16 +40,13 @@ class Interrupt:
         return self
 
     def run(self, function):
-        """Return whether `function` was interrupted."""
         before = sys.gettrace()  # that of coverage
         sys.settrace(self)
         try:
-            function()
-        except KeyboardInterrupt:
-            return True
+            with contextlib.suppress(KeyboardInterrupt):
+                function()
         finally:
             sys.settrace(before)
-        return False
 
 
 class Program:
@@ -110,26 +107,6 @@ def assert_whole(program):
     assert all(one.is_open for one in patching._open_sets)
 
 
-def interrupted(way, adds, seed, count):
-    """Interrupt a step at random lines."""
-    program = Program(way, adds)
-    program.step()
-    counter = Interrupt()
-    counter.run(program.step)
-    lines = range(1, counter.seen + 1)
-    for line in random.Random(seed).sample(lines, min(count, len(lines))):  # noqa: S311
-        interrupt = Interrupt(line)
-        interrupt.run(program.step)
-        try:
-            assert_whole(program)
-            program.recover()
-            program.assert_right()
-        except BaseException as error:
-            message = f"{way} {adds=} {seed=}, line {line} of {counter.seen}: {interrupt.place}"
-            raise AssertionError(message) from error
-    shut_down_after(program)
-
-
 def shut_down_after(program):
     """Nothing stays patched or locked, whatever was interrupted."""
     program.assert_right()
@@ -151,7 +128,20 @@ SEED, COUNT = (
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_interrupts_at_random_lines(way, adds, seed, count):
-    interrupted(way, adds, seed, count)
+    program, counter = Program(way, adds), Interrupt()
+    program.step()
+    counter.run(program.step)
+    lines = range(1, counter.seen + 1)
+    for line in random.Random(seed).sample(lines, min(count, len(lines))):  # noqa: S311
+        interrupt = Interrupt(line)
+        interrupt.run(program.step)
+        try:
+            assert_whole(program)
+            program.recover()
+            program.assert_right()
+        except BaseException as error:
+            raise AssertionError(f"{line} of {counter.seen}: {interrupt.place}") from error
+    shut_down_after(program)
 
 
 def interrupt(_signal, frame):
