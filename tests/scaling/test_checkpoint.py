@@ -259,10 +259,10 @@ def ten_steps(dtype, first, last, path, load=False):
     return [*weights(net), trainer.amp_loss_scale, trainer.amp_skips]
 
 
-def test_ten_steps_are_five_and_five(dtype, tmp_path):
+def test_ten_steps_are_eight_and_two(dtype, tmp_path):
     whole = ten_steps(dtype, 0, 10, tmp_path / "whole")
-    ten_steps(dtype, 0, 5, tmp_path / "half")
-    np.testing.assert_equal(ten_steps(dtype, 5, 10, tmp_path / "half", load=True), whole)
+    ten_steps(dtype, 0, 8, tmp_path / "half")
+    np.testing.assert_equal(ten_steps(dtype, 8, 10, tmp_path / "half", load=True), whole)
     assert whole[-1] == 2
 
 
