@@ -9,10 +9,8 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from helpers import ROOT, check_python, randn
-from mxamp.cli.main import main
+from helpers import ROOT, check_python, randn, run_mxamp
 
 S = mx.sym
 NET = S.FullyConnected(S.var("data"), num_hidden=4, name="fc")
@@ -94,10 +92,6 @@ def models(tmp_path_factory):
     return folder
 
 
-def run(*arguments):
-    return CliRunner().invoke(main, ["convert", *arguments], prog_name="mxamp")
-
-
 @pytest.fixture(autouse=True)
 def in_folder(models, monkeypatch):
     """Run in the folder of the models, and leave it and the path of imports as they were."""
@@ -119,9 +113,8 @@ BAD = json.loads((ROOT / "tests" / "cli" / "bad_convert.json").read_text())
 @pytest.mark.parametrize("arguments, said, status", BAD, ids=[one[0] for one in BAD])
 def test_bad_input_is_told_in_one_line(arguments, said, status):
     before = set(os.listdir())
-    result = run(*arguments.split())
+    result = run_mxamp("convert", *arguments.split(), status=status)
     assert isinstance(result.exception, SystemExit), result.exception
-    assert result.exit_code == status, result.output
     for part in said:
         assert part in result.output.splitlines()[-1]
     assert set(os.listdir()) == before
@@ -137,13 +130,9 @@ def test_bad_input_is_told_in_one_line(arguments, said, status):
 )
 def test_a_failed_check_shows_the_errors_of_outputs_then_one_line(arguments, cells, said):
     before = set(os.listdir())
-    result = run(*arguments.split())
-    assert result.exit_code == 1, result.output
-    (row,) = (
-        line for line in result.output.splitlines() if "_output" in line and "Error:" not in line
-    )
+    *lines, last = run_mxamp("convert", *arguments.split(), status=1).output.splitlines()
+    (row,) = (line for line in lines if "_output" in line)
     assert set(cells) <= set(re.split(" {2,}", row))
-    *_, last = result.output.splitlines()
     assert "Error: " in last and "nothing was written" in last and said in last
     assert set(os.listdir()) == before
 

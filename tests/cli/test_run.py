@@ -5,10 +5,8 @@ import re
 import textwrap
 
 import pytest
-from click.testing import CliRunner
 
-from helpers import ROOT, python
-from mxamp.cli.main import main
+from helpers import ROOT, python, run_mxamp
 
 PROGRAMS = ROOT / "tests" / "programs"
 IN_MIXED_PRECISION = "import mxnet, os, sys; amp = sys.modules['mxamp']; assert amp.is_enabled()\n"
@@ -102,9 +100,7 @@ def test_a_wrong_policy_file_ends_the_program(tmp_path):
 )
 def test_wrong_options_are_errors(arguments, words):
     given = arguments.format(list=ROOT / "lists" / "float16.toml").split()
-    result = CliRunner().invoke(main, ["run", *given])
-    assert result.exit_code == 2
-    assert words in result.output.splitlines()[-1]
+    assert words in run_mxamp("run", *given, status=2).output.splitlines()[-1]
 
 
 def test_an_error_where_the_hook_is_not_loaded(tmp_path):

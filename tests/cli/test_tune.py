@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import ROOT, randn
+from helpers import ROOT, randn, run_mxamp
 from mxamp.cli.main import main
 from mxamp.cli.output import progress
 from mxamp.convert.outputs import run_model
@@ -77,9 +77,7 @@ def out(models):
 
 
 def run(*arguments, status=0):
-    done = CliRunner().invoke(main, [*map(str, arguments)], prog_name="mxamp")
-    assert done.exit_code == status, done.output
-    return done.output
+    return run_mxamp(*arguments, status=status).output
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +138,8 @@ def test_the_printed_command_makes_the_form_that_was_measured(models, out, way, 
     if way in ("plain", "autocast"):
         assert ("amp.init(policy=amp.Policy.load('p.toml'))" in last) == (way == "autocast")
         assert before == "Wrote p.toml." and "run the model as it is" in last
-        refused = CliRunner().invoke(main, "convert m --policy p.toml --out x --fuse".split())
-        assert refused.exit_code == 2 and repr(way) in refused.output and not converted
+        refused = run(*"convert m --policy p.toml --out x --fuse".split(), status=2)
+        assert repr(way) in refused and not converted
         return
     export = "Next, for OpenVINO: mxamp export-onnx m --input data:3,8 --out m.onnx"
     assert before == (export if way == "openvino" else "Wrote p.toml.")

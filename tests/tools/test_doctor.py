@@ -5,12 +5,10 @@ import os
 import sys
 
 import pytest
-from click.testing import CliRunner
 
 import mxamp as amp
-from helpers import ROOT, WITHOUT_MXNET, python
+from helpers import ROOT, WITHOUT_MXNET, python, run_mxamp
 from mxamp.backends.onednn import cpu
-from mxamp.cli.main import main
 from mxamp.framework import machine
 from mxamp.framework.compat import BROKEN
 from mxamp.tools import doctor as module
@@ -217,10 +215,9 @@ def test_the_report_of_this_machine_has_its_versions():
 )  # fmt: skip
 def test_the_exit_status_counts_problems_alone(install, changes, status, words):
     install(**changes)
-    done = CliRunner().invoke(main, ["doctor"])
-    assert done.exit_code == status
-    assert words in " ".join(done.output.split())
-    assert max(map(len, done.output.splitlines())) <= 100
+    output = run_mxamp("doctor", status=status).output
+    assert words in " ".join(output.split())
+    assert max(map(len, output.splitlines())) <= 100
 
 
 @pytest.mark.slow

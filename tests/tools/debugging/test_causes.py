@@ -9,7 +9,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import custom_operator, randn
+from helpers import custom_operator, initialized, randn, sequential
 from mxamp.debugging import check_numerics
 
 STEPS = 8
@@ -38,8 +38,7 @@ def trained(dtype, hybridize, between=relu, rate=0.01, init=None, data=lambda x:
     """Return the check of some steps, until its first finding."""
     mx.random.seed(2)
     net, loss = Net(between), gluon.loss.SoftmaxCrossEntropyLoss()
-    net.initialize(init or mx.init.Xavier())
-    net.hybridize(hybridize)
+    initialized(net, hybridize, init=init or mx.init.Xavier())
     x, y = data(randn(STEPS, 32, 8)), nd.arange(32) % 4
     policy = amp.Policy.default(dtype).override(fp32_layers=layers)
     with amp.autocast(policy=policy, enabled=dtype != "float32"):
@@ -140,10 +139,8 @@ def test_the_advice_cures_the_program(broken, cure, cured, dtypes, hybridize):
 ])  # fmt: skip
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_a_gradient_that_overflows(grown, cure, hybridize):
-    net = nn.HybridSequential()
-    net.add(*(nn.Dense(2, in_units=2, use_bias=False) for _ in range(2)))
-    net.initialize(mx.init.One())
-    net.hybridize(hybridize)
+    layers = (nn.Dense(2, in_units=2, use_bias=False) for _ in range(2))
+    net = sequential(*layers, hybridize=hybridize, init=mx.init.One())
     with amp.autocast("float16"), check_numerics(on="collect") as check:
         for factor in (1, grown):
             net[0].weight.set_data(net[0].weight.data() * factor)

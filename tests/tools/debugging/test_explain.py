@@ -55,8 +55,7 @@ def test_what_runs_is_explained_by_the_policy_that_is_on():
 def test_a_block_that_has_run_is_explained_as_it_ran():
     # A dense layer of 30 rows computes in bfloat16 in inference, and in float32 in training.
     net, data = mx.gluon.nn.Dense(1024, in_units=1024, prefix="fc_"), nd.ones((30, 1024))
-    net.initialize()
-    net.hybridize()
+    initialized(net, hybridize=True)
     with amp.autocast("bfloat16"):
         net(data)
         assert amp.explain(net)["fc_fwd"].precision == "bfloat16"

@@ -10,7 +10,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, initialized, leaf, randn, scaled_backward, untuned
+from helpers import backpropagate, initialized, leaf, randn, scaled_backward, sequential, untuned
 from mxamp.debugging import NumericsError, check_numerics
 from mxamp.patches.symbolic import scaled_executors
 from nets import convolutional, made
@@ -167,10 +167,8 @@ def test_infinities_are_overflows_in_casts_and_low_precision():
 
 @pytest.mark.parametrize("value, weight", [(1e5, 1.0), (5e4, 2.0), (1.0, 1e-6)])
 def test_an_overflow_of_a_cast_names_the_layer_to_keep_in_float32(value, weight):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(2, in_units=1, use_bias=False), nn.HybridLambda("log", prefix="last_"))
-    net.initialize(mx.init.Constant(weight))
-    net.hybridize()
+    layers = nn.Dense(2, in_units=1, use_bias=False), nn.HybridLambda("log", prefix="last_")
+    net = sequential(*layers, init=mx.init.Constant(weight), hybridize=True)
 
     def checked_under(policy):
         with amp.autocast(policy=policy), autograd.record():
@@ -216,18 +214,15 @@ CONTROL = [
 
 
 def sparse(hybridize):
-    net = nn.Embedding(10, 3, sparse_grad=True)
-    net.initialize(mx.init.One())
-    net.hybridize(hybridize)
+    net = initialized(nn.Embedding(10, 3, sparse_grad=True), hybridize, init=mx.init.One())
     backpropagate(lambda: net(nd.array([1, 2])).sum())
     return [net.weight.grad()]
 
 
 def looping(function):
     def program(hybridize):
-        net, x = nn.HybridLambda(function), nd.ones((3, 4))
+        net, x = nn.HybridLambda(function), leaf(nd.ones((3, 4)))
         net.hybridize(hybridize)
-        x.attach_grad()
         backpropagate(lambda: net(x))
         return net(x), x.grad
 
@@ -260,8 +255,7 @@ def test_an_output_of_which_an_operator_reads_the_shape_alone():
         out = F.log(x)
         return out, F.zeros_like(out)
 
-    net = nn.HybridLambda(both)
-    net.hybridize()
+    net = initialized(nn.HybridLambda(both), hybridize=True)
     assert checked(lambda: net(nd.array([-1.0, 1.0]))).first.operator == "log"
 
 
@@ -284,9 +278,7 @@ def test_a_backward_pass_after_the_check():
 
 
 def test_graphs_that_wait_for_their_backward_pass():
-    x, y = nd.array([0.0]), nd.array([4.0])
-    x.attach_grad()
-    y.attach_grad()
+    x, y = leaf(nd.array([0.0])), leaf(nd.array([4.0]))
     with check_numerics(on="collect") as check:
         with autograd.record():
             a, b = x.sqrt(), y.sqrt()
@@ -324,15 +316,19 @@ def test_skipped_operators_excuse_what_follows(way):
     assert not checked(prepared(bad_weight(), way, randn(4, 8), train=True), skip=["*dense7*"])
 
 
-def trained_with_scale(steps, on="collect", hybridize=True, **options):
+def trained_with_scale(steps, on="collect", hybridize=True, net=None, clips=False, **options):
     """Return the check of float16 steps at a loss scale that overflows at first."""
-    net = deep()
+    net, options = net or deep(), {"init_scale": 2.0**20, **options}
     net.hybridize(hybridize)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
-    amp.init_trainer(trainer, amp.LossScaler(2.0**20, **options))
+    amp.init_trainer(trainer, amp.LossScaler(**options))
     with amp.autocast("float16"), check_numerics(on=on) as check:
         for _ in range(steps):
             scaled_backward(lambda: net(randn(4, 8)).sum(), trainer)
+            if clips:
+                amp.unscale(trainer)
+                gradients = [param.grad() for param in net.collect_params().values()]
+                gluon.utils.clip_global_norm(gradients, 1.0)  # some are Inf: the step is skipped
             trainer.step(4)
     assert trainer.amp_skips > 0
     return check
@@ -357,17 +353,7 @@ def blocked_norms(F, x):
 @pytest.mark.filterwarnings("ignore:nan or inf is detected")
 def test_the_search_for_a_scale_is_no_finding_where_an_operator_has_no_gradient_at_0():
     net = deep(blocked_norms)
-    net.hybridize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
-    amp.init_trainer(trainer, amp.LossScaler(2.0**24))
-    with amp.autocast("float16"), check_numerics() as check:
-        for _ in range(14):
-            scaled_backward(lambda: net(randn(4, 8)).sum(), trainer)
-            gradients = [param.grad() for param in net.collect_params().values()]
-            amp.unscale(trainer)
-            gluon.utils.clip_global_norm(gradients, 1.0)  # some are Inf, and the step is skipped
-            trainer.step(4)
-    assert trainer.amp_skips > 0 and not check
+    assert not trained_with_scale(14, "raise", net=net, clips=True, init_scale=2.0**24)
 
 
 def test_the_search_for_a_scale_of_a_module_is_no_finding():

@@ -145,16 +145,11 @@ def test_inside_init_and_numpy_arrays():
     assert len(compare(dense, mx.np.ones((2, 4)), dtype="float16").outputs) == 1
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (lambda net, x: ((mx.sym.var("x") * 2, {}, {}), x), "takes a Block.*SymbolBlock"),
-        (lambda net, x: (net, []), "no batch"),
-    ],
-)
-def test_arguments_that_make_no_sense(arguments, message):
-    with pytest.raises(amp.ArgumentError, match=message):
-        compare(*arguments(made(perceptron)[0], nd.ones((2, 8))))
+def test_arguments_that_make_no_sense():
+    with pytest.raises(amp.ArgumentError, match="takes a Block.*SymbolBlock"):
+        compare((mx.sym.var("x") * 2, {}, {}), nd.ones((2, 8)))
+    with pytest.raises(amp.ArgumentError, match="no batch"):
+        compare(made(perceptron)[0], [])
 
 
 def test_converted_and_cast_nets_are_refused():

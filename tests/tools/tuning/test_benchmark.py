@@ -8,12 +8,14 @@ from mxnet.gluon import nn
 
 import mxamp as amp
 from helpers import backpropagate, initialized
+from models import model
 from mxamp.framework.patching import _stacks
 from mxamp.policy.active import current_policy
 from mxamp.tools.tuning import benchmark as module
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning.benchmark import Benchmark
 from mxamp.tools.tuning.forms import Timing
+from nets import perceptron
 from tuned import benchmarked, small_net
 
 
@@ -65,10 +67,7 @@ def test_no_form_is_tried_long_after_the_budget(monkeypatch):
     monkeypatch.setattr(forms, "GRACE", -1)
     found = benchmarked(*small_net(), dtype="float16")
     assert {t.way for t in found.timings} == {"plain"}
-    assert (
-        "converted in float16 was not timed: the `budget` is over, pass a larger one."
-        in found.summary()
-    )
+    assert "converted in float16 was not timed: the `budget` is over" in found.summary()
     assert module.NOT_PAID not in found.summary()
 
 
@@ -125,14 +124,9 @@ def test_nets_that_do_not_train_or_hybridize():
     assert {t.way for t in benchmarked(python, data).timings} == {"eager"}
 
 
-def test_a_saved_model_always_runs_its_graph(tmp_path):
-    net, data = small_net()
-    net.hybridize()
-    net(data)
-    net.export(str(tmp_path / "net"))
-    model = mx.model.load_checkpoint(str(tmp_path / "net"), 0)
-    found = benchmarked(model, {"data": data})
-    ways = [t.way for t in found.timings if t.way != "openvino"]
+def test_a_saved_model_always_runs_its_graph():
+    _, data, triple, _, _ = model(perceptron)
+    ways = [t.way for t in benchmarked(triple, {"data": data[0]}).timings if t.way != "openvino"]
     assert ways[-1] == "fused"
 
 

@@ -36,12 +36,8 @@ def test_a_hopeless_form_is_given_up_after_one_run():
     assert [form.seconds for form in timed] == [[0.5], [0.1], [0.9]]
     assert time_in_turns(timed, 0, notes, limit=0) == timed[:1]
     given_up, *over = notes
-    assert (
-        given_up == "autocast in float32 was given up after a run of 3.0 s, 30 times the fastest."
-    )
-    assert (
-        over == ["autocast in float32 was not timed: the `budget` is over, pass a larger one."] * 2
-    )
+    assert given_up.startswith("autocast in float32 was given up after a run of 3.0 s, 30 times")
+    assert len(over) == 2 and all(" was not timed: the `budget` is over" in one for one in over)
 
 
 def test_a_form_that_does_not_run_is_left_out(monkeypatch):

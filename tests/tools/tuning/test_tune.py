@@ -1,7 +1,6 @@
 """`tune` finds the layers that were planted, keeps to its budget, and says what it found."""
 
 import itertools
-import json
 import math
 import os
 import random
@@ -14,7 +13,7 @@ from mxnet.gluon import nn
 from planted import chain
 
 import mxamp as amp
-from helpers import ROOT, initialized
+from helpers import ROOT, initialized, operators_of, sequential
 from mxamp.convert.blocks import trace
 from mxamp.tools.tuning import forms
 from mxamp.tools.tuning import tune as module
@@ -91,9 +90,8 @@ def test_gradients_count_in_training(monkeypatch):
 
 
 def test_dropout_and_norms_without_gradients_do_not_count():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(6, in_units=6), nn.BatchNorm(in_channels=6), nn.Dropout(0.5))
-    net.initialize(mx.init.Xavier())
+    layers = nn.Dense(6, in_units=6), nn.BatchNorm(in_channels=6), nn.Dropout(0.5)
+    net = sequential(*layers, init=mx.init.Xavier())
     data = mx.nd.random.normal(shape=(32, 6))
     tuning = tuned(net, (data, data), LOSS, target_dtype="bfloat16")
     assert tuning.policy.lowers and tuning.gradient_error < 0.1 and tuning.error < 0.1
@@ -176,24 +174,16 @@ def test_where_openvino_wins_the_best_form_in_mxnet_is_named_beside_it(monkeypat
     assert not {"converted", "bfloat16"} & {*str(tuning).split()} and not tuning.kept
     assert tuning.in_mxnet.way == own and tuning.in_mxnet.speedup == 4 / speeds[own]
     _, first, second, *_ = str(tuning).splitlines()
-    assert (
-        first.startswith("Chosen: openvino in float32, 4 times as fast")
-        and "`export_onnx`" in first
-    )
-    how = {
-        "fused": "convert the model with `fuse=True`",
-        "autocast": "call `init(policy",
-        "plain": "float32. ",
-    }
+    assert first.startswith("Chosen: openvino in float32, 4 times") and "`export_onnx`" in first
+    how = {"fused": "with `fuse=True`", "autocast": "call `init(policy", "plain": "float32. "}
     assert second.startswith(f"The fastest in MXNet: {own} in float32") and how[own] in second
     tuning.save(tmp_path / "p.toml")
     assert f'\nform = "{own}"\n' in (tmp_path / "p.toml").read_text()
     assert (amp.Policy.load(tmp_path / "p.toml") == tuning.policy) and not tuning.policy.lowers
     assert bool(tuning.policy.substitutions) == (own != "plain")
-    fast = amp.convert_hybrid_block(
-        net, policy=tuning.policy, example_inputs=data, **tuning.convert_options
-    )
-    operators = {node["op"] for node in json.loads(trace(fast).symbol.tojson())["nodes"]}
+    given = {"policy": tuning.policy, **tuning.convert_options}
+    fast = amp.convert_hybrid_block(net, example_inputs=data, **given)
+    operators = operators_of(trace(fast).symbol)
     assert ("_sg_mkldnn_fully_connected" in operators) == (own == "fused")
 
 
@@ -286,11 +276,10 @@ def test_the_report_and_the_file_hold_the_measurements_and_the_policy(tmp_path):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_form_of_a_policy_file_is_none_of_the_policy(tmp_path, whole):
-    path = tmp_path / "p.toml"
-    TUNING.policy.save(path)
-    text = (ROOT / "lists" / "bfloat16.toml" if whole else path).read_text()
-    path.write_text(text)
-    before = amp.Policy.load(path)
+    path = ROOT / "lists" / "bfloat16.toml" if whole else tmp_path / "p.toml"
+    if not whole:
+        TUNING.policy.save(path)
+    text, before, path = path.read_text(), amp.Policy.load(path), tmp_path / "p.toml"
     path.write_text(f'form = "fused"\n{text}')
     assert amp.Policy.load(path) is before
     path.write_text(f"form = 1\n{text}")
