@@ -11,13 +11,14 @@ from mxnet import autograd, gluon
 from mxnet.contrib.amp.loss_scaler import LossScaler as ContribScaler
 
 import mxamp as amp
-from helpers import initialized, scaled_backward, scaled_trainer
+from helpers import initialized, scaled_backward, scaled_trainer, sequential
 from mxamp.framework.data import own_tables
 from mxamp.framework.keywords import checked_call
 from mxamp.framework.operators import registry
 
 SYMBOL = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
 X = mx.nd.ones((2, 3))
+MODEL = SYMBOL, {"fc_weight": X, "fc_bias": mx.nd.ones(2)}, {}
 GPU = amp.Policy.default("float16", "gpu")
 
 
@@ -36,6 +37,10 @@ class Adds(gluon.Block):
         return x + y
 
 
+def compare_models(inputs, **options):
+    return amp.compare_models(MODEL, MODEL, inputs, **options)
+
+
 LOSS = gluon.loss.L2Loss()
 
 
@@ -48,10 +53,9 @@ WRONG = [
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
     (lambda: amp.autocast("cuda", cache_enabled=True), "'cuda': leave it out: the arrays say the device; 'cache_enabled': leave it out"),
     (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
-    (lambda: amp.GradScaler(enabeld=False), "unknown argument of GradScaler 'enabeld'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
+    (lambda: amp.scale_loss([], scaled_trainer(net().collect_params(), amp.LossScaler())).__enter__(), r"a loss must be an NDArray, .*, not \[\]"),
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),
-    (lambda: amp.autocast(dtypes="float16"), "the closest is 'dtype'"),
     # values of the wrong kind
     (lambda: amp.autocast(print), "must be a dtype, not the function print"),
     (lambda: amp.convert_model(SYMBOL, {"fc_weight": np.ones((2, 3))}, {}), "with NDArrays, not 'fc_weight': an ndarray"),
@@ -63,31 +67,62 @@ WRONG = [
     (lambda: amp.Policy.default("bfloat16", [mx.cpu(), mx.gpu()]), r"one kind of device .*, not \[cpu\(0\), gpu\(0\)\]"),
     (lambda: amp.Policy.default("bfloat16", "cuda"), "device must name one kind of device .'cpu' or 'gpu'"),
     (lambda: amp.init(GPU), "give a policy by its keyword, policy="),
+    (lambda: amp.init("bfloat16", policy=GPU), "the policy is for float16, but bfloat16 is given beside it"),
+    (lambda: amp.init(policy=GPU, fp32_ops=["dot"]), "a policy contains operator lists"),
+    (lambda: amp.init(policy=GPU, ctx=mx.cpu()), "the policy is for gpu, but cpu is given"),
     (lambda: amp.init(policy="p.toml"), "policy must be an mxamp.Policy, .*not 'p.toml'"),
     (lambda: amp.init("float64"), "must be 'float16', 'bfloat16', 'float32' or 'auto', not 'float64'"),
     (lambda: amp.debugging.check_numerics("stop"), "on must be 'raise'"),
     (lambda: amp.decorate(trainer()), "for a trainer there is init_trainer"),
     (lambda: amp.decorate("adamw2"), "closest are 'adam'"),
-    (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), X), "inputs must map names"),
+    (lambda: compare_models(X), "inputs must map names"),
+    (lambda: compare_models({}), "without a value: data"),
+    (lambda: compare_models({"data": np.full((2, 3), np.nan)}), "NaN, infinity or beyond float32 in 6 elements"),
+    (lambda: compare_models({"data": mx.nd.array([[1, np.inf, 1]]).astype(amp.bfloat16)}), "in 1 element:"),
+    (lambda: compare_models({"data": [["a"]]}), "must be an array of numbers"),
+    (lambda: compare_models({"data": (2, 3)}), r"must be an array of numbers, not \(2, 3\)"),  # sizes, by mistake
+    (lambda: compare_models({"data": mx.nd.ones((2, 5))}), r"the shapes {'data': \(2, 5\)} do not fit the model"),
+    (lambda: compare_models({}, ctx="cpu"), "must be a Context, such as mx.cpu"),
+    (lambda: amp.random_inputs(MODEL), "the shapes of data can't be inferred"),
+    (lambda: amp.random_inputs(MODEL, {"data": (0, 3)}), "sizes above 0"),
+    (lambda: amp.random_inputs(MODEL, {"data": (2, 5)}), "Shape inconsistent"),
+    (lambda: amp.random_inputs(MODEL[::-1], {}), r"\(symbol, arg_params, aux_params\)"),
     (lambda: amp.export_onnx(Adds(), "model.onnx", (X, X)), r"must be a HybridBlock, not Adds\("),
     (lambda: amp.convert_hybrid_block(net(), ctx="cpu", example_inputs=X), "ctx must be a Context, or a list"),
     (lambda: amp.convert_hybrid_block(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names"),
     (lambda: amp.explain(net(), input_dtypes=["x"], example_inputs=X), "input_dtypes must map names to dtypes, not"),
+    (lambda: amp.explain([1]), "takes a Symbol"),
+    (lambda: amp.explain(SYMBOL, policy=GPU, input_shapes={"dato": (1, 2)}), "'data'"),
+    (lambda: amp.explain(SYMBOL, policy=GPU, excluded_sym_names=["fcc"]), "'fc'"),
+    (lambda: amp.explain(SYMBOL, mode=3), "'converted', 'inference' or 'training', not 3"),
+    (lambda: amp.explain(SYMBOL, "bfloat16", policy=GPU), "the policy is for float16, but bfloat16"),
+    (lambda: amp.explain(SYMBOL, policy=GPU).filter(precision="flot32"), "or 'as is', not 'flot32'"),
     (lambda: amp.explain(SYMBOL, params=3), "params must map names to NDArrays, not 3"),
     (lambda: amp.explain(SYMBOL, params={"data": None}), "params must map to NDArrays, but 'data' is None"),
     (lambda: amp.explain(SYMBOL, input_dtypes={"data": None}), "dtype of input 'data' must be in .*, not None"),
-    (lambda: amp.compare_models((SYMBOL, {}, {}), (SYMBOL, {}, {}), {}, ctx="cpu"), "must be a Context, such as mx.cpu"),
     (lambda: amp.tune(net(), (X, X), metric="acuracy"), "unknown metric 'acuracy'; the closest are 'accuracy'"),
     (lambda: amp.random_inputs((SYMBOL, {}, {}), dtypes=["x"]), "dtypes must map names to dtypes"),
     (lambda: amp.register_custom_operator(3), "op_type must be a name, not 3"),
     (lambda: amp.convert_symbol(SYMBOL, {3: "y"}), "the target dtype must be"),
     (lambda: amp.convert_symbol(net()), "must be a Symbol, not Dense"),
+    (lambda: amp.convert_symbol(SYMBOL, excluded_sym_names=["f"]), "'fc'.*end in _fwd"),
+    (lambda: amp.convert_symbol(SYMBOL, excluded_sym_names=["xyz"]), "there is 'fc'"),
+    (lambda: amp.convert_symbol(SYMBOL, excluded_sym_names=3), "list of them"),
+    (lambda: amp.convert_symbol(SYMBOL, "float32", fp32_ops=["softmax"]), "leave out `policy` and the operator lists"),
+    (lambda: amp.convert_symbol(SYMBOL, "float32", policy=GPU), "leave out `policy` and the operator lists"),
+    (lambda: amp.convert_symbol(SYMBOL, data_names=["dat"]), "'data'"),
+    (lambda: amp.convert_symbol(SYMBOL, input_dtypes={"dta": "int32"}), "'data'"),
+    (lambda: amp.convert_model(SYMBOL, {"fc_bias": X}, {}, input_dtypes={"fc_bias": "int8"}), "'fc_bias' is a parameter in float32"),
+    (lambda: amp.convert_hybrid_block(SYMBOL), "HybridBlock"),
+    (lambda: amp.convert_bucketing_module(None), "BucketingModule"),
     (lambda: amp.register_half_function("layers", "dense"), "must be a module, not 'layers'"),
     (lambda: amp.register_custom_operator("mine", "low"), "kind must be 'half', .*not 'low'"),
     (lambda: amp.convert_symbol(SYMBOL, "float8"), "'bfloat16' or 'float32', not 'float8'"),
     # shapes, and arrays of wrong shapes
     (lambda: amp.convert_hybrid_block(net(), "bfloat16", example_inputs=(2, 3)), r"must be an NDArray, or .*, not \(2, 3\)"),
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
+    (lambda: amp.debugging.compare((SYMBOL, {}, {}), X), "takes a Block.*SymbolBlock"),
+    (lambda: amp.debugging.compare(net(), []), "no batch"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch must be an array or .*, not \(2, 3\)"),
     # the label in a batch, without a loss
     (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),
@@ -100,6 +135,8 @@ WRONG = [
     (lambda: amp.explain(net(), "bfloat16", example_inputs=(X, X)), "does not run on a call with arrays of shape"),
     # operators by the names of layers and other libraries
     (lambda: GPU.override(conditional=["Activation"]), "conditional operators must be"),
+    (lambda: GPU.override(conditional=[("Activation", "act_typ", ["relu"])]), "the closest is 'act_type'"),
+    (lambda: GPU.override(low="dot"), "the low operators must be a list of names, not 'dot'"),
     (lambda: GPU.override(fp32=[gluon.nn.Dense]), "the class Dense; MXNet calls it 'FullyConnected'"),
     (lambda: GPU.override(fp32=[mx.nd.softmax]), "the function softmax; MXNet calls it 'softmax'"),
     (lambda: GPU.override(fp32=["nn.Conv2DTranspose"]), "MXNet calls it 'Deconvolution'"),
@@ -148,20 +185,10 @@ def test_checks_decorate_functions():
             step()
 
 
-def test_no_losses_are_an_error():
-    made = trainer()
-    amp.init_trainer(made, amp.LossScaler())
-    with pytest.raises(amp.ArgumentError, match=r"a loss must be an NDArray, .*, not \[\]"):
-        with amp.scale_loss([], made):
-            pass
-
-
 def stepped(*sizes, optimizer="adam"):
     """A trainer after one step, of layers between these sizes."""
-    block = gluon.nn.HybridSequential()
     pairs = zip(sizes, sizes[1:])
-    block.add(*(gluon.nn.Dense(n, in_units=m, use_bias=False) for m, n in pairs))
-    block.initialize()
+    block = sequential(*(gluon.nn.Dense(n, in_units=m, use_bias=False) for m, n in pairs))
     made = scaled_trainer(block.collect_params(), amp.LossScaler(), optimizer)
     scaled_backward(lambda: block(X).sum(), made)
     made.step(1)
@@ -178,13 +205,6 @@ def test_states_of_other_shapes_are_an_error(optimizer, tmp_path):
     with pytest.raises(amp.ArgumentError, match=r"of shape \(5, .\) for parameter .* \(4, 3\)"):
         made.load_states(file)
     assert made._updaters[0].states is before
-
-
-def test_a_name_that_the_module_lacks_comes_with_the_closest():
-    with pytest.raises(
-        AttributeError, match="no attribute 'GradScalar'; the closest is 'GradScaler'"
-    ):
-        _ = amp.GradScalar
 
 
 def test_rules_are_found_by_any_name_of_an_operator():
@@ -273,8 +293,8 @@ def test_advice_names_what_there_is():
 
 
 def test_a_name_that_cannot_be_imported_says_what_to_write(monkeypatch):
-    with pytest.raises(ImportError, match="'custom_fwd': .* write @amp.float_function"):
-        from mxamp import custom_fwd  # noqa: F401
+    with pytest.raises(AttributeError, match="'GradScalar'; the closest is 'GradScaler'"):
+        _ = amp.GradScalar
     with pytest.raises(ImportError, match="'GradScalar'; the closest is 'GradScaler'"):
         from mxamp import GradScalar  # noqa: F401
     monkeypatch.delattr(amp, "frontends")

@@ -4,7 +4,6 @@ import mxnet as mx
 import pytest
 
 import mxamp as amp
-from helpers import kind, randn, with_avx512
 from mxamp.backends import NONE
 from mxamp.graph.casts.insert import rewrite, rewritten_graph
 from mxamp.graph.ir import Graph, Usage
@@ -130,18 +129,6 @@ def test_device_groups_are_inherited():
     casts = [node for node in graph.nodes if node.op == "amp_cast"]
     assert casts
     assert all(node.attrs["__ctx_group__"] == "dev1" for node in casts)
-
-
-@with_avx512
-def test_a_parameter_that_is_also_an_output_keeps_its_dtype():
-    data, weight = mx.sym.var("data"), mx.sym.var("w")
-    layer = mx.sym.FullyConnected(data, weight, num_hidden=3, no_bias=True)
-    params = {"w": randn(3, 4)}
-    for symbol, stored in ((layer, "bfloat16"), (mx.sym.Group([layer, weight]), "float32")):
-        low = amp.convert_model(symbol, params, {}, "bfloat16", cast_optional_params=True)
-        assert kind(low[1]["w"]) == stored
-        outputs = low[0].bind(mx.cpu(), {"data": randn(2, 4), **low[1]}).forward()
-        assert {kind(out) for out in outputs} == {"float32"}
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -73,9 +73,8 @@ def test_an_overflow_is_found():
     assert result.first_jump.lost > 0
     assert "jumps first at" in str(result)
     assert repr(result.first_jump).startswith("<TensorError: net_layer1_fwd (FullyConnected, float")
-    assert "4 outputs of the hybridized net: no layer" in str(
-        compare(net, data, policy=untuned("bfloat16"))
-    )
+    clean = compare(net, data, policy=untuned("bfloat16"))
+    assert "4 outputs of the hybridized net: no layer" in str(clean)
     # float16 has no 4097: the error of layer 0 jumps, but loses no element.
     net[0].weight.set_data(nd.array(doubled(np.eye(8), 4097, -4096)))
     assert compare(net, data, dtype="float16").first_jump.lost > 0
@@ -143,13 +142,6 @@ def test_inside_init_and_numpy_arrays():
     mx.npx.set_np()
     dense = initialized(nn.Dense(3, in_units=4))
     assert len(compare(dense, mx.np.ones((2, 4)), dtype="float16").outputs) == 1
-
-
-def test_arguments_that_make_no_sense():
-    with pytest.raises(amp.ArgumentError, match="takes a Block.*SymbolBlock"):
-        compare((mx.sym.var("x") * 2, {}, {}), nd.ones((2, 8)))
-    with pytest.raises(amp.ArgumentError, match="no batch"):
-        compare(made(perceptron)[0], [])
 
 
 def test_converted_and_cast_nets_are_refused():
