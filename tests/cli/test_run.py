@@ -32,15 +32,12 @@ def _with_start_up_hook():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments, wanted",
-    [
-        (["train.py", "--dtype", "int8", "--help", "-m"], "__main__ train.py ['--dtype', 'int8', '--help', '-m']"),
-        (["-m", "package.train", "--epochs"], "package.train train.py ['--epochs']"),
-        (["folder", "a"], "__main__ folder ['a']"),
-        (["-", "a"], "None - ['a']"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, wanted", [
+    (["train.py", "--dtype", "int8", "--help", "-m"], "__main__ train.py ['--dtype', 'int8', '--help', '-m']"),
+    (["-m", "package.train", "--epochs"], "package.train train.py ['--epochs']"),
+    (["folder", "a"], "__main__ folder ['a']"),
+    (["-", "a"], "None - ['a']"),
+])  # fmt: skip
 def test_programs_and_their_arguments(tmp_path, arguments, wanted):
     show = """
     print(__spec__ and __spec__.name, os.path.basename(sys.argv[0]), sys.argv[1:])

@@ -14,53 +14,50 @@ from mxamp.policy.rules import Reason
 H, B, F, D, N = "float16", "bfloat16", "float32", "float64", "int32"
 
 
-@pytest.mark.parametrize(
-    "operator, attributes, dtypes, reads",
-    [
-        # low: every float to float16
-        ("FullyConnected", {}, [F, F, F], [H, H, H]),
-        ("FullyConnected", {}, [H, F], [None, H]),
-        ("FullyConnected", {}, [D, D], [None, None]),
-        ("FullyConnected", {}, [D, H], [None, F]),
-        ("FullyConnected", {}, [B, F], [F, None]),
-        ("dot", {}, ["sparse", F], [None, None]),
-        ("dot", {}, ["sparse", H], [None, F]),
-        ("RNN", {"mode": "gru"}, [F, F, F, F], [H, H, H, None]),
-        # fp32
-        ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [N], [None]),
-        ("softmax", {}, [H, N], [F, None]),
-        # widest
-        ("broadcast_add", {}, [H, F], [F, None]), ("broadcast_add", {}, [H, H], [None, None]),
-        ("broadcast_add", {}, [H, B], [F, F]), ("broadcast_add", {}, [H, N], [None, None]),
-        ("Concat", {}, [H, F, H, N], [F, None, F, None]), ("add_n", {}, [H, D], [F, None]),
-        # neutral
-        ("transpose", {}, [H], [None]), ("take", {}, [H, F], [None, None]),
-        ("where", {}, [F, H, H], [None, None, None]), ("where", {}, [F, H, F], [None, F, None]),
-        ("BatchNorm", {}, [H, F, F, F, F], [None] * 5), ("BatchNorm", {}, [F] * 5, [None] * 5),
-        # conditional
-        ("Activation", {"act_type": "softrelu"}, [H], [F]),
-        ("Activation", {"act_type": "relu"}, [H], [None]),
-        ("LeakyReLU", {}, [H], [None]), ("LeakyReLU", {"act_type": "elu"}, [H], [F]),
-        ("LeakyReLU", {"act_type": "prelu"}, [H, F], [None, H]),
-        ("LeakyReLU", {"act_type": "prelu"}, [F, H], [None, F]),
-        ("LeakyReLU", {"slope": "1e-9"}, [H], [F]),
-        ("_plus_scalar", {"scalar": "-1e9"}, [H], [F]),
-        ("clip", {"a_min": "1e-8", "a_max": "1"}, [H], [F]),
-        ("clip", {"a_min": "0", "a_max": "1e5"}, [H], [F]),
-        ("clip", {"a_min": "0", "a_max": "inf"}, [H], [None]),
-        ("SequenceMask", {"value": "-1e9"}, [H, F], [F, None]),
-        # only the second's shape is read
-        ("reshape_like", {}, [H, F], [None, None]), ("slice_like", {}, [H, F], [None, None]),
-        ("broadcast_like", {}, [H, F], [None, None]),
-        # samplers
-        ("_sample_normal", {}, [H, F], [F, None]), ("_npi_normal", {}, [F, H], [None, F]),
-        # untouched
-        ("sgd_update", {}, [H, F], [None, None]), ("Cast", {"dtype": "float32"}, [H], [None]),
-        ("_zeros", {}, [], []),
-        # from an operator library
-        ("my_operator", {}, [H, F, N], [F, None, None]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("operator, attributes, dtypes, reads", [
+    # low: every float to float16
+    ("FullyConnected", {}, [F, F, F], [H, H, H]),
+    ("FullyConnected", {}, [H, F], [None, H]),
+    ("FullyConnected", {}, [D, D], [None, None]),
+    ("FullyConnected", {}, [D, H], [None, F]),
+    ("FullyConnected", {}, [B, F], [F, None]),
+    ("dot", {}, ["sparse", F], [None, None]),
+    ("dot", {}, ["sparse", H], [None, F]),
+    ("RNN", {"mode": "gru"}, [F, F, F, F], [H, H, H, None]),
+    # fp32
+    ("softmax", {}, [H], [F]), ("softmax", {}, [F], [None]), ("softmax", {}, [N], [None]),
+    ("softmax", {}, [H, N], [F, None]),
+    # widest
+    ("broadcast_add", {}, [H, F], [F, None]), ("broadcast_add", {}, [H, H], [None, None]),
+    ("broadcast_add", {}, [H, B], [F, F]), ("broadcast_add", {}, [H, N], [None, None]),
+    ("Concat", {}, [H, F, H, N], [F, None, F, None]), ("add_n", {}, [H, D], [F, None]),
+    # neutral
+    ("transpose", {}, [H], [None]), ("take", {}, [H, F], [None, None]),
+    ("where", {}, [F, H, H], [None, None, None]), ("where", {}, [F, H, F], [None, F, None]),
+    ("BatchNorm", {}, [H, F, F, F, F], [None] * 5), ("BatchNorm", {}, [F] * 5, [None] * 5),
+    # conditional
+    ("Activation", {"act_type": "softrelu"}, [H], [F]),
+    ("Activation", {"act_type": "relu"}, [H], [None]),
+    ("LeakyReLU", {}, [H], [None]), ("LeakyReLU", {"act_type": "elu"}, [H], [F]),
+    ("LeakyReLU", {"act_type": "prelu"}, [H, F], [None, H]),
+    ("LeakyReLU", {"act_type": "prelu"}, [F, H], [None, F]),
+    ("LeakyReLU", {"slope": "1e-9"}, [H], [F]),
+    ("_plus_scalar", {"scalar": "-1e9"}, [H], [F]),
+    ("clip", {"a_min": "1e-8", "a_max": "1"}, [H], [F]),
+    ("clip", {"a_min": "0", "a_max": "1e5"}, [H], [F]),
+    ("clip", {"a_min": "0", "a_max": "inf"}, [H], [None]),
+    ("SequenceMask", {"value": "-1e9"}, [H, F], [F, None]),
+    # only the second's shape is read
+    ("reshape_like", {}, [H, F], [None, None]), ("slice_like", {}, [H, F], [None, None]),
+    ("broadcast_like", {}, [H, F], [None, None]),
+    # samplers
+    ("_sample_normal", {}, [H, F], [F, None]), ("_npi_normal", {}, [F, H], [None, F]),
+    # untouched
+    ("sgd_update", {}, [H, F], [None, None]), ("Cast", {"dtype": "float32"}, [H], [None]),
+    ("_zeros", {}, [], []),
+    # from an operator library
+    ("my_operator", {}, [H, F, N], [F, None, None]),
+])  # fmt: skip
 def test_float16_on_gpus(operator, attributes, dtypes, reads):
     decision = decide(operator, attributes, dtypes, Policy.default(H, "gpu"))
     assert list(decision.reads) == reads

@@ -73,19 +73,16 @@ def test_every_number_is_watched_by_a_condition_or_exempt(dtype):
     assert not exempt & watched
 
 
-@pytest.mark.parametrize(
-    "name, attrs, inputs, output",
-    [
-        ("BatchNorm", {}, "hffff", "h"), ("Embedding", {"input_dim": "3", "output_dim": "2"}, "fh", "h"),
-        ("take", {}, "hf", "h"), ("pick", {}, "hf", "h"), ("gather_nd", {}, "hf", "h"),
-        ("where", {}, "fhh", "h"), ("_npi_where", {}, "fhh", "h"),
-        ("SequenceMask", {"use_sequence_length": "True"}, "hf", "h"),
-        ("SequenceLast", {"use_sequence_length": "True"}, "hf", "h"),
-        ("SequenceReverse", {"use_sequence_length": "True"}, "hf", "h"),
-        ("_contrib_boolean_mask", {}, "hf", "h"), ("reshape_like", {}, "hf", "h"),
-        ("slice_like", {}, "hf", "h"), ("broadcast_like", {}, "hf", "h"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, attrs, inputs, output", [
+    ("BatchNorm", {}, "hffff", "h"), ("Embedding", {"input_dim": "3", "output_dim": "2"}, "fh", "h"),
+    ("take", {}, "hf", "h"), ("pick", {}, "hf", "h"), ("gather_nd", {}, "hf", "h"),
+    ("where", {}, "fhh", "h"), ("_npi_where", {}, "fhh", "h"),
+    ("SequenceMask", {"use_sequence_length": "True"}, "hf", "h"),
+    ("SequenceLast", {"use_sequence_length": "True"}, "hf", "h"),
+    ("SequenceReverse", {"use_sequence_length": "True"}, "hf", "h"),
+    ("_contrib_boolean_mask", {}, "hf", "h"), ("reshape_like", {}, "hf", "h"),
+    ("slice_like", {}, "hf", "h"), ("broadcast_like", {}, "hf", "h"),
+])  # fmt: skip
 def test_mxnet_accepts_inputs_that_keep_their_dtype(dtype, name, attrs, inputs, output):
     kinds = {"h": dtype, "f": "float32"}
     node = Node(name, "n", attrs, num_outputs=3 if name == "BatchNorm" else 1)

@@ -227,19 +227,16 @@ HALF = nn.Dense(3, in_units=6)
 HALF.cast("float16")
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"rtol": 0}, "`rtol` must be a positive"),
-        ({"min_metric": 0.5}, "`min_metric` needs a `metric`"),
-        ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "for a loss or metric, label last"),
-        ({"target_dtype": "float32"}, "`timed=False` looks for layers"), ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
-        ({"net": 3}, "a saved model must be"),
-        ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
-        ({"net": HALF}, "is in float16: give the float32 model, or convert this one to float32"),
-        ({"policy": amp.Policy.default("float16", "gpu"), "timed": True}, "policy for the gpu, data on cpu.* float16 with `timed=False`"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    ({"rtol": 0}, "`rtol` must be a positive"),
+    ({"min_metric": 0.5}, "`min_metric` needs a `metric`"),
+    ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "for a loss or metric, label last"),
+    ({"target_dtype": "float32"}, "`timed=False` looks for layers"), ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
+    ({"net": 3}, "a saved model must be"),
+    ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
+    ({"net": HALF}, "is in float16: give the float32 model, or convert this one to float32"),
+    ({"policy": amp.Policy.default("float16", "gpu"), "timed": True}, "policy for the gpu, data on cpu.* float16 with `timed=False`"),
+])  # fmt: skip
 def test_wrong_arguments(change, words):
     net, data = small()
     given = {"net": net, "data": data, "loss": None, **change}
