@@ -6,7 +6,7 @@ from mxnet import gluon
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import randn
+from helpers import initialized, randn
 from mxamp.backends import NONE, backend_of
 from mxamp.graph.ir import Graph, Usage
 
@@ -27,9 +27,7 @@ class Twice(gluon.HybridBlock):
 
 
 def test_only_the_call_whose_shape_fits_is_substituted():
-    net, x = Twice(), randn(3, 4, 5, 24)
-    net.initialize(mx.init.Xavier())
-    net.hybridize()
+    net, x = initialized(Twice(), hybridize=True, init=mx.init.Xavier()), randn(3, 4, 5, 24)
     plain = net(x).asnumpy()
     plan = amp.explain(net, policy=B, mode="inference", input_shapes={"data": x.shape})
     first, last = (node for node in plan.nodes if node.name == plan.nodes[-1].name)
@@ -53,8 +51,7 @@ def two_loops(F, x):
 
 
 def test_bodies_of_loops_have_choices_of_their_own():
-    net, x = nn.HybridLambda(two_loops), randn(3, 4)
-    net.hybridize()
+    net, x = initialized(nn.HybridLambda(two_loops), hybridize=True), randn(3, 4)
     plain = net(x).asnumpy()
     graph = Graph.from_symbol(net._cached_graph[1])
     choices = backend_of("cpu").choose(graph, B, Usage())

@@ -33,11 +33,7 @@ def test_the_empty_backend_has_no_quirks():
 
 @pytest.mark.parametrize("device, name", [("cpu", "oneDNN"), ("gpu", "CUDA")])
 def test_reasons_begin_with_the_backend_that_gave_them(device, name):
-    data = mx.sym.var("data")
-    net = (
-        mx.sym.batch_dot(data, data, name="product")
-        if device == "gpu"
-        else mx.sym.dot(data, data, name="product")
-    )
+    data, product = mx.sym.var("data"), mx.sym.batch_dot if device == "gpu" else mx.sym.dot
+    net = product(data, data, name="product")
     plan = amp.explain(net, policy=amp.Policy.default("float16", device))
     assert f"{name}: " in plan["product"].reason

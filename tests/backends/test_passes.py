@@ -1,22 +1,10 @@
 """Every pass against graphs that are made to mislead it, in every way of running."""
 
+import adversary
 import mxnet as mx
 import numpy as np
 import pytest
-from adversary import (
-    BFLOAT16,
-    FLOAT32,
-    WAYS,
-    Pattern,
-    Run,
-    S,
-    compared,
-    converted,
-    fused,
-    hybridized,
-    module,
-    surroundings,
-)
+from adversary import BFLOAT16, FLOAT32, WAYS, Pattern, Run, compared, surroundings
 from fusion import attend, heads, joined
 from mxnet import nd
 from mxnet.gluon import nn
@@ -29,6 +17,7 @@ from mxamp.backends.onednn.substitutions import PASSES
 
 pytestmark = with_avx512
 
+S = mx.sym
 IMAGES = (3, 16, 6, 6)
 #: Two of them are large enough for groups to be merged.
 LARGE_IMAGES = (3, 16, 28, 28)
@@ -165,12 +154,8 @@ FUSED = {
     "pad_channels": Pattern(
         lambda x, p: conv(S.relu(conv(x, p, pad=(1, 1), filters=24)), p, "e", (1, 1)), IMAGES
     ),
-    "_add_fourth_channels": Pattern(
-        lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
-    ),
-    "_merge_groups": Pattern(
-        lambda x, p: conv(x, p, kernel=(7, 7), pad=(3, 3), num_group=4), LARGE_IMAGES
-    ),
+    "_add_fourth_channels": SUBSTITUTED["image_convolution"],
+    "_merge_groups": SUBSTITUTED["merged_groups"],
     "fuse_attention": Pattern(
         lambda x, p: attend_interleaved(attend_by_two(x, p), p), (3, 4, 16), **LOW
     ),
@@ -237,7 +222,7 @@ def cases(patterns):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
 def test_values_and_gradients_whatever_surrounds_it(pattern, surrounding, way):
-    if WAYS[way] is module and pattern is SUBSTITUTED["rnn_params"]:
+    if way == "module" and pattern is SUBSTITUTED["rnn_params"]:
         pytest.skip("a Module splits outputs by rows")
     for mode in pattern.modes:
         training = mode == "training"
@@ -272,20 +257,20 @@ def test_what_is_not_finite_stays_where_it_is(name, where, poison):
     key = "poison" if where == "data" else "head_poison"
     training = "training" in pattern.modes
     what = ("of the input", [pattern.shape], pattern.policy, training)
-    check(pattern, hybridized, *what, **{key: poison})
+    check(pattern, WAYS["hybridized"], *what, **{key: poison})
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
 def test_what_is_converted_answers_as_before(pattern, surrounding):
-    check(pattern, converted, surrounding, changed_shapes(pattern), pattern.policy)
+    check(pattern, adversary.converted, surrounding, changed_shapes(pattern), pattern.policy)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("pattern, surrounding", cases({**PATTERNS, **FUSED}))
 @pytest.mark.usefixtures("small_weights_too")
 def test_what_is_fused_answers_as_before(pattern, surrounding):
-    check(pattern, fused, surrounding, changed_shapes(pattern), pattern.policy)
+    check(pattern, adversary.fused, surrounding, changed_shapes(pattern), pattern.policy)
 
 
 # ---------------------------------------------------------------------- NumPy's arrays
@@ -318,11 +303,9 @@ def test_arrays_of_numpy_of_any_size(name, shape, policy, training):
     with mx.util.np_shape(True), mx.util.np_array(True):
         for hybrid in (False, True):
             block = nn.HybridLambda(lambda F, x: NUMPY[name](mx if F is nd else mx.sym, x))
-            if hybrid:
-                block.hybridize()
+            block.hybridize(hybrid)
             x = leaf(mx.np.array(np.asarray(np.random.RandomState(3).randn(*shape), "float32")))
-            region = amp.autocast(policy=policy) if hybrid else amp.autocast(enabled=False)
-            with region:
+            with amp.autocast(policy=policy if hybrid else None, enabled=hybrid):
                 with mx.autograd.record(training):
                     out = block(x)
                 if training:

@@ -73,16 +73,11 @@ def models(tmp_path_factory):
     # Saved where the operator is registered, and read where it is not.
     custom = S.FullyConnected(S.sigmoid(S.var("data"), name="custom"), num_hidden=4, name="fc")
     save("custom", net=custom)
-    with open("custom-symbol.json") as file:
-        text = file.read().replace(
-            '"op": "sigmoid"', '"op": "Custom", "attrs": {"op_type": "cli_doubled"}'
-        )
-    with open("custom-symbol.json", "w") as file:
-        file.write(text)
+    path, attrs = Path("custom-symbol.json"), '"attrs": {"op_type": "cli_doubled"}'
+    path.write_text(path.read_text().replace('"op": "sigmoid"', f'"op": "Custom", {attrs}'))
     for name, values in ARRAYS.items():
         np.save(f"{name}.npy", values)
-    with open("attribute-symbol.json", "w") as file:
-        file.write(NET.tojson().replace("num_hidden", "num_hiddn"))
+    Path("attribute-symbol.json").write_text(NET.tojson().replace("num_hidden", "num_hiddn"))
     os.remove("pipe-0000.params")
     os.mkfifo("pipe-0000.params")
     for part in ("symbol.json", "0000.params"):

@@ -5,18 +5,16 @@ from helpers import run_mxamp as run
 
 def test_explain_shows_operators_by_name_and_precision(folder):
     command = ["explain", folder / "net-symbol.json", "--dtype", "float16", "--device", "gpu"]
-    head, *rows, _, summary = run(
-        *command, "--precision", "float16", "--name", "*conv*"
-    ).output.splitlines()
+    shown = run(*command, "--precision", "float16", "--name", "*conv*").output
+    head, *rows, _, summary = shown.splitlines()
     assert head.split() == ["name", "operator", "precision", "reason"]
     assert rows and all(" Convolution  float16 " in row for row in rows)
     assert "casts" in summary
 
 
 def test_explain_shows_float32_as_a_form(folder):
-    assert (
-        "if converted to float32: " in run("explain", folder / "net", "--dtype", "float32").output
-    )
+    shown = run("explain", folder / "net", "--dtype", "float32").output
+    assert "if converted to float32: " in shown
 
 
 def test_explain_shows_a_converted_model_as_it_is(folder, monkeypatch, caplog):

@@ -114,11 +114,7 @@ def test_convert(folder, dtype, cast):
 
 @pytest.mark.parametrize(
     "given, options",
-    [
-        ("2,4,8,8", []),
-        ("data.npy", []),
-        ("2,4,8,8", ["--input-dtype", "data:float32", "--cast-io"]),
-    ],
+    [("2,4,8,8", []), ("data.npy", ["--input-dtype", "data:float32", "--cast-io"])],
 )
 def test_check(folder, monkeypatch, given, options):
     monkeypatch.chdir(folder)
@@ -135,11 +131,9 @@ def test_check(folder, monkeypatch, given, options):
 
 @pytest.mark.parametrize("program", ["-m", "/usr/local/bin/mxamp"])
 def test_without_mxnet_the_command_says_what_to_install(program):
-    start = (
-        "runpy.run_module('mxamp', run_name='__main__')"
-        if program == "-m"
-        else "import mxamp.__main__ as m; m.main()"
-    )
+    start = "import mxamp.__main__ as m; m.main()"
+    if program == "-m":
+        start = "runpy.run_module('mxamp', run_name='__main__')"
     typed = f"sys.argv = [{program!r}, 'explain', 'm']\nsys.orig_argv = ['python', '-m', 'mxamp']"
     done = run_python(f"{WITHOUT_MXNET}\n{typed}\n{start}")
     assert done.returncode == 1

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -80,23 +79,13 @@ def run(*arguments, status=0):
     return run_mxamp(*arguments, status=status).output
 
 
-@pytest.fixture(scope="module")
-def tuned(models):
-    """A policy file with one layer in float32."""
-    before = os.getcwd()
-    os.chdir(models)
-    output = run("tune", "m", *F16, "--input", "data:data.npy", "--out", "tuned.toml")
-    os.chdir(before)
-    return models / "tuned.toml", output
-
-
-def test_it_keeps_the_layer_that_overflows_and_says_so(tuned):
-    path, output = tuned
-    assert amp.Policy.load(path).fp32_layers == ("large",)
+def test_it_keeps_the_layer_that_overflows_and_says_so(out):
+    output = run("tune", "m", *F16, "--input", "data:data.npy", "--out", out.name)
+    assert amp.Policy.load(out).fp32_layers == ("large",)
     assert "inference, within a relative error of 0.05" in output
     assert "keeps in float32: large." in output and "random numbers" not in output
-    command = "mxamp convert m --policy tuned.toml --out m-tuned"
-    assert command in output.splitlines()[-1] and command in path.read_text()
+    command = "mxamp convert m --policy p.toml --out m-p"
+    assert command in output.splitlines()[-1] and command in out.read_text()
 
 
 def test_random_inputs_are_noted_in_the_file_too(out):
@@ -204,7 +193,6 @@ def test_a_policy_for_gpus_is_tuned_for_accuracy_alone(out):
     output = run("tune", "m", "--device", "gpu", "--input", "data:4,8", "--out", "p.toml", status=2)
     assert "policy for the gpu, data on cpu" in output and output.endswith("with --accuracy-only\n")
     run("tune", "m", "--device", "gpu", *F16[2:3], "--data", "one.npz", "--out", out)
-    assert amp.Policy.load(out) == amp.Policy.default("float16", "gpu").override(
-        fp32_layers=["large"]
-    )
+    policy = amp.Policy.default("float16", "gpu").override(fp32_layers=["large"])
+    assert amp.Policy.load(out) == policy
     run("convert", "m", "--policy", out, "--out", "for-gpu")

@@ -30,9 +30,8 @@ WAYS = [
 
 
 def nodes(symbol):
-    return [
-        (node.op, node.name, node.attrs.get("dtype")) for node in Graph.from_symbol(symbol).nodes
-    ]
+    nodes = Graph.from_symbol(symbol).nodes
+    return [(node.op, node.name, node.attrs.get("dtype")) for node in nodes]
 
 
 def error(converted):
@@ -50,15 +49,12 @@ def test_the_second_conversion_decides_alone(first, then):
     assert error(again) <= 2 * max(error(direct), rounded)
     if not first["cast_optional_params"]:
         assert nodes(again[0]) == nodes(direct[0])
-        assert {n: kind(a) for n, a in again[1].items()} == {
-            n: kind(a) for n, a in direct[1].items()
-        }
+        kinds = ({n: kind(a) for n, a in model[1].items()} for model in (again, direct))
+        assert next(kinds) == next(kinds)
 
 
 @pytest.mark.parametrize("way", ["converted", "autocast"])
-@pytest.mark.parametrize(
-    "read, to", [("int32", "float64"), ("int32", "float32"), ("uint8", "float32")]
-)
+@pytest.mark.parametrize("read, to", [("int32", "float64"), ("uint8", "float32")])
 def test_casts_of_integers_that_are_written_by_hand_stay(dtype, way, read, to):
     whole = S.Cast(S.var("data") * 10, dtype=read)
     net = S.Cast(S.Cast(whole, dtype=to, name=f"i_amp_cast_{to}") * 0.1, dtype="float32")

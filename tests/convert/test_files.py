@@ -5,9 +5,10 @@ import os
 import mxnet as mx
 import pytest
 from mxnet import nd
+from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import kind, randn, untuned
+from helpers import kind, randn, sequential, untuned
 from mxamp.convert.saved import load_model
 
 PART = ("symbol.json", "0003.params")
@@ -36,9 +37,8 @@ def test_files(folder, dtype, cast):
     options = {"policy": untuned(dtype), "cast_optional_params": cast}
     done = convert(folder, check_inputs=ONES, **options)
     assert (done.symbol.name, done.params.name) == ("low-symbol.json", "low-0003.params")
-    assert (done.bytes_before, done.bytes_after) == tuple(
-        sum(map(len, written(folder, name))) for name in ("net", "low")
-    )
+    sizes = [sum(map(len, written(folder, name))) for name in ("net", "low")]
+    assert [done.bytes_before, done.bytes_after] == sizes
     assert 0 < done.errors[0].relative < 0.02
     symbol, args, _ = mx.model.load_checkpoint(str(folder / "low"), 3)
     assert "amp_cast" in symbol.tojson(remove_amp_cast=False)
@@ -126,10 +126,8 @@ def test_a_failed_write_leaves_the_old_files(folder, way, monkeypatch):
 def test_models_of_numpy_semantics(tmp_path, dtype):
     """Their output is of a shape that MXNet's classic arrays don't have."""
     mx.npx.set_np()
-    net, x = mx.gluon.nn.HybridSequential(), mx.np.ones((2, 4))
-    net.add(mx.gluon.nn.Dense(4), mx.gluon.nn.HybridLambda(lambda F, x: F.np.sum(F.np.tanh(x))))
-    net.initialize(mx.init.Xavier())
-    net.hybridize()
+    layers = nn.Dense(4), nn.HybridLambda(lambda F, x: F.np.sum(F.np.tanh(x)))
+    net, x = sequential(*layers, init=mx.init.Xavier(), hybridize=True), mx.np.ones((2, 4))
     net(x)
     net.export(str(tmp_path / "net"))
     mx.npx.reset_np()

@@ -76,13 +76,9 @@ def test_mxnet_1_9_1_alone_is_imported(code, words, tmp_path, monkeypatch, forgo
         _compat.import_mxnet()
 
 
-@pytest.mark.parametrize("module, words", [
-    (None, "MXNet is not installed.*pip install mxnet==1.9.1"),
-    (types.SimpleNamespace(__version__="1.8.0"), "MXNet 1.8.0 is installed, but mxamp needs MXNet 1.9.1"),
-])  # fmt: skip
-def test_an_import_that_is_blocked_or_of_another_version(modules, forgotten, module, words):
-    modules["mxnet"] = module
-    with pytest.raises(InstallError, match=words):
+def test_an_import_that_is_blocked(modules, forgotten):
+    modules["mxnet"] = None
+    with pytest.raises(InstallError, match="MXNet is not installed.*pip install mxnet==1.9.1"):
         _compat.import_mxnet()
 
 

@@ -7,6 +7,7 @@ from mxnet.contrib import amp as stock
 from mxnet.contrib.amp import scale_loss as stock_scale_loss
 
 import mxamp as amp
+from helpers import backpropagate
 from mxamp.framework.patching import _stacks
 from training import batches, setup
 
@@ -29,9 +30,7 @@ def stock_is_on(stock_functions):
 
 def use_grad_scaler(net, trainer):
     scaler = amp.GradScaler()
-    with autograd.record():
-        loss = net(nd.ones((2, 4))).sum()
-    scaler.scale(loss).backward()
+    backpropagate(lambda: scaler.scale(net(nd.ones((2, 4))).sum()))
     scaler.step(trainer, 2)
 
 

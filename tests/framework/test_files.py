@@ -9,13 +9,7 @@ import pytest
 import mxamp as amp
 from helpers import initialized, randn
 from mxamp.framework import files
-from mxamp.framework.files import (
-    check_writable,
-    left_beside,
-    locked,
-    replaced_files,
-    write_file,
-)
+from mxamp.framework.files import check_writable, write_file
 from training import setup
 
 NET = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=64, name="fc")
@@ -88,39 +82,30 @@ def refused(writer, folder, words, error=amp.WriteError):
     assert "mxamp-new" not in text
 
 
-def full(*_):
+def full(*_, **__):
     raise OSError(28, "No space left on device")
-
-
-def read_only(*_, **__):
-    raise OSError(30, "Read-only file system")
 
 
 def nothing_left(folder, names):
     assert sorted(os.listdir(folder)) == sorted(names)
 
 
-@pytest.mark.parametrize("fault", ["sync", "replace", "checksum"])
+@pytest.mark.parametrize("fault", ["fsync", "replace", "checksum"])
 def test_old_files_stay_where_writing_fails(writer, folder, fault, monkeypatch):
     writer.write(folder)
     before = content(folder, writer.names)
-    if fault == "sync":
-        monkeypatch.setattr(files.os, "fsync", full)
-        words = "No space left"
-    elif fault == "replace":
-        monkeypatch.setattr(files.os, "replace", read_only)
-        words = "Read-only"
-    else:
-        real = files.sync_to_disk
+    real = files.sync_to_disk
 
-        def cut_off(path):
-            if path.is_file():
-                os.truncate(path, path.stat().st_size // 2)
-            real(path)
+    def cut_off(path):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+        real(path)
 
+    if fault == "checksum":
         monkeypatch.setattr(files, "sync_to_disk", cut_off)
-        words = "content read back differs"
-    refused(writer, folder, words)
+    else:
+        monkeypatch.setattr(files.os, fault, full)
+    refused(writer, folder, "read back differs" if fault == "checksum" else "No space left")
     monkeypatch.undo()
     assert content(folder, writer.names) == before
     nothing_left(folder, writer.names)
@@ -192,13 +177,11 @@ def test_names_as_long_as_the_file_system_allows(folder, name):
 def test_models_of_long_names_replace_their_own_files(folder):
     save_model(folder.parent)
     names = [letter * 240 for letter in "ab"]
+    options = {"target_dtype": "bfloat16", "force": True}
     for name in (*names, names[0]):
-        amp.convert_files(
-            folder.parent / "model", folder / name, target_dtype="bfloat16", force=True
-        )
-    nothing_left(
-        folder, [f"{name}{end}" for name in names for end in ("-symbol.json", "-0000.params")]
-    )
+        amp.convert_files(folder.parent / "model", folder / name, **options)
+    ends = "-symbol.json", "-0000.params"
+    nothing_left(folder, [f"{name}{end}" for name in names for end in ends])
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -211,13 +194,13 @@ def test_processes_replace_files_one_after_the_other(folder):
             status = 1
             try:
                 for _ in range(50):
-                    with replaced_files(paths, lambda _: None) as written:
+                    with files.replaced_files(paths, lambda _: None) as written:
                         for path in written:
                             path.write_text(str(number))
-                    with locked(paths[0]):
+                    with files.locked(paths[0]):
                         texts = {path.read_text() for path in paths}
                         assert len(texts) == 1
-                        assert not left_beside(paths[0])
+                        assert not files.left_beside(paths[0])
                 status = 0
             finally:
                 os._exit(status)
@@ -242,9 +225,6 @@ def test_what_can_not_be_written_is_known_before(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
 
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    monkeypatch.setattr("pathlib.Path.touch", full)
     with pytest.raises(amp.WriteError, match="'.*new' can't be written .No space left"):
         check_writable(tmp_path / "new")

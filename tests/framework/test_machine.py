@@ -1,7 +1,6 @@
 """The public dtype for bfloat16, where MXNet takes dtypes."""
 
 import mxnet as mx
-import numpy as np
 from mxnet import gluon, nd
 from mxnet.contrib import amp as stock
 
@@ -31,9 +30,3 @@ def test_it_is_the_dtype_of_contrib_amp_and_of_mxamp():
     assert amp.bfloat16 == stock.amp.bfloat16
     with amp.autocast(amp.bfloat16):
         assert amp.current_policy().target_dtype == "bfloat16"
-
-
-def test_numbers_become_raw_bits_in_nd_array():
-    """As docs/precision.md warns of."""
-    array = nd.array([1, 2.5], dtype=amp.bfloat16).astype("float32")
-    assert np.abs(array.asnumpy()).max() < 1e-39

@@ -9,11 +9,7 @@ from mxamp.framework.wording import counted, one_of, shortened, shown
 
 def test_counts_and_lists_of_names():
     assert [counted(n, "step") for n in (1, 1234)] == ["1 step", "1,234 steps"]
-    assert [shortened(list(names)) for names in ("", "a", "abcd")] == [
-        "",
-        "a",
-        "a, b, c and 1 other",
-    ]
+    assert [shortened([*names]) for names in ("", "a", "abcd")] == ["", "a", "a, b, c and 1 other"]
     assert [one_of(allowed) for allowed in (["a"], ["a", "b", 1])] == ["'a'", "'a', 'b' or 1"]
 
 

@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, kind, randn, untuned
+from helpers import backpropagate, kind, leaf, randn, untuned
 from mxamp.graph.ir import Graph
 from mxamp.patches.symbolic import scaled_executors
 
@@ -40,16 +40,11 @@ def by_hand(net):
     return (np.where(hidden > 0, behind, 0).sum(axis=0), np.full(3, float(len(DATA))))
 
 
-def two_layers():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(5, activation="relu", in_units=6), nn.Dense(3, in_units=5))
-    return net
-
-
 @pytest.mark.parametrize("static", [None, False, True])
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_they_get_theirs(policy, static, request_):
-    net = two_layers()
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5, activation="relu", in_units=6), nn.Dense(3, in_units=5))
     biases = biases_only(net, DATA)
     for bias in biases.values():
         bias.grad_req = request_
@@ -72,22 +67,17 @@ def test_eager_calls_with_computed_weights(policy, shape, flatten, dtype, monkey
     """The tape behind the weight is not read: that would take as long as all that computed it."""
     monkeypatch.setattr(Graph, "from_symbol", None)
     data = randn(*shape).astype(dtype)
-    weight, bias = randn(3, 6, seed=1).astype(dtype), randn(3, seed=2).astype(dtype)
+    weight, bias = (leaf(randn(*size, seed=2).astype(dtype)) for size in ((3, 6), (3,)))
 
     def run():
-        for array in (weight, bias):
-            array.attach_grad()
-        with autograd.record():
-            long = weight
-            for _ in range(20):
-                long = long * 1.0
-            out = nd.FullyConnected(data, long, bias, num_hidden=3, flatten=flatten)
-        out.backward()
-        return out, weight.grad, bias.grad
+        long = weight
+        for _ in range(20):
+            long = long * 1.0
+        return nd.FullyConnected(data, long, bias, num_hidden=3, flatten=flatten)
 
-    wanted = [a.asnumpy() for a in run()]
+    wanted = [a.asnumpy() for a in (backpropagate(run), weight.grad, bias.grad)]
     with amp.autocast(policy=policy):
-        found = run()
+        found = backpropagate(run), weight.grad, bias.grad
         low = dtype == "float32" and policy in LOW
         assert kind(found[0]) == (policy.target_dtype if low else dtype)
         for one, other in zip(found, wanted):

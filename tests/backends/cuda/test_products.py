@@ -68,19 +68,11 @@ def test_prelu_follows_its_data():
 def test_float32_products_by_gemm2_on_demand(tmp_path):
     policy = GPU.override(substitutions=["gemm2"])
     assert GPU.substitutions == {} and "gemm2" in policy.substitutions
-    amp.Policy.default("float16", "gpu").override(substitutions=["gemm2"]).save(
-        str(tmp_path / "p.toml")
-    )
-    assert amp.Policy.load(str(tmp_path / "p.toml")) is policy
-    shapes = {"a": (2, 7, 300), "b": (2, 9, 300)}
-    plan = amp.explain(
-        scores(transpose_b=True), policy=policy, mode="inference", input_shapes=shapes
-    )
-    assert [(node.operator, node.precision) for node in plan.nodes] == [
-        ("_linalg_gemm2", "float32")
-    ]
-    short = {"a": (2, 7, 30), "b": (2, 30, 9)}
-    plan = amp.explain(scores(), policy=policy, mode="inference", input_shapes=short)
-    assert [(node.operator, node.precision) for node in plan.nodes] == [("batch_dot", "float16")]
+    policy.save(tmp_path / "p.toml")
+    assert amp.Policy.load(tmp_path / "p.toml") is policy
+    for length, expected in ((300, ("_linalg_gemm2", "float32")), (30, ("batch_dot", "float16"))):
+        given = {"mode": "inference", "input_shapes": {"a": (2, 7, length), "b": (2, 9, length)}}
+        plan = amp.explain(scores(transpose_b=True), policy=policy, **given)
+        assert [(node.operator, node.precision) for node in plan.nodes] == [expected]
     with pytest.raises(amp.UnknownNameError, match="gemm2"):
         amp.Policy.default("float16", "cpu").override(substitutions=["gemm2"])

@@ -34,10 +34,12 @@ def from_three_layers(x):
 
 
 def masked(x):
-    apart = S.broadcast_add(
-        S.reshape(x, shape=(-4, -1, HEADS, 0, 0)), S.var("mask", shape=(1, 1, 1, 1))
-    )
-    return S.reshape(S.softmax(apart), shape=(-3, 0, 0))
+    apart, mask = S.reshape(x, shape=(-4, -1, HEADS, 0, 0)), S.var("mask", shape=(1, 1, 1, 1))
+    return S.reshape(S.softmax(S.broadcast_add(apart, mask)), shape=(-3, 0, 0))
+
+
+def reversed_heads(x):
+    return heads(x, (0, 0, -1, SIZE), merged=(-1, 0, 0), reverse=True)
 
 
 def two_layers():
@@ -66,13 +68,7 @@ GRAPHS = {
     "of the last axis but one": (
         lambda: attend(from_one_layer(X), shares=lambda x: S.softmax(x, axis=1)), 1
     ),
-    "reversed shapes": (
-        lambda: attend(
-            from_one_layer(X),
-            heads=lambda x: heads(x, (0, 0, -1, SIZE), merged=(-1, 0, 0), reverse=True),
-        ),
-        1,
-    ),
+    "reversed shapes": (lambda: attend(from_one_layer(X), heads=reversed_heads), 1),
     "two layers": (two_layers, 2),
     "interleaved": (lambda: interleaved()[0], 1),
     "all of an interleaved one are outputs": (interleaved, 1),

@@ -62,9 +62,7 @@ class Read(nn.HybridBlock):
 def trained(net, data, **options):
     """Return the output and the gradient of the volume's weight."""
     with amp.autocast(**options):
-        with autograd.record():
-            out = net(data)
-        out.backward()
+        out = backpropagate(lambda: net(data))
     return values(out), values(net.volume.weight.grad())
 
 

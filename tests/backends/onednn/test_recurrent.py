@@ -37,25 +37,18 @@ def arrays_for(mode, layers, directions):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_computes_the_same_in_float32(mode, layers, bidirectional, state_outputs):
-    symbol = symbol_of(
-        mode,
-        state_size=SIZE,
-        num_layers=layers,
-        bidirectional=bidirectional,
-        state_outputs=state_outputs,
-    )
+    options = {"bidirectional": bidirectional, "state_outputs": state_outputs}
+    symbol = symbol_of(mode, state_size=SIZE, num_layers=layers, **options)
     graph = Graph.from_symbol(symbol)
-    choices = Choices(
-        substituted=frozenset({(len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 0)))})
-    )
+    chosen = (len(graph.nodes) - 1, ("rnn", (STEPS, ROWS, WIDTH, 0)))
+    choices = Choices(substituted=frozenset({chosen}))
     float32 = amp.Policy.default("bfloat16").in_float32()
     other = rewrite(graph, float32, Usage(), choices).graph
     assert "RNN" not in other.operators
     assert "FullyConnected" in other.operators
     arrays = arrays_for(mode, layers, 1 + bidirectional)
-    plain, found = (
-        one.bind(mx.cpu(), arrays, grad_req="null").forward() for one in (symbol, other.to_symbol())
-    )
+    both = symbol, other.to_symbol()
+    plain, found = (one.bind(mx.cpu(), arrays, grad_req="null").forward() for one in both)
     for mine, theirs in zip(found, plain):
         np.testing.assert_allclose(values(mine), values(theirs), rtol=2e-5, atol=2e-6)
 
@@ -108,9 +101,8 @@ KINDS = pairwise(MODES, [16, 7], [(1, 1), (1, 2), (3, 1), (2, 2)], [False, True]
 def test_each_layer_computes_what_all_layers_do(mode, width, stack, state_outputs, training):
     layers, directions = stack
     symbol, shapes = stacked(mode, *stack, width, UNITS[mode], state_outputs=state_outputs)
-    arrays = {
-        name: randn(*shape, seed=k, scale=0.1) for k, (name, shape) in enumerate(shapes.items())
-    }
+    given = enumerate(shapes.items())
+    arrays = {name: randn(*shape, seed=k, scale=0.1) for k, (name, shape) in given}
     policy = amp.Policy.default("bfloat16").in_float32()
     plan = amp.explain(symbol, policy=policy, input_shapes=shapes, mode="training")
     runs = [node for node in plan.nodes if node.operator == "RNN"]
