@@ -49,10 +49,8 @@ def versions(folder):
     symbol, params, _ = mx.model.load_checkpoint(str(folder / "model"), 0)
     arrays, number = params.values(), float(symbol.attr("scalar"))
     assert len(arrays) == 8
-    return {
-        number,
-        *(float(end) for one in arrays for end in (one.max().asscalar(), one.min().asscalar())),
-    }
+    ends = [float(end) for one in arrays for end in (one.max().asscalar(), one.min().asscalar())]
+    return {number, *ends}
 
 
 @pytest.mark.slow

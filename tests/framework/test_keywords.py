@@ -53,6 +53,7 @@ WRONG = [
     (lambda: amp.init(dtype="bfloat16"), "unknown argument of init 'dtype'; the closest is 'target_dtype'"),
     (lambda: amp.autocast("cuda", cache_enabled=True), "'cuda': leave it out: the arrays say the device; 'cache_enabled': leave it out"),
     (lambda: amp.GradScaler(init_scaling=8), "unknown argument of GradScaler 'init_scaling'; the closest are 'init_scale'"),
+    (lambda: amp.GradScaler(enabeld=False), "unknown argument of GradScaler 'enabeld'; the closest is 'enabled'"),
     (lambda: amp.init_trainer(trainer(), loss_scale=8), "the closest is 'loss_scaler'"),
     (lambda: amp.scale_loss([], scaled_trainer(net().collect_params(), amp.LossScaler())).__enter__(), r"a loss must be an NDArray, .*, not \[\]"),
     (lambda: amp.scale_loss(X, trainer=trainer()), "the closest is 'optimizer_or_trainer'"),

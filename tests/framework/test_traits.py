@@ -34,17 +34,11 @@ def test_values_fit_the_operators():
 
 
 def test_code_reads_every_trait_and_no_other():
-    texts = {
-        node.value
-        for tree in TREES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-    }
-    assert set(TRAITS) <= texts
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    assert set(TRAITS) <= {node.value for node in nodes if isinstance(node, ast.Constant)}
     asked = {
         node.args[0].value
-        for tree in TREES.values()
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Call)
         and getattr(node.func, "attr", getattr(node.func, "id", "")) == "with_trait"
         and isinstance(node.args[0], ast.Constant)
