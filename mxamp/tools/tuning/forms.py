@@ -70,6 +70,8 @@ NOT_TRIED = "{form} was not timed: the `budget` is over, pass a larger one."
 NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 
+NO_CLASSES = "labels must be class numbers, and outputs of the labels' shape too"
+
 #: Metrics of which less is better.
 _LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood", "Perplexity"}
 
@@ -324,8 +326,10 @@ def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iter
             given = arrays_in([label])
             if not all(np.isfinite(one.asnumpy()).all() for one in given):
                 raise ValueError("a label holds NaN or infinity")  # noqa: TRY301
-            if isinstance(metric, mx.metric.Accuracy) and given[0].shape == output[0].shape:
-                raise ValueError("labels must be the numbers of classes")  # noqa: TRY301
+            # Of outputs in the labels' shape MXNet takes no argmax: it cuts them to whole numbers.
+            uncut = isinstance(metric, mx.metric.Accuracy) and given[0].shape == output[0].shape
+            if uncut and (given[0].ndim > 1 or (abs(np.modf(output[0])[0]) > 0).any()):
+                raise ValueError(NO_CLASSES)  # noqa: TRY301
             metric.update(given, [*map(mx.nd.array, output)])
         return float(metric.get()[1])
     except Exception as error:  # also of a user's own function

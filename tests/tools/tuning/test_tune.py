@@ -292,7 +292,8 @@ def test_patterns_hold_for_another_block_of_the_kind():
 
 @pytest.mark.parametrize("label, metric, said", [
     (mx.nd.full(5, np.nan), "acc", "metric accuracy: a label holds NaN or infinity"),
-    (mx.nd.one_hot(mx.nd.arange(5) % 2, 2), "acc", "metric accuracy: labels must be the numbers of classes"),
+    (mx.nd.one_hot(mx.nd.arange(5) % 2, 2), "acc", "metric accuracy: labels must be class numbers"),
+    (mx.nd.zeros((5, 2)), "acc", "metric accuracy: labels must be class numbers"),
     (mx.nd.zeros(5), lambda label, output: label[7], "index 7 is out of bounds"),
     (mx.nd.zeros(5), "perplexity", "metric 'perplexity' can't be made by name"),
 ])  # fmt: skip
@@ -300,3 +301,11 @@ def test_metrics_and_labels_that_do_not_fit(label, metric, said):
     net = initialized(nn.Dense(2, in_units=3))
     with pytest.raises(amp.ArgumentError, match=said):
         amp.tune(net, [(mx.nd.ones((5, 3)), label)], metric=metric)
+
+
+def test_accuracy_of_a_net_that_returns_class_numbers_but_not_of_one_score():
+    label = mx.nd.array([0, 1, 1, 1])
+    outputs = {"classes": np.array([0, 1, 0, 1.0]), "scores": np.array([0.1, 0.9, 0.2, 0.8])}
+    assert forms.metric_of(mx.metric.Accuracy(), [label], [[outputs["classes"]]]) == 0.75
+    with pytest.raises(amp.ArgumentError, match="outputs of the labels' shape too"):
+        forms.metric_of(mx.metric.Accuracy(), [label], [[outputs["scores"]]])
