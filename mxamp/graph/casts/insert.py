@@ -197,7 +197,8 @@ class _Rewriter:
         """Return the casts to add around an operator, by its policy and its inputs' dtypes."""
         policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
-        entries = [value.entry for value in inputs]
+        reads_plain = op_class == "untouched"
+        entries = [self._restore(value) if reads_plain else value.entry for value in inputs]
         to_lower = _kept_for_speed(entries, target) if op_class == "widest" else frozenset()
         dtypes = [target if k in to_lower else entry.dtype for k, entry in enumerate(entries)]
         key = _call_key(policy, node, inputs, dtypes)

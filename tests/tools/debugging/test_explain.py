@@ -151,3 +151,29 @@ def test_modes_and_shapes():
         plan = amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)
         found.append(plan["fc"].precision)
     assert found == ["bfloat16", "float32", "bfloat16", "float32"]
+
+
+class Region(mx.gluon.HybridBlock):
+    """Two dense layers, the second in a float32 region."""
+
+    def __init__(self):
+        super().__init__(prefix="region_")
+        with self.name_scope():
+            self.first = mx.gluon.nn.Dense(4, in_units=4, prefix="first_")
+            self.second = mx.gluon.nn.Dense(4, in_units=4, prefix="second_")
+
+    def hybrid_forward(self, F, x):
+        x = self.first(x)
+        with amp.autocast("float32"):
+            return self.second(x)
+
+
+@pytest.mark.parametrize("mode", ["converted", "inference", "training"])
+def test_a_float32_region_computes_in_float32(mode):
+    net = initialized(Region(), hybridize=True)
+    net(nd.ones((2, 4)))
+    plan = amp.explain(net, policy=GPU, mode=mode)
+    assert plan["region_first_fwd"].precision == "float16"
+    second = plan["region_second_fwd"]
+    assert second.precision == "float32" and second.reason.startswith("autocast('float32') in the")
+    assert second.inputs[0] == ("region_first_fwd", "float32")
