@@ -44,8 +44,7 @@ class Benchmark:
 
     def summary(self) -> str:
         """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
-        baselines = (forms.PLAIN, forms.EAGER)  # in float32; eager where tracing is impossible
-        others = [t for t in self.timings if t.way not in baselines or t.precision != "float32"]
+        others = [t for t in self.timings if t.way != forms.PLAIN]
         best = _fastest(one for one in others if one.way not in HOW)
         said = []
         for precision, tasks in itertools.groupby(best, lambda one: one.precision):
@@ -89,7 +88,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
     """Return a model's `Form`s to time beside plain float32, and those for inference only."""
     if not model.is_traced:
-        return model.forms([(forms.EAGER, policy)]), []
+        return model.forms([(forms.AUTOCAST, policy)]), []
     wide = Policy.default("float32", policy.device)
     policies = [wide] if wide.substitutions else []
     policies += [policy] if policy is not wide and model.lowers(policy) else []

@@ -42,9 +42,9 @@ from ..tables import text_table
 progress = logging.getLogger("mxamp.progress")
 
 TRAINING, INFERENCE = "training", "inference"
-#: The forms: a block as it is, or hybridized, with mixed precision off or under a policy;
-#: then those of inference alone, with parameters of their own.
-EAGER, PLAIN, AUTOCAST = "eager", "plain", "autocast"
+#: The forms: the model with mixed precision off, and under a policy; then those of inference alone,
+#: with parameters of their own.
+PLAIN, AUTOCAST = "plain", "autocast"
 CONVERTED, FUSED, OPENVINO = "converted", "fused", "openvino"
 
 BUDGET = "`budget` must be seconds above 0, or a text such as '90s', '5m' or '1h', not {given}"
@@ -67,6 +67,7 @@ _HOPELESS, _PATIENCE, GRACE = 5, 1.0, 5
 ERROR = "error: the largest relative error of an output, in the L2 norm, against plain float32"
 NOTHING_LOWERED = "In {dtype} every layer of this model stays in float32: only float32 was timed."
 NOT_TRIED = "{form} was not timed: the `budget` is over, pass a larger one."
+EAGER = "The block can't be traced: it was timed without being hybridized."
 NO_KERNELS = "This CPU has no bfloat16 instructions: bfloat16 is slow, and only float32 was tried."
 GIVEN_UP = "{form} was given up after a run of {seconds:.1f} s, {times:.0f} times the fastest."
 
@@ -87,9 +88,9 @@ class Timing:
     task : str
         "training" (forward pass, backward pass and an update by SGD) or "inference".
     way : str
-        "plain" (hybridized, without mxamp), "autocast" (hybridized, under a policy),
-        "eager" (both, of a block that can't be traced), "converted", "fused" or "openvino"
-        (exported by `export_onnx`, on OpenVINO).
+        "plain" (without mxamp) or "autocast" (under a policy), both hybridized, or eager if the
+        block can't be traced; "converted", "fused" or "openvino" (exported by `export_onnx`, on
+        OpenVINO).
     precision : str
         "float32", "bfloat16" or "float16".
     milliseconds : float
@@ -137,7 +138,7 @@ class Form:
         own = policy.precision if policy else "float32"
         self.precision: str = block.precision if way == OPENVINO else own
         #: The policy that the block runs under; a block with parameters of its own needs none.
-        self.inside = policy if way in (EAGER, AUTOCAST) else None
+        self.inside = policy if way == AUTOCAST else None
         self.seconds: list[float] = []
         #: The "error" and that of "gradients" against float32, and the "metric", where measured.
         self.errors: dict[str, float] = {}
@@ -208,7 +209,7 @@ class Model:
             self.block.hybridize(static_alloc=True, static_shape=True)
         self.context = arrays_in(self.batches[0].inputs)[0].context
         #: The model in float32, and what it returns for each batch.
-        self.plain, self.results = self.form(PLAIN if self.is_traced else EAGER), []
+        self.plain, self.results = self.form(PLAIN), []
         for batch in self.batches:
             with measured.explained_errors(net, batch.inputs):
                 self.results.append(self._run(batch, self.plain))
@@ -216,7 +217,7 @@ class Model:
         #: The monotonic time after which no other form is made.
         self.ends = math.inf
         #: Sentences on the forms that do not run.
-        self.notes: list[str] = []
+        self.notes = [] if self.is_traced else [EAGER]
 
     def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
         """Return a `Form` that runs the model in one way; with a loss, a training step."""

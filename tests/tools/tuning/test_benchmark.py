@@ -121,7 +121,11 @@ def test_nets_that_do_not_train_or_hybridize():
     net.collect_params().setattr("grad_req", "null")
     assert {t.task for t in benchmarked(net, data).timings} == {"inference"}
     python = nn.HybridLambda(lambda F, x: x * x.shape[0])  # symbols have no shape
-    assert {t.way for t in benchmarked(python, data).timings} == {"eager"}
+    for dtype in ("float32", "float16"):
+        found = benchmarked(python, data, dtype=dtype)
+        rows = [(t.way, t.precision) for t in found.timings]
+        assert rows == [("plain", "float32"), ("autocast", dtype)]
+        assert "can't be traced" in found.summary()
 
 
 def test_a_saved_model_always_runs_its_graph():
