@@ -150,6 +150,18 @@ def test_the_forms_are_timed_and_the_fastest_accurate_one_wins(monkeypatch):
     assert tuning.way == tuning.timings[-1].way and "Tuned for training" in str(tuning)
 
 
+@pytest.mark.parametrize("layer", [nn.Dense(4, in_units=4), nn.HybridLambda("exp")])
+def test_a_model_that_stays_plain_is_not_advised_to_fuse(monkeypatch, layer, caplog):
+    net, data = initialized(layer), mx.nd.ones((2, 4))
+    speeds = {"plain": 1.0}
+    monkeypatch.setattr(forms.Form, "mean_seconds", lambda self, _=1: speeds.get(self.way, 2.0))
+    tuning = amp.tune(net, data, target_dtype="float32")
+    assert tuning.way == "plain" and len(tuning.timings) > 2
+    plain = {"policy": tuning.policy, **tuning.convert_options}
+    amp.convert_hybrid_block(net, example_inputs=data, **plain)
+    assert "fuse=True" not in caplog.text
+
+
 class InOpenVINO:
     """A stand-in for a model in OpenVINO, which may not be installed."""
 
