@@ -108,7 +108,7 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
     under the same only.
     """
     path, head = model_files(prefix, epoch)[1], b""
-    if path.is_file():  # load_model reports a missing file, and opening a pipe would block
+    if os.path.isfile(path):  # load_model reports a missing file, and opening a pipe would block
         with suppress(OSError), open(path, "rb") as file:
             head = file.read(_MAGIC.stop)
     return mx.util.np_shape(head[_MAGIC] == _NUMPY_ARRAY or mx.util.is_np_shape())
@@ -122,8 +122,10 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     """
     files = model_files(prefix, epoch)
     for path in files:
-        if not path.is_file():
+        if not os.path.isfile(path):
             check_prefix(prefix)
+            if not os.access(path.parent, os.R_OK | os.X_OK):
+                raise ArgumentError(f"there is no folder {str(path.parent)!r} that you may list")
             epochs = ", ".join(map(str, epochs_of(prefix))) if path == files[1] else ""
             names = [one.name[: -len(_SYMBOL)] for one in path.parent.glob("*" + _SYMBOL)]
             near = closest(Path(prefix).name, names) if path == files[0] else ""
@@ -139,7 +141,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 def _left_by_kills(path: Path) -> str:
     """Return a hint for an error message: files that killed conversions left beside `path`."""
     with locked(path):  # other conversions set files aside for a moment
-        left = left_beside(path) if path.parent.is_dir() else []
+        left = left_beside(path) if os.access(path.parent, os.R_OK) else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
 
 

@@ -135,3 +135,14 @@ def test_models_of_numpy_semantics(tmp_path, dtype):
     done = amp.convert_files(*files, policy=untuned(dtype), check_inputs={"data": x})
     assert done.errors[0].shape == ()
     assert done.errors[0].relative < 0.05
+
+
+def test_a_folder_that_is_missing_or_can_not_be_listed_is_named(folder, monkeypatch):
+    with pytest.raises(amp.ArgumentError, match="there is no folder '.*none' that you may list"):
+        amp.convert_files(folder / "none" / "net", folder / "low")
+    isfile, closed = os.path.isfile, (str(folder), folder)
+    # The tests may run as root, who may list every folder.
+    monkeypatch.setattr(os, "access", lambda path, _: path not in closed)
+    monkeypatch.setattr(os.path, "isfile", lambda path: path.parent != folder and isfile(path))
+    with pytest.raises(amp.ArgumentError, match=f"there is no folder '{folder}' that you may"):
+        convert(folder)
