@@ -29,6 +29,7 @@ NOT_ON_BATCH = (
 )
 NO_LOSS = "loss must be a function from the net's output and the label to an NDArray, not {given}"
 NO_BATCH = "a batch must be an array or a tuple (for a loss or metric, label last), not {given}"
+NO_NUMPY = "a batch must hold NDArrays, not {given}: write mx.nd.array(values)"
 NOT_FLOAT32 = "{name!r} is in {dtype}: give the float32 model, or convert this one to float32 first"
 
 
@@ -49,14 +50,15 @@ def batches_of(data: Data, labeled: bool) -> Iterator[Batch]:
 
     If `labeled`, the last element of a batch is its label. Raises `ArgumentError` without batches.
     """
-    if isinstance(data, (NDArray, tuple, Mapping)):
+    if isinstance(data, (NDArray, np.ndarray, tuple, Mapping)):
         data = [data]
     if not isinstance(data, Iterable):
         raise ArgumentError(NO_BATCH.format(given=shown(data)))
     batch = None
     for batch in data:
         parts: tuple[Any, ...] = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        arrays = arrays_in(parts)
+        arrays: list[NDArray] = []
+        map_arrays(parts, arrays.append, _refuse_numpy)
         if not arrays or len(parts) <= labeled:
             raise ArgumentError(NO_BATCH.format(given=shown(batch)))
         if not all(array.size for array in arrays):
@@ -64,6 +66,12 @@ def batches_of(data: Data, labeled: bool) -> Iterator[Batch]:
         yield Batch(parts[:-1], parts[-1]) if labeled else Batch(parts)
     if batch is None:
         raise ArgumentError("data holds no batch")
+
+
+def _refuse_numpy(value: object) -> None:
+    """Raise `ArgumentError` for a NumPy array, which MXNet takes for a number or fails on."""
+    if isinstance(value, np.ndarray):
+        raise ArgumentError(NO_NUMPY.format(given=shown(value)))
 
 
 def block_of(model: Model, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:

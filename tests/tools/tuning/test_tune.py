@@ -245,6 +245,8 @@ HALF.cast("float16")
     ({"metric": "acc", "loss": LOSS}, "without a loss"), ({"metric": "acc"}, "for a loss or metric, label last"),
     ({"target_dtype": "float32"}, "`timed=False` looks for layers"), ({"metric": "mse"}, "more is better"), ({"budget": 0}, "`budget` must be"),
     ({"net": 3}, "a saved model must be"),
+    ({"data": (mx.nd.ones((5, 6)), np.ones((5, 3))), "loss": LOSS}, r"NDArrays, not an ndarray of shape \(5, 3\)"),
+    ({"data": np.ones((5, 6))}, r"must hold NDArrays, not an ndarray of shape \(5, 6\) in float64: write mx"),
     ({"net": Eager()}, "can't be traced"), ({"data": [mx.nd.ones((5, 6)), mx.nd.ones((5, 7))]}, "does not run on this"),
     ({"net": HALF}, "is in float16: give the float32 model, or convert this one to float32"),
     ({"policy": amp.Policy.default("float16", "gpu"), "timed": True}, "policy for the gpu, data on cpu.* float16 with `timed=False`"),
