@@ -7,7 +7,7 @@ from contextlib import suppress
 from mxnet import MXNetError, autograd, cpu, nd
 from mxnet.ndarray.ndarray import NDArray
 
-from ...framework.arrays import as_list, has_gradient, invoke
+from ...framework.arrays import as_list, invoke
 from ...framework.data import own_tables
 from ...framework.operators import handle_of, with_trait
 from .observing import Inputs, Observed, Place
@@ -29,20 +29,20 @@ class Causes:
 
     def __init__(self) -> None:
         #: A step, the largest magnitude of an array with a gradient then, and the array, by name.
-        self._weights: dict[str, tuple[int, float, NDArray]] = {}
+        self.weights: dict[str, tuple[int, float, NDArray]] = {}
         #: The last step, and the largest magnitude of the data in any step.
         self._data = (0, 0.0)
         self.has_float16 = False
         #: The cure of an operator of the pass whose output is 0, where its gradient is infinite.
         self.at_zero = ""
 
-    def add_input(self, step: int, name: str, array: NDArray) -> None:
+    def add_input(self, step: int, name: str, array: NDArray, is_weight: bool) -> None:
         """Record the magnitude of a weight, or of the first other array that a step reads."""
-        if not has_gradient(array):
+        if not is_weight:
             if self._data[0] < step:
                 self._data = step, max(self._data[1], Observed(array).largest)
-        elif name not in self._weights or step - self._weights[name][0] >= _STEPS:
-            self._weights[name] = step, Observed(array).largest, array
+        elif name not in self.weights or step - self.weights[name][0] >= _STEPS:
+            self.weights[name] = step, Observed(array).largest, array
 
     def add_output(self, site: Place, output: Observed) -> None:
         """Record whether an operator computes in float16, and whether its gradient is infinite."""
@@ -72,7 +72,7 @@ class Causes:
         """Return what to change if the data or a weight was too large, or a weight has grown."""
         if self._data[1] > _LARGE_VALUE:
             return _DATA
-        for name, (step, first, weight) in self._weights.items():
+        for name, (step, first, weight) in self.weights.items():
             now = Observed(weight).largest
             if first > _LARGE_WEIGHT:
                 return f"initialize {name} smaller: it holds {first:.3g} in step {step}"

@@ -110,9 +110,12 @@ class NumericsCheck(TensorObserver):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
                 self._end_pass()
             self._note_read(reader, None)
+        # An executor keeps its gradients beside the arrays.
+        trained = reader.trained if isinstance(reader, MonitoredGraph) else ()
         for name, array in zip(reader.names, inputs):
-            if autograd.is_recording() or self._blocks():
-                self._causes.add_input(self._step, name, array)
+            if trained or autograd.is_recording() or self._blocks():
+                is_weight = name in trained or has_gradient(array)
+                self._causes.add_input(self._step, name, array, is_weight)
             if autograd.is_recording() and isinstance(reader, Place) and has_gradient(array):
                 self._note_read(array, _Reader(array, reader, name))
 
@@ -199,7 +202,8 @@ class NumericsCheck(TensorObserver):
         # The gradient of an eager leaf: casts behind it may have overflown.
         overflows |= inputs is None and not site.layers and self._causes.has_float16
         if kind:
-            cure = "restore a checkpoint" if has_gradient(tensor.array) else "clean the data"
+            is_weight = name in self._causes.weights or has_gradient(tensor.array)
+            cure = "restore a checkpoint" if is_weight else "clean the data"
         else:
             cure = self._causes.cure(site, inputs, overflows)
         layers = () if cure else site.layers

@@ -250,6 +250,7 @@ class TensorObserver(Observer):
         executor.set_monitor_callback(graph.on_output)
         names = zip(symbol.list_arguments(), executor.grad_arrays or ())
         graph.frozen = {name for name, gradient in names if gradient is None}
+        graph.trained = {*symbol.list_arguments()} - graph.frozen
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
@@ -273,7 +274,9 @@ class MonitoredGraph:
         nodes = self._graph.nodes
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         self.names = [nodes[i].name for i, _ in self._inputs]
-        self.frozen: set[str] = set()  #: variables that an executor computes no gradient of
+        #: The variables that an executor computes no gradient of, and those that have one.
+        self.frozen: set[str] = set()
+        self.trained: set[str] = set()
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
         self._readers: dict[int, list[int]] = {}

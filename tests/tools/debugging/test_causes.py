@@ -151,6 +151,35 @@ def test_a_gradient_that_overflows(grown, cure, hybridize):
     assert bool(check.first.fp32_layers) == (hybridize and grown == 1)
 
 
+def trained_module(rate=0.01, init=None, spoiled=()):
+    """Return the first finding of a module's training."""
+    mx.random.seed(1)
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=16, name="first")
+    symbol = mx.sym.FullyConnected(mx.sym.relu(symbol), num_hidden=4, name="last")
+    module = mx.mod.Module(mx.sym.LinearRegressionOutput(symbol, name="softmax"))
+    data = mx.io.NDArrayIter(randn(64, 8), randn(64, 4), 16, label_name="softmax_label")
+    module.bind(data.provide_data, data.provide_label)
+    module.init_params(init or mx.init.Xavier())
+    module.set_params({name: nd.full((4, 16), np.nan) for name in spoiled}, {}, allow_missing=True)
+    module.init_optimizer(optimizer_params={"learning_rate": rate})
+    with check_numerics(on="collect") as check:
+        for batch in data:
+            module.forward_backward(batch)
+            module.update()
+    return check.first
+
+
+@pytest.mark.parametrize("broken, cure", [
+    ({"rate": 1000}, r"lower the learning rate: first_weight grew from \S+ in step 1 to "),
+    ({"init": mx.init.Uniform(1e6)}, r"initialize first_weight smaller: it holds 9.*e\+05 in step 1"),
+    ({"spoiled": ["last_weight"]}, "restore a checkpoint"),
+])  # fmt: skip
+def test_the_weights_of_a_module_are_a_cause_too(broken, cure):
+    assert trained_module() is None
+    first = trained_module(**broken)
+    assert re.match(cure, first.cure), first
+
+
 def test_a_loop_does_not_run_again():
     net = nn.HybridLambda(
         lambda F, x: F.contrib.foreach(lambda row, s: (row * 1e38 * s, s), x, F.ones((2,)) * 10)[0]
