@@ -48,7 +48,7 @@ _MOST = 32
 _ARRAYS = frozenset({NDArray, mx.np.ndarray})
 #: Functions of the symbol of a block's graph that is about to run, its inputs, and a callable that
 #: runs it: each returns what to run in its place. For tools that observe.
-graph_listeners: list[Callable[[Symbol, Sequence[NDArray], Any], Any]] = []
+graph_listeners: tuple[Callable[[Symbol, Sequence[NDArray], Any], Any], ...] = ()
 #: The loss scale's index among a call's inputs: the scale follows the block's arguments.
 _SCALE = -1
 

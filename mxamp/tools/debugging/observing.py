@@ -30,7 +30,8 @@ from ...framework.patching import Original, Patch, PatchSet, original, wrapping
 from ...graph.gradients import SCALE_INPUT
 from ...graph.inspect import FLOATS
 from ...graph.ir import CASTS, HALVES, Graph, Node, Output, emulated_dtype
-from ...patches.cached_op import graph_listeners, install_policy_op
+from ...patches import cached_op
+from ...patches.cached_op import install_policy_op
 from ...patches.eager import INVOKE_MODULES
 from ...policy.active import current_policy, is_suspended
 from .measured import blocks_in
@@ -66,21 +67,18 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
+            Patch(cached_op, "graph_listeners", lambda others: (*others, self.on_block)),
             patch_over(HybridBlock, "_call_cached_op", self._call_block),
             patch_over(Executor, "forward", self._forward),
         ]
 
     def __enter__(self) -> Any:
-        """Install the observer's patches, and listen to the graphs of hybridized blocks."""
+        """Install the observer's patches."""
         self.open()
-        if self.on_block not in graph_listeners:
-            graph_listeners.append(self.on_block)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove the observer's listener and its patches."""
-        if self.on_block in graph_listeners:
-            graph_listeners.remove(self.on_block)
+        """Remove the observer's patches."""
         self.close()
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
