@@ -17,7 +17,7 @@ import numpy as np
 
 from .._version import __version__
 from ..backends.cuda import libraries
-from ..backends.cuda.libraries import DRIVER, FUSION_DRIVER, MAJORS, WHEEL
+from ..backends.cuda.libraries import DRIVER, MAJORS, WHEEL
 from ..backends.onednn import cpu
 from ..framework import machine
 from ..framework.compat import BROKEN, MXNET, release
@@ -113,10 +113,7 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Diagnosis]:
 def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
     """Yield findings on what MXNet's wheel can do with each GPU."""
     cuda = WHEEL in wheels
-    for name, driver, capability in dict.fromkeys(gpus):
-        if cuda and driver[:1].isdigit() and release(driver) < release(FUSION_DRIVER):
-            what = f"driver {driver} can't load fused kernels: MXNet runs without them"
-            yield Diagnosis(NOTE, what, f"install driver {FUSION_DRIVER} or later")
+    for name, _, capability in dict.fromkeys(gpus):
         if capability[:1].isdigit() and release(capability)[0] not in MAJORS:
             what = f"MXNet's wheels have no code for {name}, compute capability {capability}"
             advice = "compute on the CPU (ctx=mx.cpu()), use another GPU, or build MXNet yourself"

@@ -124,6 +124,7 @@ WRONG = [
     (lambda: amp.convert_hybrid_block(deferred(), "bfloat16", example_inputs=X), r"of shape \(2, 3\): .*Input data should be 4D"),
     (lambda: amp.debugging.compare((SYMBOL, {}, {}), X), "takes a Block.*SymbolBlock"),
     (lambda: amp.debugging.compare(net(), []), "no batch"),
+    (lambda: amp.debugging.compare(net(), [(np.ones((2, 3)),)]), "NDArrays, not an ndarray of shape"),
     (lambda: amp.debugging.compare(net(), (2, 3)), r"a batch must be an array or .*, not \(2, 3\)"),
     # the label in a batch, without a loss
     (lambda: amp.tune(net(), [(X, X)]), r"on this batch of 2 arrays: .*the label too only where a loss"),

@@ -49,7 +49,6 @@ def install(monkeypatch, on_machine):
 
 
 ON_T4 = {"wheels": CUDA_BUILD, "gpus": [T4], "device": "gpu"}
-OLD = ("Tesla T4", "470.57.02", "7.5")
 
 
 @pytest.mark.parametrize("changes", [
@@ -76,7 +75,6 @@ def test_nothing_is_found_where_nothing_is_wrong(install, changes):
     ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed"}, PROBLEM, "failed", "driver"),
     ({"wheels": CUDA_BUILD, "gpu_error": "nvidia-smi failed", "device": "gpu"}, NOTE, "failed", "newer"),
     ({"gpu_error": "nvidia-smi failed"}, NOTE, "failed", "driver"),
-    ({**ON_T4, "gpus": [OLD]}, NOTE, "driver 470.57.02 can't load fused kernels", "520.61.05"),
     ({**ON_T4, "device": "cpu"}, PROBLEM, "Tesla T4, driver 525.60.13, and MXNet no GPU", "450.80.02"),
     ({"wheels": CUDA_BUILD}, NOTE, "mxnet-cu112 is installed, and MXNet sees no GPU", "450.80.02"),
     ({AUTOMATIC: "auto"}, PROBLEM, "start-up hook", "mxamp run"),
