@@ -101,7 +101,7 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     # The graph without casts: half precision is widened, and operators are fused if asked for.
     values = dict(params or {})
     dtypes = resolved_dtypes(symbol, values, options.input_dtypes)
-    graph, variables, _ = widened_for(graph, policy, dtypes, params, options.keep_io_types)
+    graph, variables = widened_for(graph, policy, dtypes, params, options.keep_io_types)
     values.update(cast_params(values, dict.fromkeys(variables & values.keys(), "float32")))
     dtypes.update(dict.fromkeys(variables, "float32"))
     if options.fuse:
@@ -158,7 +158,7 @@ def widened_for(
     if not policy.lowers:
         graph = without_lowering_regions(graph)
     if stays or not has_halves(graph, dtypes):
-        return Widened(graph, frozenset(), ())
+        return Widened(graph, frozenset())
     kept = {name for name in graph.input_names if params is None or name not in params}
     wide = widened(graph, dtypes, kept if keep_io_types else frozenset(), restore=keep_io_types)
     unread = {name for name in known if known[name] in HALVES} - set(graph.input_names)

@@ -144,7 +144,7 @@ def test_a_models_own_cast_rounds_whatever_its_name(way):
     expected = net.bind(mx.cpu(), {"data": third}).forward()[0]
     assert not same(expected, third * 3)
     if way == "explained":
-        assert "rounds on purpose" in amp.explain(net, "bfloat16")["data_amp_cast_float16"].reason
+        assert amp.explain(net, "bfloat16")["data_amp_cast_float16"].reason.startswith("casts, ")
     if way in ("converted", "loaded"):
         net = amp.convert_symbol(net, "bfloat16")
         net = amp.convert_symbol(S.load_json(net.tojson()) if way == "loaded" else net, "float32")

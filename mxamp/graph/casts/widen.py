@@ -21,15 +21,10 @@ _IN_FLOAT32.update({str(DTYPE_CODES[one]): FLOAT32_CODE for one in HALVES})
 
 
 class Widened(NamedTuple):
-    """A graph turned to float32, the variables that changed dtype, and the casts that stay.
-
-    `variables` are the variables whose dtype became float32, and `roundings` the casts to half
-    precision that stay: see `_rounds`.
-    """
+    """A graph turned to float32, and the variables whose dtype became float32."""
 
     graph: Graph
     variables: frozenset[str]
-    roundings: tuple[str, ...]
 
 
 def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
@@ -65,35 +60,34 @@ def widened(
         else:
             variables.add(node.name)
             edit.change(i, attrs=_with_float32(node.attrs, ("__dtype__", "dtype")))
-    roundings = _widen_operators(edit, graph, found)
+    _widen_operators(edit, graph, found)
     for place, (i, k) in enumerate(graph.heads if restore else ()):
         if found[i, k] in HALVES:
             name, attrs = f"{graph.nodes[i].name}_amp_cast_{found[i, k]}", {"dtype": found[i, k]}
             edit.set_head(place, edit.add("amp_cast", name, [(i, k)], **attrs, **{ROLE: "cast"}))
-    return Widened(edit.applied(), frozenset(variables), roundings)
+    return Widened(edit.applied(), frozenset(variables))
 
 
-def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> tuple[str, ...]:
-    """Replace half precision by float32 in a graph's operators; return names of casts that stay.
+def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> None:
+    """Replace half precision by float32 in a graph's operators; keep casts that only round.
 
     `found` are the dtypes of all outputs.
     """
     view = View(graph, {})
-    roundings: dict[int, str] = {}
+    roundings: set[int] = set()
     for i, node in enumerate(graph.nodes):
         if node.is_variable or any(source in roundings for source, _ in node.inputs):
             continue
         inputs = [found[output] for output in node.inputs]
         outputs = [found[i, k] for k in range(node.num_outputs)]
         if _rounds(i, view, inputs):
-            roundings[i] = node.name
+            roundings.add(i)
         elif node.operator in (*CASTS, "amp_multicast") and {*inputs, *outputs} <= CASTABLE:
             for k, source in enumerate(node.inputs):
                 edit.redirect((i, k), source)
         else:
             bodies = [_widened_body(node, k, inputs) for k in range(len(node.subgraphs))]
             edit.change(i, attrs=_with_float32(node.attrs), subgraphs=bodies)
-    return tuple(roundings.values())
 
 
 def without_lowering_regions(graph: Graph) -> Graph:

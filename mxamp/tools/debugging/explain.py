@@ -44,8 +44,6 @@ _COLORS, _LOW = {"float32": "#f5d76e", "as is": "#e8e8e8"}, "#8fd18f"
 AS_IT_IS = "as it is"
 
 HINT = "Gluon adds _fwd to the name of a layer; * matches any characters, as in *conv*"
-#: The reason of casts that conversions keep.
-ROUNDS = "rounds on purpose: only casts back read it"
 
 
 class NodePlan(NamedTuple):
@@ -328,14 +326,12 @@ def _decided(
 
     `source` is the conversion that made the model, whose graph this is, or None.
     """
-    roundings: tuple[str, ...] = ()
     stored = frozenset() if source is None else source.stored
     known = {name: dtype for name, dtype in inputs.dtypes.items() if name not in stored}
     converting = mode == CONVERTED
     if converting and source is None:
-        graph, variables, roundings = widened_for(
-            without_copies_before_casts(graph), policy, known, inputs.params, True
-        )
+        plain = without_copies_before_casts(graph)
+        graph, variables = widened_for(plain, policy, known, inputs.params, True)
         known.update(dict.fromkeys(variables, "float32"))
     shapes = {name: array.shape for name, array in inputs.params.items()}
     if not converting:  # a conversion serves data of any shape
@@ -343,8 +339,7 @@ def _decided(
     usage = Usage(known, shapes, stored=stored, training=mode == TRAINING, converting=converting)
     result = rewrite(graph, policy, usage)
     nodes = tuple(
-        _node_plan(graph, node, why.precision, ROUNDS if node.name in roundings else why.reason)
-        for graph, node, why in result.decided()
+        _node_plan(graph, node, why.precision, why.reason) for graph, node, why in result.decided()
     )
     return nodes, tuple(_inserted_casts(result.graph))
 
