@@ -7,12 +7,12 @@ _FORMATS: Dict[type, str] = {float: "{:.4g}", int: "{:,}", type(None): ""}
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as plain text, with numbers right-aligned and no line wrapped."""
-    columns = [_column(heading, cells) for heading, *cells in zip(headings, *rows)]
+    """Return a table as plain text, with numbers right-aligned, and without empty columns."""
+    columns = [_column(*one) for one in zip(headings, *rows) if one.count(None) < max(1, len(rows))]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
-def _column(heading: str, cells: Sequence[Any]) -> List[str]:
+def _column(heading: str, *cells: Any) -> List[str]:
     """Return the lines of one column, all of the same width."""
     texts = [heading, *(_FORMATS.get(type(cell), "{}").format(cell) for cell in cells)]
     width = max(map(len, texts))

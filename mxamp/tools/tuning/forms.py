@@ -13,8 +13,7 @@ import math
 import re
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, fields
-from typing import Any, Callable, Iterable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -79,8 +78,7 @@ _LOSSES = {"MAE", "MSE", "RMSE", "CrossEntropy", "Loss", "NegativeLogLikelihood"
 Loss = Optional[Callable[[Any, Any], Any]]
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """The speed of one way to run a model, in the results of `benchmark` and `tune`.
 
     Parameters
@@ -117,11 +115,8 @@ class Timing:
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Return timings as a text table, without the columns that are empty, and what errors are."""
-    names = [field.name for field in fields(Timing)]
-    columns = list(zip(names, *map(astuple, timings)))
-    heads, *rows = zip(*(one for one in columns if one[1:].count(None) < len(timings)))
-    return f"{text_table(heads, rows)}\n{ERROR}"
+    """Return timings as a text table, and what errors are."""
+    return f"{text_table(Timing._fields, timings)}\n{ERROR}"
 
 
 class Form:
