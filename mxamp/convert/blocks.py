@@ -101,7 +101,7 @@ def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
     if arguments is None or (block._cached_graph and isinstance(block, SymbolBlock)):
         if not block._cached_graph:
             raise StateError(NOT_RUN.format(name=block.name))
-        return TracedBlock(block)
+        return TracedBlock(block, arguments or ())
     try:
         if any(param._data is None for param in block.collect_params().values()):
             block(*arguments)

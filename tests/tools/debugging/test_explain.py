@@ -5,6 +5,7 @@ from mxnet import autograd, nd
 import mxamp as amp
 from helpers import initialized, randn, with_avx512
 from models import GPU
+from mxamp.tools.debugging.measured import block_of
 from nets import Control, made, perceptron
 
 
@@ -151,6 +152,11 @@ def test_modes_and_shapes():
         plan = amp.explain(net, "bfloat16", params=weight, mode=mode, input_shapes=shapes)
         found.append(plan["fc"].precision)
     assert found == ["bfloat16", "float32", "bfloat16", "float32"]
+    block, _ = block_of((net, weight, {}), [])
+    for rows, precision in ((4, "float32"), (30, "bfloat16")):
+        example = nd.ones((rows, 1024))
+        plan = amp.explain(block, "bfloat16", example_inputs=example, mode="inference")
+        assert plan["fc"].precision == precision
 
 
 class Region(mx.gluon.HybridBlock):
