@@ -25,7 +25,6 @@ from ...graph.casts.offline import without_copies_before_casts
 from ...graph.casts.widen import has_halves
 from ...graph.inspect import precision_of_node, tensors_of
 from ...graph.ir import HALVES, Graph, Node, Usage, body_usage, rewrites_bodies
-from ...patches.announcements import warn_of_speed
 from ...patches.cached_op import PolicyCachedOp, Source
 from ...policy.active import current_policy
 from ...policy.overrides import LayerArgument
@@ -265,7 +264,6 @@ def explain(
         target = max(TARGETS, key=[node.precision for node in nodes].count)
         return Plan(target, nodes, tuple(_inserted_casts(graph)), data, AS_IT_IS)
     policy = requested_policy(target_dtype or DEFAULT_TARGET, policy=policy)
-    warn_of_speed(policy, of_model=True)
     policy = options.with_excluded_layers(policy, excluded_sym_names, graph)
     options.check_names(list(input_shapes or ()), graph.input_names, "input")
     nodes, casts = _decided(graph, policy, inputs, source, mode or CONVERTED)

@@ -19,20 +19,17 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import Block, Trainer
 
-from ...convert.blocks import trace
 from ...convert.models import convert_hybrid_block
 from ...convert.outputs import Distance, error_reason
 from ...errors import AmpError, ArgumentError, unknown
-from ...framework.machine import dtype_name
 from ...framework.wording import shown
-from ...graph.casts.insert import rewrite
 from ...graph.inspect import FLOATS
-from ...graph.ir import Graph, Usage
 from ...patches.autocast import autocast
 from ...policy.active import suspended
 from ...policy.policy import Policy
 from ...scaling.trainer import init_trainer, scale_loss
 from ..debugging import measured
+from ..debugging.explain import explain
 from ..debugging.measured import Batch, Data, Net, arrays_in, loss_of
 from ..onnx import OpenVINO
 from ..tables import text_table
@@ -218,8 +215,8 @@ class Model:
         """Return a `Form` that runs the model in one way; with a loss, a training step."""
         block = self.block
         if way in (CONVERTED, FUSED):
-            options: Any = {"policy": policy, **convert_options(way)}
-            block = convert_hybrid_block(block, ctx=self.context, **options)
+            options = convert_options(way)
+            block = convert_hybrid_block(block, policy=policy, ctx=self.context, **options)
             if self._is_saved:
                 block._source = None  # its files hold a graph that is not tuned to shapes
         elif way == OPENVINO and policy:
@@ -231,33 +228,27 @@ class Model:
         forms: list[Form] = []
         for way, policy in ways:
             name = f"{way} in {policy.target_dtype}"
+            if time.monotonic() > self.ends:
+                self.notes.append(NOT_TRIED.format(form=name))
+                continue
             progress.info("Running %s", name)
             try:
-                if time.monotonic() < self.ends:
-                    form = self.form(way, policy)
-                    self.measure(form)
-                if time.monotonic() < self.ends:
-                    forms.append(form)
-                else:
-                    self.notes.append(NOT_TRIED.format(form=name))
+                form = self.form(way, policy)
+                self.measure(form)
+                forms.append(form)
             except (AmpError, RuntimeError, KeyError) as error:  # noqa: PERF203  # MXNet's and OpenVINO's
                 self.notes.append(f"{name} does not run: {error_reason(error)}.")
         return forms
 
     def lowers(self, policy: Policy) -> bool:
         """Return whether a policy lowers any operator of the model; if not, `notes` says so."""
-        traced = trace(self.block, None)
-        inputs = zip((one.name for one in traced.inputs), arrays_in(self.batches[0].inputs))
-        arrays = {**traced.param_values(), **dict(inputs)}
-        shapes = {name: array.shape for name, array in arrays.items()}
-        dtypes = {name: dtype_name(array.dtype) for name, array in arrays.items()}
-        graph = Graph.from_symbol(traced.symbol)
-        uses = (Usage(dtypes, shapes, training=one) for one in (True, False))
-        decided = (one for use in uses for *_, one in rewrite(graph, policy, use).decided())
-        found = any(one.precision == policy.target_dtype for one in decided)
-        if not found:
-            self.notes.append(NOTHING_LOWERED.format(dtype=policy.target_dtype))
-        return found
+        call = self.batches[0].inputs
+        for mode in (TRAINING, INFERENCE):
+            plan = explain(self.block, policy=policy, example_inputs=call, mode=mode)
+            if policy.target_dtype in plan.counts():
+                return True
+        self.notes.append(NOTHING_LOWERED.format(dtype=policy.target_dtype))
+        return False
 
     def measure(self, form: Form, found: Sequence[dict[str, list[Any]]] = ()) -> None:
         """Set a form's errors over all batches, and its metric; run it, unless it has `found`."""
@@ -332,7 +323,7 @@ def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iter
         raise ArgumentError(f"metric {metric.name}: {error_reason(error)}") from error
 
 
-def convert_options(way: str) -> dict[str, bool]:
+def convert_options(way: str) -> dict[str, Any]:
     """Return the arguments of `convert_hybrid_block` for one way to run a model."""
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
