@@ -3,7 +3,7 @@
 >>> import mxamp as amp
 >>> with amp.debugging.operator_stats() as stats:
 ...     pass
->>> len(stats)
+>>> len(stats.operators)
 0
 
 Operators and casts that ran     operator_stats

@@ -113,9 +113,6 @@ class OperatorStats(Observer):
             raise unknown("operator", operator, sorted({row.operator for row in self.operators}))
         return found
 
-    def __len__(self) -> int:
-        return len(self.operators)
-
     def summary(self) -> str:
         """Return one line: the numbers of operator calls and of casts."""
         calls = sum(row.calls for row in self.operators)
