@@ -92,14 +92,11 @@ class Comparison:
     first_jump : TensorError, optional
         The first layer that turns finite elements into Inf or NaN, else the first whose error is
         much larger than the errors of its inputs.
-    hybridized : bool
-        Whether the net ran as one graph, as after `hybridize()`.
     """
 
     dtype: str
     outputs: tuple[TensorError, ...]
     first_jump: TensorError | None
-    hybridized: bool = False
 
     def summary(self) -> str:
         """Return one line: the first layer whose error jumps, and the number of lost elements."""
@@ -107,8 +104,7 @@ class Comparison:
         jump = "no layer at which the error jumps"
         if first is not None:
             jump = f"the error jumps first at {first.name} ({first.operator}, {first.precision})"
-        net = " of the hybridized net" if self.hybridized else ""
-        compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}{net}"
+        compared = f"{self.dtype} against float32 in {counted(len(self.outputs), 'output')}"
         return f"{compared}: {jump}; {counted(lost, 'element')} not finite"
 
     def __str__(self) -> str:
@@ -171,8 +167,8 @@ def compare(
 
     The result has `outputs`, the errors of the layers in the order of execution, each with `name`,
     `block`, `operator`, `precision`, `relative`, `maximum` and `lost`. It also has `first_jump`, or
-    None, and `hybridized`, which says whether the net ran as one graph. Printing the result gives a
-    table of the 10 worst layers. `tune` measures the error of gradients.
+    None. Printing the result gives a table of the 10 worst layers. `tune` measures the error of
+    gradients.
 
     Cost: two runs of the net for each batch, and memory for the outputs of all layers.
     """
@@ -190,7 +186,10 @@ def compare(
                 runs = []
                 for region in (autocast(enabled=False), autocast(policy=rounding)):
                     restart()
-                    runs.append(_LayerOutputs().of(copy, batch.inputs, train_mode, region))
+                    recording = autograd.record() if train_mode else autograd.pause()
+                    with region, _LayerOutputs() as seen, recording:
+                        copy(*batch.inputs)
+                    runs.append(seen.layers)
             plain, mixed = runs
             for key, layer in plain.items():
                 measured.require_dtype(key[0], layer.precision, HALVES)
@@ -203,7 +202,7 @@ def compare(
     outputs = tuple(errors.values())
     jumps = [one for one in outputs if one.is_jump(UNIT_ROUNDOFF[chosen.target_dtype])]
     jump = min(jumps, key=lambda error: error.lost == 0, default=None)
-    return Comparison(chosen.target_dtype, outputs, jump, bool(getattr(copy, "_active", False)))
+    return Comparison(chosen.target_dtype, outputs, jump)
 
 
 class _LayerOutputs(TensorObserver):
@@ -216,13 +215,6 @@ class _LayerOutputs(TensorObserver):
         self._keys: dict[Observed, Key] = {}
         #: The inputs of casts, by their outputs: the layer that reads a cast is judged with it.
         self._before_cast: dict[Observed, Observed] = {}
-
-    def of(self, net: Block, inputs: Any, train_mode: bool, cast: Any) -> dict[Key, _LayerOutput]:
-        """Run a net on inputs in the context `cast`; return the outputs of its layers."""
-        recording = autograd.record() if train_mode else autograd.pause(train_mode=False)
-        with cast, self, recording:
-            net(*inputs)
-        return self.layers
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
         """Record an operator's output as an output of its layer."""
