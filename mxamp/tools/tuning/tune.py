@@ -42,7 +42,6 @@ METRIC_ALONE = "a metric is measured in inference, without a loss; `min_metric` 
 BELOW = "no policy satisfies `min_metric` {wanted}: the float32 model itself has {found:g}"
 OTHER_DEVICE = "policy for the {own}, data on {data}: use one device, or float16 with `timed=False`"
 NO_GRAPH = "block {name!r} can't be traced on this data: hybridized, a call shows why"
-ONLY_TIMES = "`timed=False` looks for layers to keep in float32: leave it out, or lower to 16 bits"
 NOT_FINITE = "the float32 model gives Inf or NaN: debugging.check_numerics finds the cause"
 
 NOT_TIMED = "Nothing was timed: the policy was tuned for accuracy alone."
@@ -217,8 +216,6 @@ def tune(
     default = DEFAULT_TARGET if policy else default_dtype()
     base = requested_policy(target_dtype or default, policy=policy)
     rtol = None if rtol is None else positive_number("`rtol`", rtol)
-    if not (timed or base.lowers):
-        raise ArgumentError(ONLY_TIMES)
     if metric is not None or min_metric is not None:
         if metric is None or loss is not None:
             raise ArgumentError(METRIC_ALONE)
@@ -228,7 +225,7 @@ def tune(
     with opened(net, data, labeled, MOST_BATCHES, loss, metric) as model:
         if not model.is_traced:
             raise ArgumentError(NO_GRAPH.format(name=model.block.name))
-        search = _Search(model, base, timed, rtol, min_metric)
+        search = _Search(model, base, timed, _Limits.of(model, rtol, min_metric))
         search.run(began + _FOR_SEARCH * seconds, began + seconds)
         return search.tuning()
 
@@ -296,9 +293,7 @@ class _Limits:
 class _Search:
     """A search for the policy of one model, with the measurements so far."""
 
-    def __init__(
-        self, model: Model, base: Policy, timed: bool, rtol: float | None, least: float | None
-    ) -> None:
+    def __init__(self, model: Model, base: Policy, timed: bool, limits: _Limits) -> None:
         here = machine.device_kind(model.context)
         if here != base.device and (timed or base.target_dtype == "bfloat16"):
             raise ArgumentError(OTHER_DEVICE.format(own=base.device, data=model.context))
@@ -307,7 +302,7 @@ class _Search:
         lists = (arrays for result in model.results for arrays in result.values())
         if not all(np.isfinite(array).all() for arrays in lists for array in arrays):
             raise StateError(NOT_FINITE)
-        self._limits = _Limits.of(model, rtol, least)
+        self._limits = limits
         #: The layers that stay in float32 in the best form; None until enough are known.
         self.kept: frozenset[str] | None = None
         self.forms: list[Form] = []
