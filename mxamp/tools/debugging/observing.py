@@ -143,8 +143,7 @@ class Observed:
         values = _asnumpy(self.array)
         if values.dtype != BFLOAT16:
             return values
-        bits = np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32).reshape(self.array.shape)
+        return np.left_shift(values.view(np.uint16), 16, dtype=np.uint32).view(np.float32)
 
     @cached_property
     def bad(self) -> frozenset[str]:
@@ -247,8 +246,7 @@ class TensorObserver(Observer):
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
         names = zip(symbol.list_arguments(), executor.grad_arrays or ())
-        graph.frozen = {name for name, gradient in names if gradient is None}
-        graph.trained = {*symbol.list_arguments()} - graph.frozen
+        graph.trained = {name for name, gradient in names if gradient is not None}
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
@@ -272,9 +270,7 @@ class MonitoredGraph:
         nodes = self._graph.nodes
         self._inputs = [(i, 0) for i, node in enumerate(nodes) if node.is_variable]
         self.names = [nodes[i].name for i, _ in self._inputs]
-        #: The variables that an executor computes no gradient of, and those that have one.
-        self.frozen: set[str] = set()
-        self.trained: set[str] = set()
+        self.trained: set[str] = set()  #: variables that an executor computes the gradients of
         #: The nodes of each name: Gluon gives those of a block that is called twice one name.
         self._places: dict[str, list[int]] = {}
         self._readers: dict[int, list[int]] = {}
@@ -339,7 +335,8 @@ class MonitoredGraph:
         source = nodes[node.inputs[number][0]] if number < len(node.inputs) else node
         while source.op in CASTS:
             source = nodes[source.inputs[0][0]]
-        return source.op == "BlockGrad" or source.name in {SCALE_INPUT, *self.frozen}
+        is_frozen = source.is_variable and self.trained and source.name not in self.trained
+        return bool(is_frozen) or source.op == "BlockGrad" or source.name == SCALE_INPUT
 
     def _layers(self, i: int, backward: bool) -> list[str]:
         """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""
