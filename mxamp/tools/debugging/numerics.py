@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 from typing import Any, ContextManager, Iterable, NamedTuple, Sequence
 
 from mxnet import autograd, executor, module
@@ -22,9 +21,7 @@ from .causes import Causes
 from .findings import Finding, NumericsError, Statistics
 from .observing import Arrays, Inputs, MonitoredGraph, Observed, Place, TensorObserver, patch_over
 
-logger = logging.getLogger("mxamp")
-
-_ON = ("raise", "log", "collect")
+_ON = ("raise", "collect")
 _BACKWARD = (executor.Executor, NDArray, autograd)
 #: Operators that only copy: the one that computes with the copy is judged. `while_loop` pads its
 #: results with uninitialized memory by Concat.
@@ -216,11 +213,9 @@ class NumericsCheck(TensorObserver):
         return Finding(kind, phase, self._step, *place, cure or keep, layers)
 
     def _report(self, finding: Finding) -> None:
-        """Record a finding of the running pass; log it with `on="log"`."""
+        """Record a finding of the running pass."""
         self._found = finding
         self._findings.append(finding)
-        if self._on == "log":
-            logger.warning("%s", finding)
 
     def _end_pass(self) -> None:
         """End the running pass through the program; with `on="raise"`, raise its finding."""
@@ -270,8 +265,8 @@ def check_numerics(
     Parameters
     ----------
     on : str, default "raise"
-        "raise" raises a `NumericsError` at the first finding. "log" logs a warning for each
-        finding. "collect" only collects the findings in the check that the context yields.
+        "raise" raises a `NumericsError` at the first finding. "collect" only collects the findings
+        in the check that the context yields.
     skip : str or list of str, optional
         Names of operators, blocks or nodes whose values are right by definition; * and ? stand
         for any characters.
