@@ -6,21 +6,13 @@ import ast
 import math
 import re
 from ctypes import c_float
-from typing import Any, Mapping, NamedTuple
-
-
-class _Range(NamedTuple):
-    """The largest and smallest magnitudes that a dtype holds at full precision."""
-
-    largest: float
-    smallest: float  #: normal number: below it, digits are lost
-
+from typing import Any, Mapping
 
 #: The largest finite number of each dtype, and the smallest that has all its digits.
-RANGES: Mapping[str, _Range] = {
-    "float16": _Range(65504.0, 2.0**-14),
-    "bfloat16": _Range((2 - 2.0**-7) * 2.0**127, 2.0**-126),
-    "float32": _Range((2 - 2.0**-23) * 2.0**127, 2.0**-126),
+RANGES: Mapping[str, tuple[float, float]] = {
+    "float16": (65504.0, 2.0**-14),
+    "bfloat16": ((2 - 2.0**-7) * 2.0**127, 2.0**-126),
+    "float32": ((2 - 2.0**-23) * 2.0**127, 2.0**-126),
 }
 
 # Old models, saved by Python 2, have (3L, 3L).
@@ -35,7 +27,7 @@ def same_value(one: str, other: str) -> bool:
     >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
     (True, True, True)
     """
-    return one == other or _equal_values(_parse_value(one), _parse_value(other))
+    return one == other or _parse_value(one) == _parse_value(other)
 
 
 def is_true(text: str) -> bool:
@@ -58,11 +50,12 @@ def out_of_range(text: str, dtype: str) -> bool:
     Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
     zero and texts that are not numbers are not out of range.
     """
-    value = _parse_value(text)
-    if not isinstance(value, (int, float)):
+    try:
+        size = abs(float(text))
+    except ValueError:
         return False
-    size, held = abs(value), RANGES[dtype]
-    return held.largest < size < math.inf or 0 < size < held.smallest
+    largest, smallest = RANGES[dtype]
+    return largest < size < math.inf or 0 < size < smallest
 
 
 def _parse_value(text: str) -> object:
@@ -72,28 +65,20 @@ def _parse_value(text: str) -> object:
         return _WORDS[text.lower()]
     try:
         if text.startswith(("(", "[")):
-            return _as_tuples(ast.literal_eval(_LONG.sub("", text)))
-        return float(text)
+            return _as_in_mxnet(ast.literal_eval(_LONG.sub("", text)))
+        return _as_in_mxnet(float(text))
     except (SyntaxError, ValueError):
         return text
 
 
-def _as_tuples(value: object) -> object:
-    """Return nested lists as tuples, and a one-item list as its item, as MXNet reads them."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    items = tuple(_as_tuples(item) for item in value)
-    return items[0] if len(items) == 1 else items
-
-
-def _equal_values(one: object, other: object) -> bool:
-    """Return whether two parsed attribute values are equal; fractions are compared in float32."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal_values, one, other))
-    if isinstance(one, float) and isinstance(other, float) and not one.is_integer():
-        # MXNet stores fractions as float32, and prints 0.1 as 0.100000001.
-        return one == other or c_float(one).value == c_float(other).value
-    return bool(one == other)
+def _as_in_mxnet(value: object) -> object:
+    """Return a list as a tuple, a one-item list as its item, and a fraction in float32."""
+    if isinstance(value, (list, tuple)):
+        items = tuple(_as_in_mxnet(item) for item in value)
+        return items[0] if len(items) == 1 else items
+    if isinstance(value, float) and not value.is_integer():
+        return c_float(value).value  # MXNet prints 0.1 as 0.100000001
+    return value
 
 
 def parse_integers(text: str) -> list[int]:
