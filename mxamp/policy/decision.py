@@ -105,12 +105,10 @@ def decide(
         return Decision(untouched, reason, "float32" if is_float32 else "as is")
 
     floats, leading = _float_inputs(rule, attributes, dtypes)
-    if not floats:
+    if not leading:
         return Decision(untouched, "no floating-point input to cast")
     if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
         return Decision(untouched, DIAGONAL, "float32")
-    if not leading:
-        return Decision(untouched, "no floating-point input to follow")
     target = policy.target_dtype
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
     emulation = backend.emulation(call, dtype)
