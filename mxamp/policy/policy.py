@@ -6,7 +6,6 @@ import fnmatch
 import json
 import logging
 import weakref
-import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Callable, Generic, Iterable, Literal, Mapping, TypeVar, 
 
 import tomli_w
 
-from .._version import __version__
 from ..backends import backend_of
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.files import write_file
@@ -39,10 +37,6 @@ HEAD = """\
 NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
 BESIDE_LISTS = "a policy contains operator lists: give none beside it, use policy.override"
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
-OTHER_LISTS = "%s changes the operator lists of mxamp %s, which have changed since"
-NONE_LOW = (
-    "%s has no operator of class low, so none computes in %s: write [[change]], not [[group]]"
-)
 NO_KERNELS = "%s: no %s kernel on a %s for %s: copy the [[missing]] tables of mxamp's own list"
 
 
@@ -219,7 +213,12 @@ class Policy:
         data = read_toml(path)
         with prefix_errors(path):
             policy = policy_from_data(data, kind)
-        policy._warn_of_file(path, data)
+        own = Policy.default(policy.target_dtype, policy.device)
+        low = policy.operators("low")
+        lacking = [n for n in low if own.rule(n).no_kernel and not policy.rule(n).no_kernel]
+        if lacking:
+            names, device = shortened(lacking), policy.device.upper()
+            logger.warning(NO_KERNELS, path, policy.target_dtype, device, names)
         return policy
 
     @checked_call
@@ -251,7 +250,7 @@ class Policy:
 
     def to_toml(self) -> str:
         """Return the text that `save` writes to a policy file."""
-        return HEAD + tomli_w.dumps({**self._data, **_provenance(self.target_dtype)})
+        return HEAD + tomli_w.dumps(self._data)
 
     @cached_property
     def text(self) -> str:
@@ -266,20 +265,6 @@ class Policy:
         if changes and "operator_list" in changes[0]:
             data = {**json.loads(changes.pop(0)["operator_list"]), **data}
         return {**data, "change": changes} if changes else data
-
-    def _warn_of_file(self, path: str | Path, data: Mapping[str, Any]) -> None:
-        """Warn if a policy file builds on other operator lists, or lowers to missing kernels."""
-        if not self.changes or self.changes[0].operator_list is None:
-            if data.get("lists") not in (None, _provenance(self.target_dtype)["lists"]):
-                logger.warning(OTHER_LISTS, path, data.get("mxamp", "1"))
-            return
-        own, device = Policy.default(self.target_dtype, self.device), self.device.upper()
-        low = self.operators("low")
-        if not self.lowers:
-            logger.warning(NONE_LOW, path, self.target_dtype)
-        lacking = [one for one in low if own.rule(one).no_kernel and not self.rule(one).no_kernel]
-        if lacking:
-            logger.warning(NO_KERNELS, path, self.target_dtype, device, shortened(lacking))
 
     @checked_call
     def override(
@@ -369,12 +354,6 @@ class Policy:
 Policy.__init__ = checked_call(Policy.__init__)  # type: ignore[method-assign]
 
 
-@lru_cache(maxsize=None)
-def _provenance(dtype: str) -> Mapping[str, str]:
-    """Return a policy file's keys for mxamp's version and the checksum of its operator list."""
-    return {"mxamp": __version__, "lists": f"{zlib.crc32(own_data(dtype).encode()):08x}"}
-
-
 class PerPolicy(Generic[Value]):
     """A cache of a value derived from each policy: made on first use, freed with the policy."""
 
@@ -414,8 +393,9 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
     if own not in (None, found):
         raise ArgumentError(OTHER_DEVICE.format(own=own, given=found))
     policy = policy_of(dtype, found)
-    # `form` is for `mxamp convert`: how the model was the fastest under the policy.
-    others = ("format", "device", "change", "form", *_provenance(dtype))
+    # `form` is for `mxamp convert`: how the model was the fastest under the policy. `save` once
+    # wrote `mxamp` and `lists`, which say with which operator lists it did.
+    others = ("format", "device", "change", "form", "mxamp", "lists")
     listed = {k: v for k, v in data.items() if k not in others}
     if listed.keys() - {"dtype", "fp32_layers"}:
         whole = Change(operator_list=json.dumps(listed, sort_keys=True))

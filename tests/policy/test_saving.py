@@ -1,7 +1,5 @@
 """Saved policies: what is loaded is what was saved, on this machine and on others."""
 
-import re
-
 import pytest
 
 import mxamp as amp
@@ -62,15 +60,14 @@ def test_conditions_of_several_tables_and_attributes(tmp_path):
     assert Policy.load(saved(policy, tmp_path)) is policy
 
 
-def test_a_file_holds_changes_and_where_they_come_from(tmp_path, caplog):
+def test_a_file_holds_changes(tmp_path, caplog):
     policy = BF16.override(low=["log", "exp"], fp32_layers=["head_*"]).untuned()
     path = saved(policy, tmp_path)
     text = path.read_text()
     assert "[[change]]\nlow = [" in text and '    "head_*",\n' in text
-    assert "[[change]]\nuntuned = true\n" in text and f'mxamp = "{amp.__version__}"' in text
+    assert "[[change]]\nuntuned = true\n" in text
+    path.write_text('mxamp = "2.0.0"\nlists = "0a1b2c3d"\n' + text)  # as `save` once did
     assert Policy.load(path) is policy and not caplog.text
-    path.write_text(re.sub(r'lists = "\w+"', 'lists = "0"', text))
-    assert Policy.load(path) is policy and "have changed since" in caplog.text
 
 
 @pytest.mark.backend

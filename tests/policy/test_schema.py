@@ -28,13 +28,6 @@ def test_products_without_a_kernel_are_warned_of(device, more, warned, tmp_path,
     assert found == [True] * warned
 
 
-def test_a_list_that_lowers_nothing_is_warned_of(tmp_path, caplog):
-    path = tmp_path / "own.toml"
-    path.write_text(HEAD + GROUP.replace("low", "fp32"))
-    assert not Policy.load(path).lowers
-    assert "own.toml has no operator of class low, so none computes in float16" in caplog.text
-
-
 def error_of(tmp_path, text):
     path = tmp_path / "own.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
