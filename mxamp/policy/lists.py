@@ -7,7 +7,6 @@ could get wrong. docs/policy-files.md describes the format.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from dataclasses import replace
 from functools import lru_cache
@@ -18,18 +17,15 @@ from typing import Any, Iterable, Mapping, NamedTuple
 from ..backends import DEVICES, FEATURES, backend_of, shape_checks, substitutions
 from ..errors import ArgumentError, prefix_errors, unknown
 from ..framework.data import own_tables, parse_toml
-from ..framework.operators import Operator, registry, resolve
+from ..framework.operators import registry, resolve
 from ..framework.wording import one_of, shown
 from . import rules
 from .rules import UNLISTED, Condition, CustomClasses, Reason, Rule, ShapeRule, not_lowered
 from .targets import DTYPES
 
-logger = logging.getLogger("mxamp")
-
 Table = Mapping[str, Any]
 
 AS_IN_MXNET = "it computes as in plain MXNet"
-DROPPED = "the policy's substitution %r does not exist in this version of mxamp: it is left out"
 
 LISTED = (
     "operator {!r} has a class already, {!r} with override {}: list it once, or more conditions "
@@ -42,8 +38,6 @@ _KINDS: Mapping[str, Any] = {
     "string or list of strings": object, "class": rules.CLASSES, "dtype": DTYPES,
     "wide dtype": ("float32", "float64"), "device": DEVICES, "feature": FEATURES, "format": (1, 2),
 }  # fmt: skip
-#: Notes for mxamp's own tests, which its lists once held, and copies of the lists still do.
-_FORMER = ("exempt", "slower")
 
 
 class OperatorList(NamedTuple):
@@ -70,12 +64,11 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     try:
-        data = parse_toml(Path(path).read_text(encoding="utf-8"))
+        return parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
-    return {name: tables for name, tables in data.items() if name not in _FORMER}
 
 
 # ---------------------------------------------------------------------- checks
@@ -144,13 +137,11 @@ def list_from_json(
     """
     data = json.loads(text)
     named, known = data.get("substitutions", {}), substitutions()
-    for name in sorted(named.keys() - known):
-        logger.warning(DROPPED, name)
-    return OperatorList(
-        MappingProxyType(_RuleBuilder(data, device, features, custom).by_name),
-        tuple(dict.fromkeys(data.get("fp32_layers", ()))),
-        MappingProxyType({name: gain for name, gain in named.items() if name in known}),
-    )
+    for name in named:
+        if name not in known:
+            raise unknown("substitution", name, known)
+    rules = _RuleBuilder(data, device, features, custom).by_name
+    return OperatorList(MappingProxyType(rules), (), MappingProxyType(named))
 
 
 def without_casts(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
@@ -241,10 +232,10 @@ class _RuleBuilder:
                 if name == "CuDNNBatchNorm" and name not in registry():
                     continue  # CPU builds of MXNet lack it
                 with prefix_errors(f"[{kind}]"):
-                    operator = _operator_called(name)
+                    operator = resolve(name)
                     for one in kept if kind != "keep_outputs" else ():
                         operator.check_argument("input", one)
-                self._amend_rule(name, **{kind: tuple(kept)})
+                self._amend_rule(operator.name, **{kind: tuple(kept)})
 
     def _amend_rule(self, name: str, **changes: Any) -> None:
         """Replace fields of operator `name`'s rule, which is `UNLISTED`'s if it has none yet."""
@@ -253,19 +244,11 @@ class _RuleBuilder:
 
 
 def _operator_names(patterns: Iterable[str]) -> list[str]:
-    """Return the names of operators that match: canonical names, or prefixes ending in *."""
+    """Return the canonical names of operators given by any name, or by a prefix and *."""
     names: list[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):
             names += [name for name in registry() if name.startswith(pattern[:-1])]
         else:
-            names.append(_operator_called(pattern).name)
+            names.append(resolve(pattern).name)
     return names
-
-
-def _operator_called(name: str) -> Operator:
-    """Return the operator with the canonical name `name`; raise for an alias."""
-    operator = resolve(name)
-    if operator.name != name:
-        raise ArgumentError(f"{name!r} is an alias; write {operator.name!r}")
-    return operator

@@ -395,14 +395,12 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
     policy = policy_of(dtype, found)
     # `form` is for `mxamp convert`: how the model was the fastest under the policy. `save` once
     # wrote `mxamp` and `lists`, which say with which operator lists it did.
-    others = ("format", "device", "change", "form", "mxamp", "lists")
+    others = ("format", "device", "change", "fp32_layers", "form", "mxamp", "lists")
     listed = {k: v for k, v in data.items() if k not in others}
-    if listed.keys() - {"dtype", "fp32_layers"}:
+    if listed.keys() - {"dtype"}:
         whole = Change(operator_list=json.dumps(listed, sort_keys=True))
         policy = policy_of(dtype, found, (whole,))
-        policy._list  # noqa: B018  # raises for a mistake in the tables
-    elif "fp32_layers" in listed:
-        policy = policy.override(fp32_layers=listed["fp32_layers"])
+    policy = policy.override(fp32_layers=data.get("fp32_layers"))
     for table in data.get("change", ()):
         with prefix_errors("[[change]]"):
             is_step = table in ({"untuned": True}, {"in_float32": True})

@@ -51,7 +51,7 @@ def error_of(tmp_path, text):
     (SHAPE, "[[keep_outputs]]\nBatchNorm = [1]", "keep_outputs must be a table, not [{"),
     ('"float16"', '"bfloat16"\ndevice = "gpu"', "MXNet has no bfloat16 kernels on GPUs"),
     (CONDITION, CONDITION + CONDITION + "override = true\n", "[[conditional]] table 2: operator 'Activation' has a class already, 'neutral' with override False"),
-    ('"dot"', '"concat"', "[[group]] table 1: 'concat' is an alias; write 'Concat'"),
+    (SHAPE, '[substitutions]\nsumm = "why"\n', "unknown substitution 'summ'; the closest is 'sum'"),
     (GROUP, GROUP + GROUP, "[[group]] table 2: operator 'dot' has a class already, 'low'"),
     (SHAPE, "[[change]]\nfp33 = ['dot']", "unknown argument of Policy.override 'fp33'"),
     ("[[group]]", "[[group", "is not valid TOML: Expected ']]' at the end"),
@@ -73,10 +73,11 @@ def test_what_is_no_file(tmp_path):
             Policy.load(path)
 
 
-def test_notes_for_tests_in_copies_of_the_lists_are_ignored(tmp_path):
+def test_operators_have_any_of_their_names(tmp_path):
     path = tmp_path / "own.toml"
-    path.write_text(ALL)
+    path.write_text(
+        HEAD + GROUP.replace("dot", "concat") + "[keep_inputs]\n_npx_convolution = ['bias']\n"
+    )
     policy = Policy.load(path)
-    notes = '[[exempt]]\nreason = "why"\nattributes = ["RNN.p"]\n[slower]\nFlatten = "why"\n'
-    path.write_text(ALL + notes)
-    assert Policy.load(path) is policy
+    assert policy.rule("Concat").op_class == "low"
+    assert policy.rule("Convolution").keep_inputs == ("bias",)
