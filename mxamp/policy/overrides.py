@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
@@ -27,15 +28,6 @@ NO_NAMES = (
     "{argument}: the prefix {prefix!r} of block {name!r} does not end in '_': give the block one "
     "that does, or list the names of its layers, which explain shows"
 )
-
-
-def exact_pattern(name: str) -> str:
-    """Return the `fnmatch` pattern that matches only `name`.
-
-    >>> exact_pattern("stage[0]_conv*")
-    'stage[[]0]_conv[*]'
-    """
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
@@ -65,7 +57,7 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
         # Operators have the names of the symbol, whatever the block's name is.
         nodes = block._cached_graph[1].get_internals()
         names = dict.fromkeys(node.name for node in nodes)
-        return [exact_pattern(name) for name in names]
+        return [glob.escape(name) for name in names]
     inner = [_block_patterns(argument, child) for child in block._children.values()]
     patterns = [pattern for few in inner for pattern in few]
     if _is_plain_sequence(block):
@@ -73,7 +65,7 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
     prefix = block.prefix
     if not prefix.endswith("_"):
         raise ArgumentError(NO_NAMES.format(argument=argument, name=block.name, prefix=prefix))
-    own = exact_pattern(prefix)
+    own = glob.escape(prefix)
     return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
 
 

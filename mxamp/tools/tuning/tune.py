@@ -7,6 +7,7 @@ are accurate enough are then timed once, in turns with float32.
 from __future__ import annotations
 
 import functools
+import glob
 import math
 import textwrap
 import time
@@ -22,7 +23,6 @@ from ...framework import machine
 from ...framework.files import write_file
 from ...framework.keywords import checked_call
 from ...framework.wording import counted, shortened
-from ...policy.overrides import exact_pattern
 from ...policy.policy import Policy, requested_policy
 from ...policy.targets import DEFAULT_TARGET, default_dtype
 from ...scaling.scaler import positive_number
@@ -374,7 +374,7 @@ class _Search:
         prefix = self._model.block.prefix  # "" for a saved model
         rest = name[len(prefix) :] if prefix and name.startswith(prefix) else ""
         # A name without "_" is that of the block's own operator, such as "fwd": too common.
-        return f"*{exact_pattern(rest)}" if "_" in rest else exact_pattern(name)
+        return f"*{glob.escape(rest)}" if "_" in rest else glob.escape(name)
 
     def tuning(self) -> Tuning:
         """Return the `Tuning`: the fastest accurate form, or the best one if none was timed."""
