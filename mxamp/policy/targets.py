@@ -24,11 +24,6 @@ ONE_DEVICE = "{} must name one kind of device ({}, or a Context of it), not {}"
 NO_DTYPE = "MXNet has no {dtype} kernels on {device}s: give {has}, or another device"
 NOT_POLICY = "; give a policy by its keyword, policy="
 
-ONE_DTYPE = (
-    "'auto' is for programs that run here: for init, autocast, initialize and `mxamp run`. A "
-    "policy or a file has one dtype: give {targets} ({fast} is the fast dtype on this machine)"
-)
-
 
 class _Default(str):
     """A str that marks an argument left at its default: compared by identity, not by value."""
@@ -60,10 +55,8 @@ def check_target(dtype: object, allowed: Sequence[str] = DTYPES) -> str:
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
     """
-    if is_auto(dtype):
-        if AUTO in allowed:
-            return AUTO
-        raise ArgumentError(ONE_DTYPE.format(targets=one_of(DTYPES), fast=fast_dtype()))
+    if is_auto(dtype) and AUTO in allowed:
+        return AUTO
     # np.dtype(array) returns the array's dtype, but an array is not a valid argument.
     name = dtype_name(dtype) if isinstance(dtype, (str, type, np.dtype)) else None
     if name is None or name not in allowed:
