@@ -165,6 +165,7 @@ def switch_off() -> bool:
 def _end_policy() -> bool:
     """Unset the policy that `init` has set; return False if there is none."""
     casting_patches.release(GRAPHS)
+    active.process.has_marked_nodes = False
     before, active.process.policy = active.process.policy, None
     casting_patches.release(active.process)
     if not before:
@@ -250,10 +251,9 @@ class autocast(active.Regional):
 
 
 def _leave(region: active.Region) -> None:
-    """End an `autocast` region; keep patches installed for graphs with nodes made in it."""
+    """End an `autocast` region; keep patches installed for graphs with nodes made in one."""
     active.end(region)
-    marked = region.mark is not None and region.mark.has_nodes
-    if region.policy and marked and active.current_policy() is None:
+    if region.policy and active.process.has_marked_nodes and active.current_policy() is None:
         casting_patches.acquire(GRAPHS)
     casting_patches.release(region)
 

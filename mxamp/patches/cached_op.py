@@ -25,7 +25,7 @@ from ..framework.patching import Original
 from ..graph.casts.insert import region_marks, rewritten_graph
 from ..graph.gradients import trained_graph, weights_beside_biases, with_scale_input
 from ..graph.ir import UNSAFE_LOOPS, Graph, Usage
-from ..policy.active import current_policy, nearest_policy, tracing
+from ..policy.active import current_policy, in_force, nearest_policy
 from ..policy.policy import Policy
 from ..policy.regions import policy_for_regions
 from ..scaling.loss_outputs import scale_array
@@ -81,7 +81,7 @@ def _records_under_policy() -> Policy | None:
 def patched_get_graph(original: Original, self: HybridBlock, *args: object) -> object:
     """Trace a block without the marks of the `autocast` regions around the call."""
     # Regions around the call are in force when the graph runs; only those inside belong to it.
-    with tracing():
+    with in_force(current_policy()):
         return original(self, *args)
 
 

@@ -263,9 +263,9 @@ def patched_symbol_creator(
     if mark is not None and handle in _UNMARKED:
         # MXNet passes every attribute of such a node to the operator's constructor.
         op_type = dict(zip(keys, vals)).get("op_type", "")
-        if mark.is_off and dict(custom_classes()).get(op_type) == "low":
+        if mark == active.OFF and dict(custom_classes()).get(op_type) == "low":
             logger.warning(NOT_REACHED, op_type)
     elif mark is not None:
-        mark.has_nodes = True
-        keys, vals = [*keys, regions.REGION], [*vals, mark.text]
+        active.process.has_marked_nodes |= mark != active.OFF
+        keys, vals = [*keys, regions.REGION], [*vals, mark]
     return original(handle, args, kwargs, keys, vals, *rest)

@@ -24,15 +24,6 @@ from .policy import Policy, PolicyChoice
 OFF, ON = "off", "on"
 
 
-class RegionMark:
-    """The mark of an `autocast` region: the text that its graph nodes carry as an attribute."""
-
-    __slots__ = ("has_nodes", "is_off", "text")
-
-    def __init__(self, text: str, is_off: bool = False) -> None:
-        self.text, self.is_off, self.has_nodes = text, is_off, False
-
-
 @dataclass(eq=False)
 class Region:
     """An active region of code: its policy, its mark for new graph nodes, and the enclosing region.
@@ -42,16 +33,14 @@ class Region:
     """
 
     policy: PolicyChoice | None
-    mark: RegionMark | None
+    mark: str | None
     outer: Region | None
     frame: FrameType | None = None
-    close: Callable[[], Any] = field(init=False)  #: of an `autocast` region
+    close: Callable[[], Any] | None = None  #: ends the innermost `autocast` region
 
 
 #: The innermost region; a global, as any context variable.
 _innermost: ContextVar[Region | None] = ContextVar("mxamp_region", default=None)
-#: The innermost of `autocast`.
-_autocast: ContextVar[Region | None] = ContextVar("mxamp_autocast", default=None)
 
 
 def _current() -> Region | None:
@@ -65,9 +54,10 @@ def _current() -> Region | None:
 
 @dataclass(eq=False)
 class _Process:
-    """Process-wide state: the policy that `init` sets, and the operators lowered so far."""
+    """Process-wide state: the policy that `init` sets, and what has happened since."""
 
     policy: PolicyChoice | None = None
+    has_marked_nodes: bool = False  #: graphs with regions that cast may exist
     #: Operators that computed in a half precision, for the summary of an automatic run.
     lowered: set[str] = field(default_factory=set)
 
@@ -129,7 +119,7 @@ def chose_float32() -> bool:
     return policy is not None and policy.target_dtype == "float32"
 
 
-def current_mark() -> RegionMark | None:
+def current_mark() -> str | None:
     """Return the `autocast` region's mark for graph nodes made now, or None for no mark."""
     region = _current()
     return None if region is None else region.mark
@@ -138,18 +128,18 @@ def current_mark() -> RegionMark | None:
 class in_force:
     """Context manager that sets the policy of the current thread or task; None turns casts off.
 
-    Nodes get the mark of the region around, or none if not `marked`.
+    Nodes get no mark.
     """
 
-    __slots__ = ("_marked", "_policy")
+    __slots__ = ("_policy",)
 
-    def __init__(self, policy: PolicyChoice | None, marked: bool = True) -> None:
-        self._policy, self._marked = policy, marked
+    def __init__(self, policy: PolicyChoice | None) -> None:
+        self._policy = policy
 
     def __enter__(self) -> None:
         outer = _current()
-        mark = outer.mark if outer is not None and self._marked else None
-        _innermost.set(Region(self._policy, mark, outer, sys._getframe(1)))
+        close = None if outer is None else outer.close
+        _innermost.set(Region(self._policy, None, outer, sys._getframe(1), close))
 
     def __exit__(self, *_error: object) -> None:
         region = _innermost.get()
@@ -170,22 +160,16 @@ def is_suspended() -> bool:
     return region is not None and region.frame is not None and region.policy is None
 
 
-def tracing() -> in_force:
-    """Return a context manager for tracing a block: same policy, no region's mark on its nodes."""
-    return in_force(current_policy(), marked=False)
-
-
-def autocast_region(policy: PolicyChoice | None, mark: RegionMark) -> Region:
+def autocast_region(policy: PolicyChoice | None, mark: str) -> Region:
     """Return a new region for an `autocast` call; a bare `autocast()` takes an enclosing mark."""
-    if mark.text == ON:
+    if mark == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))
-        mark = next((one for one in marks if one and not one.is_off), mark)
+        mark = next((one for one in marks if one and one != OFF), ON)
     return Region(policy, mark, _current())
 
 
 def begin(region: Region) -> None:
     """Make an `autocast` region the innermost one."""
-    _autocast.set(region)
     _innermost.set(region)
 
 
@@ -193,13 +177,12 @@ def end(region: Region) -> None:
     """End an `autocast` region and all regions inside it; do nothing if it has already ended."""
     if region in _regions():
         _innermost.set(region.outer)
-        _autocast.set(next((one for one in _regions() if one.frame is None), None))
 
 
 class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
     """Context that closes the innermost `autocast` region; `closing.__exit__` is Python's own."""
 
-    thing = property(_autocast.get)
+    thing = property(_innermost.get)
 
 
 def record_lowered(operator: str, dtype: str) -> None:

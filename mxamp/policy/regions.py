@@ -15,7 +15,7 @@ from typing import Iterable, Mapping
 from ..backends import backend_of
 from ..errors import ArgumentError
 from ..framework.machine import default_device
-from .active import OFF, ON, RegionMark, current_policy, nearest_policy
+from .active import OFF, ON, current_policy, nearest_policy
 from .decision import Decision
 from .overrides import Change
 from .policy import PLAIN_FLOAT32, PerPolicy, Policy, PolicyChoice, float32_choice, policy_from_data
@@ -34,13 +34,11 @@ _POLICY = "policy "
 _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
-def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> RegionMark:
+def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> str:
     """Return the mark for graph nodes made in an `autocast` region with these arguments."""
     if not enabled:
-        return RegionMark(OFF, is_off=True)
-    if isinstance(given, Policy):
-        return RegionMark(_POLICY + given.text)
-    return RegionMark(OFF if given is PLAIN_FLOAT32 else dtype or ON)
+        return OFF
+    return _POLICY + given.text if isinstance(given, Policy) else dtype or ON
 
 
 # ---------------------------------------------------------------------- policies of nodes

@@ -302,7 +302,7 @@ def test_a_mark_of_1_0_is_not_known():
 
 
 def test_symbols_hold_their_regions_until_shutdown():
-    with amp.autocast(policy=untuned("bfloat16")):
+    with amp.autocast("float16"), amp.autocast(policy=untuned("bfloat16")):
         symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")
     for wanted in ("bfloat16", "float32"):
         executor = symbol.simple_bind(mx.cpu(), data=(64, UNITS))
