@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Iterable, Mapping
 
 from ..backends import backend_of
-from ..errors import ArgumentError
 from ..framework.machine import default_device
 from .active import OFF, ON, current_policy, nearest_policy
 from .decision import Decision
@@ -31,6 +30,8 @@ FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE = "float32", "target", "widest"
 #: The beginning of the marks of regions with a whole policy, which follows as text.
 _POLICY = "policy "
 
+#: How reasons show the marks of regions without a dtype.
+_SHOWN = {OFF: "enabled=False", ON: ""}
 _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "promote"}
 
 
@@ -70,7 +71,8 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
     if mark not in regions:
         region = _policy_of_mark(policy, mark)
         if region is None:
-            regions[mark] = policy.changed(Change(neutral=region_reason(mark, policy)))
+            reason = "runs as without mxamp" if mark == OFF else "not for this device"
+            regions[mark] = policy.changed(Change(neutral=reason))
         else:
             # The layers that the user keeps in float32 stay there under the model's regions too.
             regions[mark] = region.override(fp32_layers=policy.fp32_layers)
@@ -110,32 +112,20 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
 @lru_cache(maxsize=64)
 def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
     """Return the policy whose text a region's mark contains."""
-    try:
-        return policy_from_data(json.loads(mark[len(_POLICY) :]))
-    except ValueError:
-        words = f"{REGION}={mark!r} is of a version of mxamp that this one does not know"
-        raise ArgumentError(words) from None
+    return policy_from_data(json.loads(mark[len(_POLICY) :]))
 
 
-def with_region_reason(decision: Decision, attrs: Mapping[str, str], policy: Policy) -> Decision:
+def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision:
     """Return `decision` with its reason naming the `autocast` region of the graph node."""
-    mark = attrs.get(REGION, ON)
-    if not attrs.keys() & {REGION, CAST} or _policy_of_mark(policy, mark) is None:
-        return decision
-    reason = region_reason(mark, policy) + decision.reason
-    if CAST in attrs:
+    mark = attrs.get(REGION)
+    if CAST in attrs and mark != OFF:
         reason = f"{_DECORATORS[attrs[CAST].split()[0]]}_function in the model's code"
+    elif mark is not None:
+        given = "policy=..." if mark.startswith(_POLICY) else _SHOWN.get(mark, repr(mark))
+        reason = f"autocast({given}) in the model's code: {decision.reason}"
+    else:
+        return decision
     return replace(decision, reason=reason)
-
-
-def region_reason(mark: str, policy: Policy) -> str:
-    """Return a reason's opening words, which name the `autocast` region that a mark stands for."""
-    if mark == OFF:
-        return "autocast(enabled=False) in the model's code: runs as without mxamp"
-    given = "policy=..." if mark.startswith(_POLICY) else "" if mark == ON else repr(mark)
-    has_casts = _policy_of_mark(policy, mark) is not None
-    end = ": " if has_casts else ", which is not for this device: no casts"
-    return f"autocast({given}) in the model's code{end}"
 
 
 # ---------------------------------------------------------------------- marks of graphs

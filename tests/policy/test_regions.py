@@ -294,13 +294,6 @@ def test_patches_stay_for_graphs_that_enter_regions_themselves():
     assert not amp.is_enabled()
 
 
-def test_a_mark_of_1_0_is_not_known():
-    with mx.AttrScope(__mxamp_region__="policy bfloat16 0123456789abcdef"):
-        symbol = mx.sym.exp(mx.sym.var("x"))
-    with pytest.raises(amp.ArgumentError, match="that this one does not know"):
-        amp.explain(symbol, "bfloat16")
-
-
 def test_symbols_hold_their_regions_until_shutdown():
     with amp.autocast("float16"), amp.autocast(policy=untuned("bfloat16")):
         symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=UNITS, name="fc")

@@ -211,7 +211,7 @@ class _Rewriter:
         original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
         decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept_float32)
-        decision = regions.with_region_reason(decision, node.attrs, self.policy)
+        decision = regions.with_region_reason(decision, node.attrs)
         if original is None:
             return decision
         reason = self.backend.said(f"stands in for {original.op}: {decision.reason}")
