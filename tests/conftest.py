@@ -24,7 +24,7 @@ from mxamp.framework import machine, patching
 from mxamp.framework.operators import registry
 from mxamp.patches.announcements import _logged
 from mxamp.patches.table import casting_patches
-from mxamp.policy.rules import _custom_classes
+from mxamp.policy.rules import custom_operators
 
 # The first example of a test may load lists or wait for a busy machine.
 settings.register_profile("mxamp", deadline=None)
@@ -136,11 +136,11 @@ def clean():
     random.seed(0)
     log = logging.getLogger("mxamp")
     level = log.level
-    classed = dict(_custom_classes)
+    classed = dict(custom_operators)
     yield
     log.setLevel(level)
-    _custom_classes.clear()
-    _custom_classes.update(classed)
+    custom_operators.clear()
+    custom_operators.update(classed)
     shut_down()
     _logged.clear()
     mx.nd.waitall()

@@ -25,7 +25,7 @@ from ..policy.active import current_policy, is_enabled, suspended
 from ..policy.decision import CASTABLE
 from ..policy.policy import Policy
 from ..policy.regions import CAST, FLOAT32_INSIDE, TARGET_INSIDE, WIDEST_INSIDE
-from ..policy.rules import custom_classes, set_custom_class
+from ..policy.rules import custom_classes, custom_operators
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -257,4 +257,4 @@ def register_custom_operator(op_type: str, kind: str = "half") -> None:
         raise ArgumentError(f"kind must be {one_of(_CLASSES)}, not {shown(kind)}")
     if is_enabled() and (op_type, _CLASSES[kind]) not in custom_classes():
         raise StateError(f"the policy in force does not know {op_type!r}: register it before init")
-    set_custom_class(op_type, _CLASSES[kind])
+    custom_operators[op_type] = _CLASSES[kind]

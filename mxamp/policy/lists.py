@@ -7,7 +7,6 @@ could get wrong. docs/policy-files.md describes the format.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +25,6 @@ from .targets import DTYPES
 Table = Mapping[str, Any]
 
 AS_IN_MXNET = "it computes as in plain MXNet"
-
 LISTED = (
     "operator {!r} has a class already, {!r} with override {}: list it once, or more conditions "
     "with the same 'otherwise' and 'override'"
@@ -61,13 +59,11 @@ def own_data(dtype: str) -> str:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"a policy file must be given by its path, not by {shown(path)}")
     try:
         return parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, or a path with a null byte
+    except (TypeError, ValueError, RecursionError) as error:  # of the path, of UTF-8 or TOML
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
 
 

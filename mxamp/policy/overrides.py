@@ -153,26 +153,23 @@ class Change:
     def _given_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
         """Return the new rules of operators that the change names; raise for one in two lists."""
         classes: dict[str, str] = {}
+        result: dict[str, Rule] = {}
         for op_class, names in self._lists.items():
             for name in names:
                 if classes.setdefault(name, op_class) != op_class:
                     raise ArgumentError(TWO_LISTS.format(name, classes[name], op_class))
-        conditions: dict[str, tuple[Condition, ...]] = {}
+                old, reason = rules.get(name, UNLISTED), f"given as {op_class}"
+                result[name] = _moved(old, op_class, reason, operator=name, given=True)
         for name, attribute, values in self.conditional or ():
             if classes.get(name) in ("fp32", "widest"):
                 raise ArgumentError(TWO_LISTS.format(name, classes[name], "conditionally fp32"))
             default = resolve(name).defaults.get(attribute)
             condition = Condition(attribute, values, default=default, dtype=dtype)
-            conditions[name] = (*conditions.get(name, ()), condition)
-        result = {}
-        for name, op_class in classes.items():
-            old, reason = rules.get(name, UNLISTED), f"given as {op_class}"
-            result[name] = _moved(old, op_class, reason, operator=name, given=True)
-        for name, of_one in conditions.items():
-            old = result.get(name, rules.get(name, UNLISTED))
+            old = result.get(name) or replace(rules.get(name, UNLISTED), conditions=())
             # In class fp32 the condition would have no effect, so the operator follows its input.
             op_class = "neutral" if old.op_class in ("fp32", "untouched") else old.op_class
-            result[name] = replace(old, operator=name, op_class=op_class, conditions=of_one)
+            conditions = *old.conditions, condition
+            result[name] = replace(old, operator=name, op_class=op_class, conditions=conditions)
         return result
 
 

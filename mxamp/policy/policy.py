@@ -30,10 +30,7 @@ logger = logging.getLogger("mxamp")
 
 Value = TypeVar("Value")
 
-HEAD = """\
-# A policy: changes to mxamp's own operator list, written by Policy.save for Policy.load.
-# docs/policy-files.md describes all tables and keys.
-"""
+HEAD = "# A policy: docs/policy-files.md of mxamp describes all tables and keys.\n"
 NO_POLICY = "policy must be an mxamp.Policy, from default, load or override, not {given}"
 BESIDE_LISTS = "a policy contains operator lists: give none beside it, use policy.override"
 OTHER_DEVICE = "the policy is for the {own} only, not for the {given}: leave out `device`"
@@ -134,8 +131,7 @@ class Policy:
     @cached_property
     def lowers(self) -> bool:
         """Whether any operator computes in the target dtype; False after `in_float32`."""
-        half = self.target_dtype != "float32"
-        return half and any(rule.lowers for rule in self.rules.values())
+        return self.target_dtype != "float32" and any(rule.lowers for rule in self.rules.values())
 
     @property
     def precision(self) -> str:
@@ -475,9 +471,8 @@ def chosen_policy(
     dtype = backend_of(device).fast_dtype()
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
-    if dtype == "float32":
-        is_for_float32 = policy is not None and policy.target_dtype == dtype
-        return wanted if is_for_float32 else float32_choice(device)
+    if dtype == "float32" != wanted.target_dtype:
+        return float32_choice(device)
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
         targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)
     return wanted

@@ -17,19 +17,14 @@ def not_lowered(custom: CustomClasses) -> CustomClasses:
     return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
 
 
-#: The classes of custom operators for policies made later, by `op_type`; a global, as are MXNet's
-#: custom operators.
-_custom_classes: dict[str, str] = {}
-
-
-def set_custom_class(op_type: str, op_class: str) -> None:
-    """Set the class ("low", "fp32" or "widest") of a custom operator for policies made later."""
-    _custom_classes[op_type] = op_class
+#: The classes ("low", "fp32" or "widest") of custom operators for policies made later, by
+#: `op_type`; a global, as are MXNet's custom operators.
+custom_operators: dict[str, str] = {}
 
 
 def custom_classes() -> CustomClasses:
     """Return the sorted pairs (`op_type`, class) of all custom operators with a class set."""
-    return tuple(sorted(_custom_classes.items()))
+    return tuple(sorted(custom_operators.items()))
 
 
 #: The parts of rules that a machine and a process decide: instructions, and custom operators.

@@ -14,7 +14,7 @@ from helpers import custom_operator, exported, initialized, randn, same, untuned
 from mxamp.framework.patching import _stacks
 from mxamp.graph.ir import Graph
 from mxamp.policy.regions import REGION
-from mxamp.policy.rules import set_custom_class
+from mxamp.policy.rules import custom_operators
 
 ROWS, UNITS = 32, 16
 
@@ -345,9 +345,9 @@ def test_custom_operators_are_not_marked(hybrid):
 
 def test_a_half_custom_operator_in_a_region_is_warned_of(caplog):
     with amp.autocast("bfloat16"):
-        set_custom_class("regions_twice", "low")
+        custom_operators["regions_twice"] = "low"
         try:
             CustomInside()(mx.sym.var("data"))
         finally:
-            set_custom_class("regions_twice", "fp32")
+            custom_operators["regions_twice"] = "fp32"
     assert "custom operator 'regions_twice'" in caplog.text

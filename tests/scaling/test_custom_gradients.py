@@ -24,7 +24,7 @@ from helpers import (
 from models import module_of
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
-from mxamp.policy.rules import _custom_classes
+from mxamp.policy.rules import custom_operators
 from training import end_step, run_backward, trainer_in
 
 SCALE = 2.0**8
@@ -185,7 +185,7 @@ def test_auxiliary_states_are_updated(way, dtype, op_type, hybrid):
 @pytest.mark.parametrize("kind", ["ignores", "reads", "unpacks"])
 @pytest.mark.parametrize("way", WAYS)
 def test_operators_registered_in_half_precision(monkeypatch, way, kind, hybrid):
-    monkeypatch.setitem(_custom_classes, "test_gradients", "low")
+    monkeypatch.setitem(custom_operators, "test_gradients", "low")
     compared(way, "float16", kind, "test_gradients", hybrid=hybrid)
 
 
