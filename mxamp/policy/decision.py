@@ -107,7 +107,7 @@ def decide(
     floats, leading = _float_inputs(rule, attributes, dtypes)
     if not leading:
         return Decision(untouched, "no floating-point input to cast")
-    if _takes_diagonal(operator, attributes) and set(floats.values()) == {"float32"}:
+    if _takes_diagonal(attributes) and set(floats.values()) == {"float32"}:
         return Decision(untouched, DIAGONAL, "float32")
     target = policy.target_dtype
     dtype, reason = _compute_dtype(op_class, reason, leading, set(dtypes), target, rule.given)
@@ -208,10 +208,8 @@ def _float_inputs(
     return floats, {dtype for i, dtype in floats.items() if i not in following}
 
 
-def _takes_diagonal(operator: str, attributes: Mapping[str, str]) -> bool:
-    """Return whether the operator is an einsum that repeats an axis letter within one operand."""
-    if operator != "_npi_einsum":
-        return False
+def _takes_diagonal(attributes: Mapping[str, str]) -> bool:
+    """Return whether the attributes of an einsum repeat an axis letter within one operand."""
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
     named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
     return any(len(letters) != len(set(letters)) for letters in named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
@@ -60,20 +60,14 @@ def _block_patterns(argument: str, block: Block) -> Sequence[str]:
         return [glob.escape(name) for name in names]
     inner = [_block_patterns(argument, child) for child in block._children.values()]
     patterns = [pattern for few in inner for pattern in few]
-    if _is_plain_sequence(block):
-        return patterns
+    hybrid = getattr(type(block), "hybrid_forward", None)
+    if hybrid is HybridSequential.hybrid_forward or type(block).forward is Sequential.forward:
+        return patterns  # it runs its children, and no operator of its own
     prefix = block.prefix
     if not prefix.endswith("_"):
         raise ArgumentError(NO_NAMES.format(argument=argument, name=block.name, prefix=prefix))
     own = glob.escape(prefix)
     return [f"{own}*", *(one for one in patterns if not one.startswith(own))]
-
-
-def _is_plain_sequence(block: Block) -> bool:
-    """Return whether a block is a `(Hybrid)Sequential` that doesn't override its forward method."""
-    forward: tuple[Any, ...] = (Sequential.forward, HybridSequential.hybrid_forward)
-    own = getattr(type(block), "hybrid_forward", None), type(block).forward
-    return isinstance(block, (Sequential, HybridSequential)) and any(one in forward for one in own)
 
 
 #: (operator, attribute, values): fp32 where the attribute has one of the values.
@@ -107,8 +101,7 @@ class Change:
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, by name."""
-        kept = ((one.name, getattr(self, one.name), one.default) for one in fields(self))
-        return {name: value for name, value, default in kept if value != default}
+        return {name: value for name, value in vars(self).items() if value != getattr(Change, name)}
 
     def apply(self, before: OperatorList, dtype: str, device: str) -> OperatorList:
         """Return the operator list `before` with the change; raise for an operator in two lists."""

@@ -24,7 +24,7 @@ from . import overrides, targets
 from .lists import OperatorList, check_data, list_from_json, own_data, read_toml, without_casts
 from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
-from .targets import DEFAULT_TARGET, DTYPES_OR_AUTO, is_auto
+from .targets import AUTO, DEFAULT_TARGET, DTYPES_OR_AUTO
 
 logger = logging.getLogger("mxamp")
 
@@ -152,7 +152,8 @@ class Policy:
         """
         if op_class not in SHOWN_CLASSES:
             raise unknown("class", op_class, SHOWN_CLASSES)
-        return sorted(name for name, rule in self.rules.items() if rule.shown_class == op_class)
+        shown = {n: "conditional" if r.conditions else r.op_class for n, r in self.rules.items()}
+        return sorted(name for name, found in shown.items() if found == op_class)
 
     def __repr__(self) -> str:
         given = [item for one in self.changes for item in one.given().items()]
@@ -465,7 +466,7 @@ def chosen_policy(
     """
     if policy is None or target_dtype is not DEFAULT_TARGET:
         target_dtype = targets.check_target(target_dtype, DTYPES_OR_AUTO)
-    if not is_auto(target_dtype):
+    if target_dtype != AUTO:
         return requested_policy(target_dtype, *lists, policy=policy, ctx=ctx)
     device = targets.device_type(ctx) or default_device()
     dtype = backend_of(device).fast_dtype()

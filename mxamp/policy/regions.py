@@ -19,7 +19,7 @@ from .decision import Decision
 from .overrides import Change
 from .policy import PLAIN_FLOAT32, PerPolicy, Policy, PolicyChoice, float32_choice, policy_from_data
 from .rules import Surroundings, surroundings
-from .targets import AUTO, DEFAULT_TARGET, fast_dtype, is_auto
+from .targets import AUTO, DEFAULT_TARGET
 
 #: The attribute with the mark of the region that a node was made in.
 REGION = "__mxamp_region__"
@@ -47,7 +47,7 @@ def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> str
 
 def policy_inside(dtype: str | None, outer: PolicyChoice | None) -> PolicyChoice:
     """Return the policy inside `autocast(dtype)` where the policy around it is `outer`."""
-    dtype = fast_dtype() if is_auto(dtype) else dtype
+    dtype = backend_of(default_device()).fast_dtype() if dtype == AUTO else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
     if dtype == PLAIN_FLOAT32.target_dtype:

@@ -111,11 +111,6 @@ class Rule:
         """Whether the operator may compute in the target dtype on float32 inputs."""
         return self.op_class == "low" or any(one == "low" for _, one in self.by_op_type)
 
-    @property
-    def shown_class(self) -> str:
-        """The operator's class for reports: "conditional" if it depends on an attribute."""
-        return "conditional" if self.conditions else self.op_class
-
     def has_shape_rule(self, shape_rule: str) -> bool:
         """Return whether the operator has a shape rule named `shape_rule`."""
         return any(one.name == shape_rule for one in self.by_shape)

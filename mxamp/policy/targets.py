@@ -35,11 +35,6 @@ class _Default(str):
 DEFAULT_TARGET: str = _Default("float16")
 
 
-def fast_dtype() -> str:
-    """Return the dtype that "auto" means on the default device."""
-    return backend_of(default_device()).fast_dtype()
-
-
 def default_dtype(device: str | None = None) -> str:
     """Return the preferred half precision of a kind of device, by default the default device."""
     return backend_of(device or default_device()).dtypes[0]

@@ -11,7 +11,6 @@ from mxamp.backends import backend_of
 from mxamp.backends.onednn import cpu
 from mxamp.policy.active import nearest_policy
 from mxamp.policy.policy import PLAIN_FLOAT32
-from mxamp.policy.targets import fast_dtype
 
 BF16 = {"avx512", "avx512_bf16"}
 #: How many GPUs, what the CPU has, and what "auto" is there.
@@ -40,7 +39,6 @@ def product():
 
 
 def test_each_machine(expected):
-    assert fast_dtype() == expected
     assert backend_of("gpu").fast_dtype() == "float16"
     amp.init("auto")
     assert amp.is_enabled() == (expected != "float32")
@@ -55,7 +53,7 @@ def test_each_machine(expected):
 def test_onednns_limit_counts(monkeypatch, on_machine, caplog, limit, dtype):
     on_machine(0, BF16)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
-    assert fast_dtype() == dtype
+    assert backend_of("cpu").fast_dtype() == dtype
     amp.convert_symbol(mx.sym.relu(mx.sym.var("data")), "bfloat16")
     assert ("convert it on a CPU with avx512" in caplog.text) == (limit == "AVX2")
     if dtype == "float32":
@@ -71,7 +69,7 @@ def test_amx_needs_onednns_limit_and_linuxs_permission(monkeypatch, on_machine, 
     assert f"is fast in bfloat16 if {cpu.FOR_AMX} is set" in caplog.text
     monkeypatch.setenv(*cpu.FOR_AMX.split("="))
     assert cpu.onednn_features() == (AMX if allowed else BF16)
-    assert fast_dtype() == ("bfloat16" if allowed else "float32")
+    assert backend_of("cpu").fast_dtype() == ("bfloat16" if allowed else "float32")
 
 
 def test_float32_is_said_once(float32, caplog):
