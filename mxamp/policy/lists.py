@@ -25,10 +25,7 @@ from .targets import DTYPES
 Table = Mapping[str, Any]
 
 AS_IN_MXNET = "it computes as in plain MXNet"
-LISTED = (
-    "operator {!r} has a class already, {!r} with override {}: list it once, or more conditions "
-    "with the same 'otherwise' and 'override'"
-)
+LISTED = "operator {!r} has a class already, {!r} with override {}: list it once"
 
 #: The kinds of values in lists/schema.toml: a type, or the allowed values.
 _KINDS: Mapping[str, Any] = {
@@ -71,22 +68,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_data(data: Table) -> None:
-    """Raise `ArgumentError` unless a policy file has valid keys with values of the right types."""
+    """Raise `ArgumentError` unless a policy file has valid keys with values of the right types.
+
+    The keys of [[tables]] are checked as their rules are made.
+    """
     schema = own_tables("schema")
     _check_keys(data, schema["file"])
-    for kind, keys in schema["repeated"].items():
-        for i, table in enumerate(data.get(kind, ())):
-            with prefix_errors(_label(kind, i)):
-                _check_keys(table, keys)
     for kind, entry in schema["named"].items():
         table = data.get(kind, {})
         with prefix_errors(f"[{kind}]"):
             _check_keys(table, dict.fromkeys((f"{name}?" for name in table), entry))
-
-
-def _label(kind: str, number: int) -> str:
-    """Return the error-message label of table `number` of [[kind]], counted from 1."""
-    return f"[[{kind}]] table {number + 1}"
 
 
 def _check_keys(given: Table, keys: Table) -> None:
@@ -140,10 +131,10 @@ def list_from_json(
     return OperatorList(MappingProxyType(rules), (), MappingProxyType(named))
 
 
-def without_casts(listed: OperatorList, gains: Mapping[str, str]) -> OperatorList:
-    """Return `listed` with every operator untouched, and the substitutions `gains`."""
-    rules = {name: Rule(name, "untouched", AS_IN_MXNET) for name in listed.rules}
-    return OperatorList(MappingProxyType(rules), listed.fp32_layers, MappingProxyType({**gains}))
+def list_without_casts(gains: Mapping[str, str]) -> OperatorList:
+    """Return the operator list for float32: no operator is cast, and the substitutions `gains`."""
+    rules = {name: Rule(name, "untouched", AS_IN_MXNET) for name in registry()}
+    return OperatorList(MappingProxyType(rules), (), MappingProxyType({**gains}))
 
 
 class _RuleBuilder:
@@ -154,24 +145,20 @@ class _RuleBuilder:
     ) -> None:
         self._data, self._device = data, device
         self.by_name: dict[str, Rule] = {}
-        for kind, add in (
-            ("group", self._add_class),
-            ("conditional", self._add_class),
-            ("missing", self._add_missing),
-            ("by_shape", self._add_by_shape),
-        ):
+        for kind, keys in own_tables("schema")["repeated"].items():
             for i, table in enumerate(data.get(kind, ())):
-                with prefix_errors(_label(kind, i)):
+                with prefix_errors(f"[[{kind}]] table {i + 1}"):
+                    _check_keys(table, keys)
                     names = _operator_names(table["operators"])
                     is_for_device = table.get("device", device) == device
                     if is_for_device and table.get("unless") not in features:
-                        add(table, names)
+                        getattr(self, f"_add_{kind}")(table, names)
         self._add_exceptions()
         if custom:
             lowers = data.get("lower_custom_operators", True)
             self._amend_rule("Custom", by_op_type=custom if lowers else not_lowered(custom))
 
-    def _add_class(self, table: Table, names: list[str]) -> None:
+    def _add_group(self, table: Table, names: list[str]) -> None:
         """Add one rule for each operator of a [[group]] or [[conditional]] table.
 
         Several [[conditional]] tables may add conditions to the rule of one operator.
@@ -196,12 +183,13 @@ class _RuleBuilder:
             )
             there = self.by_name.get(name)
             if there is None:
-                rule = Rule(name, op_class, table["reason"], conditions, given=given)
-                self.by_name[name] = rule
+                self.by_name[name] = Rule(name, op_class, table["reason"], conditions, given=given)
             elif not there.conditions or (op_class, given) != (there.op_class, there.given):
                 raise ArgumentError(LISTED.format(name, there.op_class, there.given))
             else:
                 self._amend_rule(name, conditions=(*there.conditions, *conditions))
+
+    _add_conditional = _add_group
 
     def _add_missing(self, table: Table, names: list[str]) -> None:
         """Mark a [[missing]] table's operators as lacking a kernel in the target dtype."""
@@ -216,7 +204,7 @@ class _RuleBuilder:
             raise unknown("rule", kind, checks)
         text = backend_of(self._device).said(table["reason"])
         reason = Reason(kind, text, checks[kind].changes_results, checks[kind].is_missing_kernel)
-        rule = ShapeRule(reason, table.get("limit", 0))
+        rule = ShapeRule(kind, reason, table.get("limit", 0))
         for name in names:
             before = self.by_name.get(name, UNLISTED).by_shape
             self._amend_rule(name, by_shape=(*before, rule))

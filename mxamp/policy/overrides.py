@@ -182,12 +182,6 @@ def checked_substitutions(names: Names) -> tuple[str, ...] | None:
     return None if names is None else tuple(sorted(set(_listed("substitutions", names)), key=str))
 
 
-def checked_layers(layers: LayerArgument) -> tuple[str, ...]:
-    """Return the layer-name patterns of an `fp32_layers` argument, each once."""
-    patterns = layer_patterns("fp32_layers", layers)
-    return tuple(dict.fromkeys(one for few in patterns for one in few))
-
-
 def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
     """Return the canonical names of operators listed for `op_class`; raise for unknown ones."""
     if names is None:

@@ -21,7 +21,7 @@ from ..framework.machine import Device, Dtype, default_device
 from ..framework.operators import resolve
 from ..framework.wording import shortened, shown
 from . import overrides, targets
-from .lists import OperatorList, check_data, list_from_json, own_data, read_toml, without_casts
+from .lists import OperatorList, check_data, list_from_json, list_without_casts, own_data, read_toml
 from .overrides import Change, Conditional, LayerArgument, Names
 from .rules import SHOWN_CLASSES, UNLISTED, Rule, Surroundings, surroundings
 from .targets import AUTO, DEFAULT_TARGET, DTYPES_OR_AUTO
@@ -79,9 +79,7 @@ class Policy:
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None and self.target_dtype == "float32":
-            backend = backend_of(self.device)
-            low = policy_of(backend.dtypes[0], self.device, (), self._surroundings)
-            return without_casts(low._list, backend.float32_substitutions())
+            return list_without_casts(backend_of(self.device).float32_substitutions())
         if last is None or last.operator_list is not None:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
@@ -308,13 +306,14 @@ class Policy:
         ArgumentError
             A name is in two lists.
         """
+        layers = overrides.layer_patterns("fp32_layers", fp32_layers)
         change = Change(
             overrides.checked_operators("low", low),
             overrides.checked_operators("fp32", fp32),
             overrides.checked_operators("widest", widest),
             overrides.checked_conditional(conditional),
             bool(replace_lists),
-            overrides.checked_layers(fp32_layers),
+            tuple(dict.fromkeys(pattern for patterns in layers for pattern in patterns)),
             overrides.checked_substitutions(substitutions),
         )
         return self.changed(change)

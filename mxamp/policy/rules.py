@@ -80,13 +80,9 @@ class Reason(NamedTuple):
 class ShapeRule(NamedTuple):
     """A rule that keeps an operator in float32, by its shapes and its neighbors in the graph."""
 
+    name: str  #: in operator lists, such as "long_sums"
     reason: Reason
     limit: int = 0  #: the longest sum of `long_sums`, or the multiplications of `small_layers`
-
-    @property
-    def name(self) -> str:
-        """The shape rule's name in the operator list, such as "long_sums"."""
-        return self.reason.kind
 
 
 @dataclass(frozen=True)
