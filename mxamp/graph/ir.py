@@ -18,7 +18,7 @@ from mxnet.util import is_np_shape
 from ..framework.machine import DTYPE_CODES, DTYPE_NAMES, dtype_name
 from ..framework.operators import resolve, with_trait
 from ..policy.decision import CASTABLE
-from ..policy.regions import marks_of
+from ..policy.regions import REGION
 from ..policy.rules import Reason
 from ..policy.values import parse_integers
 
@@ -239,7 +239,8 @@ class Graph:
     @cached_property
     def marks(self) -> frozenset[str]:
         """The distinct marks of `autocast` regions on operators, also in loops' bodies."""
-        return marks_of(node.attrs for node in self.all_nodes if not node.is_variable)
+        operators = (node.attrs for node in self.all_nodes if not node.is_variable)
+        return frozenset(attrs[REGION] for attrs in operators if REGION in attrs)
 
     @property
     def is_converted(self) -> bool:

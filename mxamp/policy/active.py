@@ -121,8 +121,7 @@ def chose_float32() -> bool:
 
 def current_mark() -> str | None:
     """Return the `autocast` region's mark for graph nodes made now, or None for no mark."""
-    region = _current()
-    return None if region is None else region.mark
+    return next((region.mark for region in _regions()), None)
 
 
 class in_force:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import Iterable, Mapping
+from typing import Mapping
 
 from ..backends import backend_of
 from ..framework.machine import default_device
@@ -79,34 +79,28 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
     return regions[mark]
 
 
-def argument_dtype(
-    policy: Policy, attrs: Mapping[str, str], regions_only: bool = False
-) -> str | None:
-    """Return the dtype that a node casts a `float_function` (or similar) argument to, if any.
+def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool) -> str | None:
+    """Return the dtype that a node casts a `float_function` (or similar) argument to.
 
-    None for any other node, and where mixed precision is off.
+    None where mixed precision is off.
     """
-    cast, mark = attrs.get(CAST), attrs.get(REGION, OFF if regions_only else ON)
-    region = _policy_of_mark(policy, mark) if cast is not None else None
+    region = _policy_of_mark(policy, attrs.get(REGION, OFF if regions_only else ON))
     if region is None:
         return None
-    return region.precision if cast == TARGET_INSIDE else "float32"
+    return region.precision if attrs[CAST] == TARGET_INSIDE else "float32"
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
     """Return the policy that a region's mark means in a graph under `policy`; None for no casts."""
-    if mark in (OFF, ON):
-        return policy if mark == ON else None
     if mark.startswith(_POLICY):
         given = _policy_in_mark(mark, surroundings(policy.device))
         return given if given.device == policy.device else None
     backend = backend_of(policy.device)
     dtype = backend.fast_dtype() if mark == AUTO else mark
-    if dtype == policy.target_dtype:
+    if dtype in (ON, policy.target_dtype):
         return policy
-    if dtype not in (*backend.dtypes, "float32"):
-        return None
-    return Policy.default(dtype, policy.device)
+    is_known = dtype in (*backend.dtypes, "float32")  # OFF is no dtype
+    return Policy.default(dtype, policy.device) if is_known else None
 
 
 @lru_cache(maxsize=64)
@@ -129,11 +123,6 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision
 
 
 # ---------------------------------------------------------------------- marks of graphs
-
-
-def marks_of(attributes: Iterable[Mapping[str, str]]) -> frozenset[str]:
-    """Return the distinct marks of `autocast` regions among the attributes of graph nodes."""
-    return frozenset(attrs[REGION] for attrs in attributes if REGION in attrs)
 
 
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
