@@ -164,7 +164,6 @@ class Variants:
         symbol, op = block._cached_graph[1], block._cached_op
         #: The block's own op, which runs without a policy.
         self.unchanged = _Op(op, symbol)
-        self._symbol_class = type(symbol)
         source = source or Source(Graph.from_symbol(symbol))
         self.graph, self.own_policy, self._stored = source
         names = self.names = symbol.list_inputs()
@@ -176,7 +175,7 @@ class Variants:
         #: The graph with the loss scale among its inputs, in MXNet's order; None if unneeded.
         self.scalable = with_scale_input(self.graph)
         if self.scalable is not None:
-            self.scalable = Graph.from_symbol(self.scalable.to_symbol(self._symbol_class))
+            self.scalable = Graph.from_symbol(self.scalable.to_symbol(type(symbol)))
         weights = weights_beside_biases(self.graph)
         self._weights = [(names[i], p) for i, p in self.parameters.items() if names[i] in weights]
         # Whether a passed-in array needs a gradient is unknown here: treat it as frozen.
@@ -267,14 +266,18 @@ class Variants:
         return replace(usage, regions_only=call.regions_only)
 
     def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Chosen) -> _Op:
-        """Return a new cached op for `graph` rewritten; the original op if nothing changes."""
+        """Return a new cached op for `graph` rewritten; the original op if nothing changes.
+
+        The flags change too where MXNet computes wrongly with the block's own.
+        """
         rewritten = rewritten_graph(graph, policy, usage, choices)
+        same_flags = self._flags == backend_of(policy.device).cached_op_flags(self._flags, graph)
         if rewritten is not graph:
             rewritten = backend_of(policy.device).with_ordered_inputs(rewritten)
-        elif graph is self.graph and self.own_policy is None:
+        elif graph is self.graph and self.own_policy is None and same_flags:
             # The plain op of a converted block has the casts for other dtypes.
             return self.unchanged
-        symbol = rewritten.to_symbol(self._symbol_class)
+        symbol = rewritten.to_symbol(type(self.unchanged.symbol))
         places = {name: i for i, name in enumerate(self.names)}
         # The loss scale alone is no argument of the block.
         order = [places.get(name, _SCALE) for name in symbol.list_inputs()]

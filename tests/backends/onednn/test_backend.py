@@ -12,6 +12,7 @@ from mxamp.patches import cached_op
 RECURRENT = {
     "two layers": (lambda: rnn.LSTM(40, num_layers=2, input_size=24), False),
     "two directions": (lambda: rnn.GRU(40, bidirectional=True, input_size=24), False),
+    "dropout": (lambda: rnn.LSTM(40, dropout=0.5, input_size=24), False),
     "plain": (lambda: rnn.LSTM(40, input_size=24), True),
 }
 
