@@ -124,12 +124,6 @@ SUBSTITUTED = {
     ),
     "rnn": Pattern(lstm, (3, 16, 16), modes=("inference",), keeps_shape=False, **LOW),
     "rnn_layers": Pattern(large_layer, (3, 2, 16), keeps_shape=False),
-    "rnn_params": Pattern(
-        lambda x, p: S._internal._rnn_param_concat(
-            S.reshape(x, shape=(-1,)), p("more", shape=(32,)), dim=0
-        ),
-        (3, 4, 16), keeps_shape=False,
-    ),
     "masked_softmax": Pattern(softmax_with_lengths, (3, 4, 16), modes=("inference",)),
     "split": Pattern(lambda x, p: list(S.split(x, num_outputs=2, axis=2)), (3, 4, 16), keeps_shape=False),
 }  # fmt: skip
@@ -222,8 +216,6 @@ def cases(patterns):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pattern, surrounding", cases(PATTERNS))
 def test_values_and_gradients_whatever_surrounds_it(pattern, surrounding, way):
-    if way == "module" and pattern is SUBSTITUTED["rnn_params"]:
-        pytest.skip("a Module splits outputs by rows")
     for mode in pattern.modes:
         training = mode == "training"
         check(pattern, WAYS[way], surrounding, changed_shapes(pattern), pattern.policy, training)

@@ -121,28 +121,6 @@ def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
     return width if width >= _WIDE_ROW else units
 
 
-def match_parameters(call: Call) -> Detail | None:
-    """Return (row width,) if joining the parameter vectors by rows is faster; else None.
-
-    The width is the greatest common divisor of the vectors' lengths.
-    """
-    vectors = all(shape is not None and len(shape) == 1 for shape in call.shapes)
-    if not vectors or call.attrs.get("dim") != "0":
-        return None
-    width = reduce(math.gcd, (shape[0] for shape in call.shapes if shape), 0)
-    return (width,) if width >= _WIDE_ROW else None
-
-
-def joined_parameters(parts: Parts, detail: Detail) -> None:
-    """Before: a Concat of parameter vectors by element. After: a Concat by rows of a matrix."""
-    rows = f"(-1, {detail[0]})"
-    matrices = [
-        parts.add("Reshape", f"rows{k}", one, shape=rows) for k, one in enumerate(parts.inputs)
-    ]
-    joined = _add_concat(parts, "rows", matrices, axis=0)
-    parts.add("Reshape", "", joined, shape="(-1,)")
-
-
 def _directions(attrs: Attributes) -> int:
     """Return the number of directions of an RNN: 2 if it is bidirectional."""
     return 2 if is_true(attrs.get("bidirectional", "False")) else 1

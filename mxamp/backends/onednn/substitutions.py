@@ -67,8 +67,6 @@ PASSES = Passes([
          inputs=recurrent.opened_inputs),
     Pass("rnn_layers", recurrent.layers, frozenset({"RNN"}), recurrent.match_layers,
          float32=NO_KERNEL, inputs=recurrent.opened_inputs),
-    Pass("rnn_params", recurrent.joined_parameters, frozenset({"_rnn_param_concat"}),
-         recurrent.match_parameters, float32=NO_KERNEL),
     Pass("batch_dot", equivalents.dense_products, frozenset({"batch_dot"}),
          equivalents.match_large_products, TRAINING),
     Pass("masked_softmax", equivalents.masked_softmax, frozenset({"softmax"}),
