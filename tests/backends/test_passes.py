@@ -52,8 +52,8 @@ def norm(x, p, name="n"):
 
 
 def lstm(x, p):
-    lengths = {"read": 4 * 384 * 16, "recur": 4 * 384 * 384, "read_bias": 1536, "bias": 1536}
-    vectors = [p(name, shape=(length,)) for name, length in lengths.items()]
+    shapes = {"read": (1536, 16), "recur": (1536, 384), "read_bias": (1536,), "bias": (1536,)}
+    vectors = [S.reshape(p(name, shape=shape), shape=(-1,)) for name, shape in shapes.items()]
     joined = S._internal._rnn_param_concat(*vectors, dim=0, num_args=4)
     return S.RNN(
         x, joined, p("state"), p("cell"), state_size=384, num_layers=1, mode="lstm",

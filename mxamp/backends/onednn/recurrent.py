@@ -1,6 +1,6 @@
-"""The fused `RNN` operator replaced by an `RNN` per layer, or by unrolled steps.
+"""The fused `RNN` operator replaced by an `RNN` per layer, or an LSTM by unrolled steps.
 
-MXNet's RNN has no bfloat16 kernel. The unrolled layer, for large states in inference, computes one
+MXNet's RNN has no bfloat16 kernel. The unrolled LSTM, for large states in inference, computes one
 product for the inputs of all steps, and one product per step for the state. Gates and cells are
 computed in float32.
 """
@@ -18,14 +18,12 @@ from ..passes import Attributes, Call, Detail, Parts, Tensor
 
 _Tensors = Sequence[Tensor]  #: outputs of nodes
 
-#: Gates of each mode, in the order of MXNet's weights: LSTM has input, forget, cell and output,
-#: GRU reset, update and new.
+#: Gates of each mode. Those of an LSTM are input, forget, cell and output, in this order.
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# The least elements of the recurrent weight, reached by an LSTM of 363 units and a GRU of 419. With
-# fewer, or with fewer multiplications in a step, an `RNN` per layer in float32 is faster (measured
-# with avx512_bf16, 1 to 64 rows).
-_LARGE_WEIGHT = {"rnn_relu": 2**18, "rnn_tanh": 2**18, "lstm": 2**19, "gru": 2**19}
-_LARGE_STEP = 2**23
+# The least elements of an LSTM's recurrent weight, reached by 363 units. With fewer, or with fewer
+# multiplications in a step, an `RNN` per layer in float32 is faster (measured with avx512_bf16, 1
+# to 64 rows).
+_LARGE_WEIGHT, _LARGE_STEP = 2**19, 2**23
 # The least parameters of each layer from which an `RNN` per layer is faster, and the least per
 # element that a backward layer reverses.
 _LEAST_LAYER, _LEAST_STACKED, _LEAST_REVERSED = 2**18, 2**16, 2
@@ -52,38 +50,35 @@ def opened_inputs(graph: Graph, node: Node) -> list[Output]:
 
 
 def match_rnn(call: Call) -> Detail | None:
-    """Return (steps, rows, width, shaped) of an RNN that is faster unrolled; else None.
+    """Return the shape (steps, rows, width) of an LSTM that is faster unrolled; else None.
 
-    Unrolled are calls with large states and few steps. `shaped` is 1 if weights are matrices, and 0
-    if they are vectors, or parts of the one vector of all parameters.
+    Unrolled are calls with large states and few steps. The parameters are one vector, or matrices
+    and biases.
     """
     attrs, shape = call.attrs, call.shape
     if shape is None or not all(shape) or _is_special(attrs) or not call.lowers("FullyConnected"):
         return None
     layers = int(attrs["num_layers"]) * _directions(attrs)
-    weight = _GATES[attrs["mode"]] * int(attrs["state_size"]) ** 2
+    weight = _GATES["lstm"] * int(attrs["state_size"]) ** 2
     steps, rows, _ = shape
-    large = weight >= _LARGE_WEIGHT[attrs["mode"]] and weight * rows >= _LARGE_STEP
-    if not large or steps * layers > _MOST_STEPS:
+    large = weight >= _LARGE_WEIGHT and weight * rows >= _LARGE_STEP
+    if attrs["mode"] != "lstm" or not large or steps * layers > _MOST_STEPS:
         return None
     joined = len(call.shapes) == 2 + _state_count(attrs)
-    shaped = 0 if joined else _are_shaped(call)
-    return None if shaped is None else (*shape, shaped)
+    return shape if joined or _are_apart(call) else None
 
 
 def match_layers(call: Call) -> Detail | None:
-    """Return (rows, width, shaped) of an RNN that is faster split by layer; else None.
+    """Return (rows, width) of an RNN that is faster split by layer; else None.
 
-    Each layer's parameters are tensors of their own, which rows can hold. `shaped` is that of
-    `match_rnn`.
+    Each layer's parameters are tensors of their own, which rows can hold.
     """
     attrs, shape = call.attrs, call.shape
     if shape is None or not all(shape) or _is_special(attrs):
         return None
     # MXNet's RNN drops elements between layers.
     between = int(attrs["num_layers"]) > 1 and float(attrs.get("p", "0")) > 0
-    shaped = None if between else _are_shaped(call)
-    if shaped is None:
+    if between or not _are_apart(call):
         return None
     shapes = _shapes(attrs, shape[-1])
     weights = [shapes[k : k + 2] for k in range(0, len(shapes) // 2, 2)]
@@ -92,7 +87,7 @@ def match_layers(call: Call) -> Detail | None:
     size = sum(math.prod(one) for pair in weights for one in pair) / len(weights)
     least = _LEAST_STACKED if len(weights) > 1 and not call.training else _LEAST_LAYER
     backward = (_directions(attrs) - 1) * math.prod(shape[:2]) * sum(n for _, n in weights[0])
-    return None if size < max(least, _LEAST_REVERSED * backward) else (*shape[1:], shaped)
+    return None if size < max(least, _LEAST_REVERSED * backward) else shape[1:]
 
 
 def _is_special(attrs: Attributes) -> bool:
@@ -102,13 +97,10 @@ def _is_special(attrs: Attributes) -> bool:
     return lengths or any(attrs.get(name, "None") != "None" for name in names)
 
 
-def _are_shaped(call: Call) -> int | None:
-    """Return 1 if an RNN's parameters are matrices and biases, 0 if flat vectors; else None."""
+def _are_apart(call: Call) -> bool:
+    """Return whether an RNN's parameters are matrices and biases, not one vector."""
     found = list(call.shapes[1 : -_state_count(call.attrs)])
-    wanted = _shapes(call.attrs, (call.shape or ())[-1])
-    if found == wanted:
-        return 1
-    return 0 if found == [(math.prod(shape),) for shape in wanted] else None
+    return found == _shapes(call.attrs, (call.shape or ())[-1])
 
 
 def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
@@ -145,7 +137,7 @@ def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
 
 
 def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
-    """Before: an RNN. After: a dense layer for the inputs of all steps, and one per step's state.
+    """Before: an LSTM. After: a dense layer for the inputs of all steps, and one per step's state.
 
     Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
     is that of `match_rnn`.
@@ -191,15 +183,15 @@ def _add_layers(
 ) -> _Tensors | None:
     """Add all layers of an RNN; return its output and last states, None for an output alone.
 
-    `sizes` are the last three numbers of `match_rnn`. `add_layer(k, below, own, begin)` adds layer
+    `sizes` are rows and width of the data. `add_layer(k, below, own, begin)` adds layer
     k, directions counted as layers, which reads `below`. Its parameters are `own`, and `begin` is
     its first state (and cell). It returns the layer's output and its last state (and cell).
     """
-    rows, width, shaped = sizes
+    rows, width = sizes
     attrs, directions = parts.attrs, _directions(parts.attrs)
     layer_count, first_state = int(attrs["num_layers"]), len(parts.inputs) - _state_count(attrs)
     below, *tensors = parts.inputs[:first_state]
-    parameters = _add_parameters(parts, tensors, _shapes(attrs, width), bool(shaped))
+    parameters = _add_parameters(parts, tensors, _shapes(attrs, width))
     biases = len(parameters) // 2
     # MXNet often infers the shape of begin states from their consumers, but not from slices.
     shape = f"({layer_count * directions}, {rows}, {attrs['state_size']})"
@@ -256,10 +248,8 @@ def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
-def _add_parameters(
-    parts: Parts, tensors: _Tensors, shapes: Sequence[Shape], shaped: bool
-) -> _Tensors:
-    """Add an RNN's parameters in their `shapes`, from separate tensors or slices of one vector.
+def _add_parameters(parts: Parts, tensors: _Tensors, shapes: Sequence[Shape]) -> _Tensors:
+    """Add an RNN's parameters in their `shapes`, which they have, or slices of one vector.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
@@ -268,15 +258,9 @@ def _add_parameters(
     source, begin = tensors[0], 0
     if len(tensors) > 1:
         begin = len(tensors) // 2
-        weights, biases = tensors[:begin], tensors[begin:]
-        added += weights
-        if not shaped:
-            added = [
-                parts.add("Reshape", f"weight{k}", one, shape=str(shape))
-                for k, (one, shape) in enumerate(zip(weights, shapes), 1)
-            ]
-        ones = [_add_element(parts, f"one{k}", one, shaped) for k, one in enumerate(weights, 1)]
-        source = _add_concat(parts, "biases", [*ones, *biases], axis=0)
+        added += tensors[:begin]
+        ones = [_add_element(parts, f"one{k}", one) for k, one in enumerate(added, 1)]
+        source = _add_concat(parts, "biases", [*ones, *tensors[begin:]], axis=0)
     for k in range(len(added), len(shapes)):
         end = begin + math.prod(shapes[k])
         piece = parts.add("slice_axis", f"piece{k}", source, **_bounds(begin, end))
@@ -285,10 +269,9 @@ def _add_parameters(
     return added
 
 
-def _add_element(parts: Parts, name: str, tensor: Tensor, shaped: bool) -> Tensor:
+def _add_element(parts: Parts, name: str, tensor: Tensor) -> Tensor:
     """Add a vector of one element of a weight, without a gradient; return the vector."""
-    begin, end = ("(0, 0)", "(1, 1)") if shaped else ("(0,)", "(1,)")
-    element = parts.add("slice", f"{name}_element", tensor, begin=begin, end=end)
+    element = parts.add("slice", f"{name}_element", tensor, begin="(0, 0)", end="(1, 1)")
     element = parts.add("BlockGrad", f"{name}_constant", element)
     return parts.add("Reshape", name, element, shape="(1,)")
 
@@ -299,40 +282,31 @@ def _bounds(begin: int, end: int) -> Attributes:
 
 
 class _LayerSteps:
-    """Unroller of one direction of an RNN layer into operators on (1, rows, units) tensors."""
+    """Unroller of one direction of an LSTM layer into operators on (1, rows, units) tensors."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
-        self._parts, self._name = parts, name
-        self._mode, self._size = parts.attrs["mode"], int(parts.attrs["state_size"])
+        self._parts, self._name, self._size = parts, name, int(parts.attrs["state_size"])
         self._read, self._recur, self._read_bias, self._bias = weights
 
     def steps(self, data: Tensor, order: Sequence[int], begin: _Tensors) -> tuple[Any, _Tensors]:
         """Add the operators of all time steps; return the states by time, and the last state.
 
-        `data` is the layer's input, and `begin` the state (and cell) before the first step.
+        `data` is the layer's input, and `begin` the state and cell before the first step.
         """
-        biases = [self._read_bias, self._bias]
-        # The gates of a GRU read the products apart, the second one with its bias.
-        apart = self._mode == "gru"
-        if not apart:
-            biases = [self._add("elemwise_add", "bias", *biases)]
-        gates = self._product("reads", data, self._read, *biases[:1])
-        state = begin
-        states = {}
+        bias = self._add("elemwise_add", "bias", self._read_bias, self._bias)
+        reads = self._product("reads", data, self._read, bias)
+        state, states = begin, {}
         for t in order:
-            before = self._product(f"recurs{t}", state[0], self._recur, *biases[1:])
-            name, keep = f"{self._name}_step{t}", self._parts.float32 if apart else ""
-            read = self._parts.add("slice_axis", name, gates, keep=keep, **_bounds(t, t + 1))
-            if apart:
-                state = self._gru(read, before, state)
-            else:
-                # Not in float32: the sum has the dtype of the products.
-                total = self._parts.add("elemwise_add", f"{self._name}_gates", read, before)
-                state = self._lstm(total, state) if self._mode == "lstm" else self._simple(total)
+            before = self._product(f"recurs{t}", state[0], self._recur)
+            name = f"{self._name}_step{t}"
+            read = self._parts.add("slice_axis", name, reads, **_bounds(t, t + 1))
+            # Not in float32: the sum has the dtype of the products.
+            gates = self._parts.add("elemwise_add", f"{self._name}_gates", read, before)
+            state = self._step(gates, state)
             states[t] = state[0]
         return [states[t] for t in sorted(states)], state
 
-    def _lstm(self, gates: Tensor, state: _Tensors) -> _Tensors:
+    def _step(self, gates: Tensor, state: _Tensors) -> _Tensors:
         """Add an LSTM step, given the pre-activation gates; return the new state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
@@ -340,23 +314,6 @@ class _LayerSteps:
         kept = self._add("elemwise_mul", "kept", forget, state[1])
         cell = self._add("elemwise_add", "cell", kept, self._add("elemwise_mul", "new", into, new))
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
-
-    def _gru(self, from_input: Tensor, from_state: Tensor, state: _Tensors) -> _Tensors:
-        """Add a GRU step, given the products of input and state; return the new state."""
-        gates = self._add("elemwise_add", "gates", from_input, from_state)
-        gates = self._add_activation(gates, "sigmoid")
-        reset, update = self._gate(gates, 0), self._gate(gates, 1)
-        new_from_input, new_from_state = self._gate(from_input, 2), self._gate(from_state, 2)
-        part = self._add("elemwise_mul", "reset", reset, new_from_state)
-        new = self._add_activation(self._add("elemwise_add", "sum", new_from_input, part), "tanh")
-        # new + update * (state - new)
-        change = self._add("elemwise_sub", "change", state[0], new)
-        part = self._add("elemwise_mul", "update", update, change)
-        return [self._add("elemwise_add", "state", new, part)]
-
-    def _simple(self, total: Tensor) -> _Tensors:
-        """Add a relu or tanh step, given the pre-activation sum; return the new state."""
-        return [self._add_activation(total, self._mode.replace("rnn_", ""))]
 
     def _add(self, op: str, name: str, *inputs: Tensor, **attrs: str) -> Tensor:
         """Add a float32 operator, its name prefixed with the layer's; return its output."""
@@ -372,7 +329,7 @@ class _LayerSteps:
 
     def _product(self, name: str, tensor: Tensor, *parameters: Tensor) -> Tensor:
         """Add a dense layer that computes all gates, with an optional bias; return its output."""
-        attrs = {"num_hidden": str(self._size * _GATES[self._mode]), "flatten": "False"}
+        attrs = {"num_hidden": str(self._size * _GATES["lstm"]), "flatten": "False"}
         attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
         return self._parts.add("FullyConnected", name, tensor, *parameters, **attrs)
