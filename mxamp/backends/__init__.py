@@ -116,10 +116,8 @@ class Backend:
     in_host_memory: ClassVar[bool] = True
     #: Whether `amp_cast` takes arrays without elements, which only NumPy semantics allow.
     casts_empty_arrays: ClassVar[bool] = True
-    #: The names of all faster equivalents, in operator lists, and those that a policy has only if
-    #: asked for, with what they do.
+    #: The names of all faster equivalents, in operator lists.
     substitutions: ClassVar[frozenset[str]] = frozenset()
-    on_demand: ClassVar[Mapping[str, str]] = {}
 
     def said(self, text: str) -> str:
         """Return the text of a reason, prefixed with the name of this device backend."""

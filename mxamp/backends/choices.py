@@ -170,21 +170,17 @@ def last_reason(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
 class ChoosingBackend(Backend):
     """A device backend that keeps or replaces operators by their shapes and neighbors."""
 
-    passes: ClassVar[Passes]  #: for graphs that run
+    passes: ClassVar[Passes] = Passes(())  #: for graphs that run
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
         """Return two dicts by node index: reasons to stay in float32, and substitutions."""
-        sites, kept, substituted = Sites(setting), {}, {}
+        sites, kept = Sites(setting), {}
         for i, (node, policy) in enumerate(zip(setting.graph.nodes, setting.policies)):
-            site = sites.at(i)
             rules = () if node.is_variable else policy.rule(node.operator).by_shape
-            reason = last_reason(site, rules)
+            reason = last_reason(sites.at(i), rules)
             if reason is not None:
                 kept[i] = reason
-            match = self.passes.match_in(setting, Call(node, policy, site.training, site.shapes))
-            if match is not None:
-                substituted[i] = match
-        return kept, substituted
+        return kept, {}
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
         """Return the `Choices` for a graph and its loop bodies; `NONE` if nothing changes."""

@@ -12,7 +12,6 @@ from mxnet.gluon import SymbolBlock
 from mxnet.gluon.block import Block
 from mxnet.gluon.nn import HybridSequential, Sequential
 
-from ..backends import backend_of
 from ..errors import ArgumentError, UnknownNameError, unknown
 from ..framework.operators import resolve
 from ..framework.wording import shown
@@ -103,7 +102,7 @@ class Change:
         """Return the fields that differ from their defaults, by name."""
         return {name: value for name, value in vars(self).items() if value != getattr(Change, name)}
 
-    def apply(self, before: OperatorList, dtype: str, device: str) -> OperatorList:
+    def apply(self, before: OperatorList, dtype: str) -> OperatorList:
         """Return the operator list `before` with the change; raise for an operator in two lists."""
         rules, layers, substitutions = before
         rules = {name: self._changed_rule(rule) for name, rule in rules.items()}
@@ -111,11 +110,10 @@ class Change:
         if self.untuned:
             substitutions = {}
         if self.substitutions is not None:
-            known = {**backend_of(device).on_demand, **substitutions}
             for name in self.substitutions:
-                if name not in known:
-                    raise unknown("substitution", name, known)
-            substitutions = {name: known[name] for name in self.substitutions}
+                if name not in substitutions:
+                    raise unknown("substitution", name, substitutions)
+            substitutions = {name: substitutions[name] for name in self.substitutions}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 

@@ -84,7 +84,7 @@ class Policy:
             text = own_data(self.target_dtype) if last is None else last.operator_list
             return list_from_json(text, self.device, features, custom)
         outer = policy_of(self.target_dtype, self.device, tuple(before), self._surroundings)
-        return last.apply(outer._list, self.target_dtype, self.device)
+        return last.apply(outer._list, self.target_dtype)
 
     @cached_property
     def rules(self) -> Mapping[str, Rule]:
@@ -296,8 +296,7 @@ class Policy:
         fp32_layers : list of str or Block, optional
             Layers to keep in float32: Gluon blocks, or names that `explain` shows, with * and ?.
         substitutions : list of str, optional
-            Those of the policy's substitutions to keep. For GPUs also "gemm2", which replaces
-            float32 `batch_dot` by `linalg.gemm2`.
+            Those of the policy's substitutions to keep.
 
         Raises
         ------

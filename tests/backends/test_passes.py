@@ -179,7 +179,7 @@ PATTERNS = {**SUBSTITUTED, **ALWAYS}
 
 
 def test_every_pass_has_a_pattern():
-    assert set(SUBSTITUTED) == set(PASSES.by_name)  # tests/gpu/test_gemm2.py has that of GPUs
+    assert set(SUBSTITUTED) == set(PASSES.by_name)
     assert backend_of("cpu").substitutions == set(BFLOAT16.substitutions)
     assert set(FUSED) == {one.apply.__name__ for one in fuse.PASSES}
 

@@ -1,4 +1,4 @@
-"""The backend of GPUs: float16 sums, MXNet's operator fusion, TF32 matrix products.
+"""The backend of GPUs: float16 sums, and MXNet's operator fusion.
 
 float16 alone: MXNet has no bfloat16 kernel on GPUs.
 """
@@ -8,14 +8,13 @@ float16 alone: MXNet has no bfloat16 kernel on GPUs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any
 
 from ...framework.environment import variable
 from ...framework.machine import default_device
 from ...policy.policy import Policy
 from ..choices import ChoosingBackend
-from . import libraries, products
+from . import libraries, products  # noqa: F401  # `products` registers a rule
 
 NO_GPU = (
     "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
@@ -31,9 +30,6 @@ class Cuda(ChoosingBackend):
     dtypes = ("float16",)
     in_host_memory = False
     casts_empty_arrays = False  # amp_cast launches an empty grid, which is an error
-    on_demand = MappingProxyType({products.GEMM2: products.ABOUT_GEMM2})
-    passes = products.PASSES
-    substitutions = frozenset(passes.by_name)
 
     def fast_dtype(self) -> str:
         return libraries.fast_dtype()

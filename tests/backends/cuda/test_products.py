@@ -63,16 +63,3 @@ def test_prelu_follows_its_data():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = mx.sym.LeakyReLU(net, mx.sym.var("gamma"), act_type="prelu", name="prelu")
     assert precisions(net, data=(2, 5))["prelu"] == "float16"
-
-
-def test_float32_products_by_gemm2_on_demand(tmp_path):
-    policy = GPU.override(substitutions=["gemm2"])
-    assert GPU.substitutions == {} and "gemm2" in policy.substitutions
-    policy.save(tmp_path / "p.toml")
-    assert amp.Policy.load(tmp_path / "p.toml") is policy
-    for length, expected in ((300, ("_linalg_gemm2", "float32")), (30, ("batch_dot", "float16"))):
-        given = {"mode": "inference", "input_shapes": {"a": (2, 7, length), "b": (2, 9, length)}}
-        plan = amp.explain(scores(transpose_b=True), policy=policy, **given)
-        assert [(node.operator, node.precision) for node in plan.nodes] == [expected]
-    with pytest.raises(amp.UnknownNameError, match="gemm2"):
-        amp.Policy.default("float16", "cpu").override(substitutions=["gemm2"])
