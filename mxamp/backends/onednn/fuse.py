@@ -121,20 +121,14 @@ def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
             values[i, 0] = view.params[node.name]
         elif node.operator in with_trait("arranges") and values.keys() >= set(node.inputs):
             inputs = [values[output] for output in node.inputs]
-            values[i, 0] = _call(node, inputs)
+            attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
+            call = resolve(node.op).handle, inputs, [*attrs], [*attrs.values()]
+            values[i, 0] = invoke(*call, None, False, True)[0]  # of a list
             if i in view.head_nodes:
                 continue  # as a parameter, the output would be the parameter's own array
             readers = {nodes[k].operator for k, _ in view.consumers.get((i, 0), ())}
             if readers != {"_rnn_param_concat"}:
                 edit.redirect((i, 0), edit.add_parameter(f"{node.name}_arranged", values[i, 0]))
-
-
-def _call(node: Node, inputs: list[NDArray]) -> NDArray:
-    """Run the operator of a graph node on arrays; return its first output."""
-    attrs = {name: text for name, text in node.attrs.items() if not name.startswith("__")}
-    handle = resolve(node.op).handle
-    made = invoke(handle, inputs, list(attrs), list(attrs.values()), None, False, True)
-    return made[0]  # of a list
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
