@@ -120,7 +120,11 @@ SUBSTITUTED = {
         lambda x, p: conv(x, p, pad=(1, 1)), (3, 3, 8, 8), keeps_shape=False, **LOW
     ),
     "merged_groups": Pattern(
-        lambda x, p: conv(x, p, kernel=(7, 7), pad=(3, 3), num_group=4), LARGE_IMAGES, spreads=True
+        # As a graph output, the convolution itself has to have a plain layout.
+        lambda x, p: S.reshape(
+            conv(x, p, kernel=(7, 7), pad=(3, 3), num_group=4), shape=(0, 0, 0, 0)
+        ),
+        LARGE_IMAGES, spreads=True,
     ),
     "rnn": Pattern(lstm, (3, 16, 16), modes=("inference",), keeps_shape=False, **LOW),
     "rnn_layers": Pattern(large_layer, (3, 2, 16), keeps_shape=False),
