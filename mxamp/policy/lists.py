@@ -122,11 +122,11 @@ def list_from_json(
 
     `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
     """
-    data = json.loads(text)
-    named, known = data.get("substitutions", {}), substitutions()
+    data, gone = json.loads(text), own_tables("schema")["gone_substitutions"]
+    named = {name: gain for name, gain in data.get("substitutions", {}).items() if name not in gone}
     for name in named:
-        if name not in known:
-            raise unknown("substitution", name, known)
+        if name not in substitutions():
+            raise unknown("substitution", name, substitutions())
     rules = _RuleBuilder(data, device, features, custom).by_name
     return OperatorList(MappingProxyType(rules), (), MappingProxyType(named))
 

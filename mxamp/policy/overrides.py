@@ -13,6 +13,7 @@ from mxnet.gluon.block import Block
 from mxnet.gluon.nn import HybridSequential, Sequential
 
 from ..errors import ArgumentError, UnknownNameError, unknown
+from ..framework.data import own_tables
 from ..framework.operators import resolve
 from ..framework.wording import shown
 from .lists import OperatorList
@@ -111,9 +112,10 @@ class Change:
             substitutions = {}
         if self.substitutions is not None:
             for name in self.substitutions:
-                if name not in substitutions:
+                if name not in {*substitutions, *own_tables("schema")["gone_substitutions"]}:
                     raise unknown("substitution", name, substitutions)
-            substitutions = {name: substitutions[name] for name in self.substitutions}
+            kept = substitutions.keys() & self.substitutions
+            substitutions = {name: substitutions[name] for name in sorted(kept)}
         layers = tuple(dict.fromkeys((*layers, *self.fp32_layers)))
         return OperatorList(MappingProxyType(rules), layers, MappingProxyType({**substitutions}))
 

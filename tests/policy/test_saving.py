@@ -71,6 +71,15 @@ def test_a_file_holds_changes(tmp_path, caplog):
 
 
 @pytest.mark.backend
+@pytest.mark.parametrize("text", [
+    '[[change]]\nsubstitutions = ["relu", "rnn_params"]\n', '[substitutions]\nrelu = "why"\nrnn_params = "why"\n',
+])  # fmt: skip
+def test_substitutions_that_are_gone(tmp_path, text):
+    (tmp_path / "own.toml").write_text('format = 2\ndtype = "bfloat16"\ndevice = "cpu"\n' + text)
+    assert {*Policy.load(tmp_path / "own.toml").substitutions} == {"relu"}
+
+
+@pytest.mark.backend
 def test_the_kernels_are_those_of_the_machine_that_loads(tmp_path, on_machine):
     on_machine(0, BOTH)
     fast = Policy.default("bfloat16")
