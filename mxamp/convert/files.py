@@ -18,8 +18,7 @@ from .options import Options, resolved_dtypes
 from .outputs import OutputError, check_errors, compare_models
 from .saved import checked_output_files, load_model, model_files, saved_semantics, write_model
 
-KEEP_MORE = "Keep more in float32 with `excluded_sym_names`"
-ALL_WIDE = "All of it is in float32: to allow this error, give a larger `tolerance`"
+INEXACT = "Keep more in float32 with `excluded_sym_names`, or give a larger `tolerance`"
 #: The largest relative error of an output that `convert_files` accepts by default.
 TOLERANCE = 0.25
 
@@ -128,7 +127,7 @@ def convert_files(
             if has_halves(Graph.from_symbol(model[0]), dtypes):
                 original = converted_model(model, Options.of("float32", input_dtypes=input_dtypes))
             errors = compare_models(original, runnable, check_inputs)
-            check_errors(errors, tolerance, KEEP_MORE if policy.lowers else ALL_WIDE)
+            check_errors(errors, tolerance, INEXACT)
         write_model(converted, written, force)
     before, after = (sum(path.stat().st_size for path in files) for files in (read, written))
     return ConvertedFiles(*written, before, after, errors)

@@ -47,8 +47,6 @@ _SYMBOL = "-symbol.json"
 _MAGIC, _NUMPY_ARRAY = slice(24, 28), (0xF993FACA).to_bytes(4, "little")
 
 _MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.(onnx|json|params|toml))$")
-#: Inputs of operators that are parameters, where the variable's name ends as the input's.
-_PARAMS = frozenset({"weight", "bias", "gamma", "beta", "parameters"})
 
 NOT_A_PREFIX = "{path!r} is a file: the prefix of its model is {prefix!r} (`policy` takes policies)"
 IS_ONNX = "{path!r} is an ONNX file: give a model that MXNet saved (export-onnx compares the two)"
@@ -210,7 +208,7 @@ def _certain_param_names(graph: Graph) -> Set[str]:
         layers = node.name, node.name.partition("_fwd")[0]  # Gluon adds _fwd
         for (source, _), name in zip(node.inputs, node.inputs and resolve(node.op).inputs):
             variable = graph.nodes[source]
-            if variable.is_variable and name in _PARAMS:
+            if variable.is_variable and name in ("weight", "bias", "gamma", "beta", "parameters"):
                 found.update({f"{layer}_{name}" for layer in layers} & {variable.name})
     return found
 

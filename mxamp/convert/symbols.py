@@ -132,8 +132,7 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
 
 def _uncast(graph: Graph, data: Collection[str], options: Options) -> Set[str]:
     """Return the inputs that keep their dtype: parameters and data, unless `options` say not."""
-    is_cast = options.cast_optional_params or options.fuse
-    params = () if is_cast else set(graph.input_names).difference(data)
+    params = () if options.cast_optional_params or options.fuse else {*graph.input_names} - {*data}
     return {*options.not_offline, *params, *(data if options.keep_io_types else ())}
 
 
