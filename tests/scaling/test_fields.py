@@ -31,7 +31,7 @@ OTHER = {
         "kind", "skips", "skips_in_a_row", "steps",
     },
     "SharedScale": {"scaled_by", "scaler"},
-    "RunningStatistics": {"_age", "_backward_passes", "_copies", "_has_logged", "_held", "_saved"},
+    "RunningStatistics": {"_age", "_backward_passes", "_has_logged", "_saved"},
     "_ModuleScaling": {"group", "statistics"},
     "_BackwardPatches": {"_has_warned"},
     "BackwardPass": {"frees", "head_grads", "heads", "inner", "outer", "overflown", "scale"},

@@ -8,7 +8,7 @@ import pytest
 from mxnet import gluon, nd
 
 import mxamp as amp
-from helpers import randn, sequential
+from helpers import randn, scaled_backward, sequential
 from models import module_of
 from mxamp.frontends import automatic
 from mxamp.frontends.backward import backward_patches
@@ -116,3 +116,19 @@ def test_the_first_step_of_several_devices_keeps_them(scales):
     trainer.step(1)
     variances = net[1].running_var.list_data()
     assert all((one.asnumpy() != 1).any() for one in variances)
+
+
+def test_statistics_of_mx_np():
+    mx.npx.set_np()
+    amp.init("float16", ctx=mx.cpu())
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(3, in_units=4), gluon.nn.BatchNorm(in_channels=3))
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    amp.init_trainer(trainer, amp.LossScaler(16))
+    for factor, stepped in ((1, True), (1e6, False)):
+        data = mx.np.ones((8, 4)) * factor
+        scaled_backward(lambda data=data: net(data).astype("float32").sum(), trainer)
+        trainer.step(8)
+        assert trainer.amp_last_step.stepped == stepped
+    assert (net[1].running_var.data().asnumpy() == 1).all()
