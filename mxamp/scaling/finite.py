@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -26,20 +26,14 @@ from ..framework.patching import Original
 from ..policy.active import suspended
 
 
-class Batch(NamedTuple):
-    """Arrays of one dtype on one device for one operator call, with their original positions."""
-
-    arrays: tuple[NDArray, ...]
-    positions: tuple[int, ...]
-
-
 class Layout(NamedTuple):
-    """An array's fixed properties: device, dtype, and whether it is empty or a scalar."""
+    """An array's fixed properties: device, dtype, memory, and whether it is empty or a scalar."""
 
     ctx: Any
     dtype: str
     is_empty: bool
     is_scalar: bool
+    in_host_memory: bool
 
 
 _layouts: dict[Layout, Layout] = {}
@@ -57,10 +51,10 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
-    batches, in_host = _split_by_memory(arrays)
+    on_device, in_host = _split_by_memory(arrays)
     flags: dict[Any, NDArray] = {}  # one a device, which the host reads without another kernel
     with autograd.pause(), suspended():
-        for batch, _ in batches:
+        for batch in _batches(on_device):
             ctx = layout_of(batch[0]).ctx
             flags[ctx] = _all_finite_on_device(batch, flags.get(ctx))
         # The host checks its own arrays while the devices compute.
@@ -76,37 +70,26 @@ def _all_finite_on_device(batch: Sequence[NDArray], earlier: NDArray | None = No
 
 def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
     """Return the positions of the arrays that hold Inf or NaN; syncs at most twice."""
-    batches, in_host = _split_by_memory(arrays)
+    if all_finite(arrays):
+        return []
+    on_device, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended():
-        found = _nonfinite_in_host(in_host)
-        unsure = {
-            i: array
-            for batch, sums in zip(batches, _square_sums(batches))
-            for array, i, total in zip(*batch, sums)
-            if not np.isfinite(total)
-        }
-        # The squares of finite numbers may overflow float32.
-        flags = _to_numpy([_all_finite_on_device([array]) for array in unsure.values()])
-    return sorted(found + [i for i, is_finite in zip(unsure, flags) if not is_finite])
+        flags = _to_numpy([_all_finite_on_device([array]) for array in on_device.values()])
+        bad = [i for i, is_finite in zip(on_device, flags) if not is_finite]
+        return sorted(bad + _nonfinite_in_host(in_host))
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
     """Return the sum of squares of all elements: Inf or NaN if an element is. Syncs."""
-    batches, in_host = _split_by_memory(arrays)
+    on_device, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
-        total = sum(float(sums.sum()) for sums in _square_sums(batches))
+        batches = _batches(on_device)
+        sums = [mx.nd.multi_sum_sq(*batch, num_arrays=len(batch)) for batch in batches]
+        total = float(_to_numpy(sums).astype("float64").sum())
         if not np.isfinite(total):  # squares of finite numbers may overflow float32
-            every = [array for batch, _ in batches for array in batch]
-            sums = [array.astype("float64").square().sum() for array in every]
+            sums = [array.astype("float64").square().sum() for array in on_device.values()]
             total = float(_to_numpy(sums).sum())
-        return total + sum(_square_sum_in_host(array) for array, _ in in_host)
-
-
-def _square_sums(batches: Sequence[Batch]) -> list[Any]:
-    """Return the sum of squares of each array in float64, one NumPy array for each batch."""
-    pending = [mx.nd.multi_sum_sq(*arrays, num_arrays=len(arrays)) for arrays, _ in batches]
-    ends = np.cumsum([len(arrays) for arrays, _ in batches])[:-1]
-    return np.split(_to_numpy(pending).astype("float64"), ends)
+        return total + sum(_square_sum_in_host(array) for array in in_host.values())
 
 
 def multiply(arrays: Sequence[NDArray], factor: float) -> None:
@@ -129,7 +112,7 @@ def divide_and_check(arrays: Sequence[NDArray], scale: float) -> list[int]:
     Waits for the arrays.
     """
     multiply(arrays, 1 / scale)
-    return [] if all_finite(arrays) else nonfinite(arrays)
+    return nonfinite(arrays)
 
 
 def _square_sum_in_host(array: NDArray) -> float:
@@ -143,46 +126,44 @@ def _square_sum_in_host(array: NDArray) -> float:
 
 def _split_by_memory(
     arrays: Sequence[NDArray],
-) -> tuple[list[Batch], list[tuple[NDArray, int]]]:
-    """Return nonempty arrays, made dense, in device batches and in a list for host memory.
-
-    The batches are for operators of the arrays' device, the others are in host memory.
-    """
-    groups: dict[int, list[tuple[NDArray, int]]] = {}
+) -> tuple[dict[int, NDArray], dict[int, NDArray]]:
+    """Return nonempty arrays, made dense, by position: those on devices, and in host memory."""
+    on_device: dict[int, NDArray] = {}
+    in_host: dict[int, NDArray] = {}
     for i, array in enumerate(arrays):
         dense = plain_array(array.data if isinstance(array, RowSparseNDArray) else array)
-        groups.setdefault(id(layout_of(dense)), []).append((dense, i))
-    batches: list[Batch] = []
-    in_host: list[tuple[NDArray, int]] = []
-    for group in groups.values():
-        layout = layout_of(group[0][0])
-        if layout.is_empty:
-            continue
-        if backend_of(device_kind(layout.ctx)).in_host_memory:
-            in_host += group
-            continue
-        batch, positions = zip(*group)
-        if layout.is_scalar:  # multi_all_finite and multi_sum_sq infer no shape of a 0-d array
-            batch = tuple(array.reshape((1,)) for array in batch)
-        starts = range(0, len(group), _CHUNK)
-        batches += [Batch(batch[k : k + _CHUNK], positions[k : k + _CHUNK]) for k in starts]
-    return batches, in_host
+        layout = layout_of(dense)
+        if layout.in_host_memory and not layout.is_empty:
+            in_host[i] = dense
+        elif not layout.is_empty:
+            # multi_all_finite and multi_sum_sq infer no shape of a 0-d array.
+            on_device[i] = dense.reshape((1,)) if layout.is_scalar else dense
+    return on_device, in_host
+
+
+def _batches(arrays: Mapping[int, NDArray]) -> list[list[NDArray]]:
+    """Return arrays in groups of one dtype on one device, for one operator call each."""
+    groups: dict[int, list[NDArray]] = {}
+    for array in arrays.values():
+        groups.setdefault(id(layout_of(array)), []).append(array)
+    return [g[k : k + _CHUNK] for g in groups.values() for k in range(0, len(g), _CHUNK)]
 
 
 def layout_of(array: NDArray) -> Layout:
     """Return an array's `Layout`, cached on its handle; equal layouts are the same object."""
     layout: Layout | None = getattr(array.handle, "_amp_layout", None)
     if layout is None:
-        shape = shape_of(array)
-        layout = Layout(array.context, dtype_of(array), 0 in shape, not shape)
+        shape, ctx = shape_of(array), array.context
+        in_host_memory = backend_of(device_kind(ctx)).in_host_memory
+        layout = Layout(ctx, dtype_of(array), 0 in shape, not shape, in_host_memory)
         array.handle._amp_layout = layout = _layouts.setdefault(layout, layout)
     return layout
 
 
-def _nonfinite_in_host(arrays: Sequence[tuple[NDArray, int]]) -> list[int]:
+def _nonfinite_in_host(arrays: Mapping[int, NDArray]) -> list[int]:
     """Return the positions of the arrays in host memory that hold Inf or NaN."""
     with np.errstate(all="ignore"):
-        return [i for array, i in arrays if not _is_finite(array)]
+        return [i for i, array in arrays.items() if not _is_finite(array)]
 
 
 def _is_finite(array: NDArray) -> bool:

@@ -36,7 +36,7 @@ OTHER = {
     "_BackwardPatches": {"_has_warned"},
     "BackwardPass": {"frees", "head_grads", "heads", "inner", "outer", "overflown", "scale"},
     "_OutGradients": {"_factor", "_gradients", "was_read"},
-    "Batch": {"arrays", "positions"}, "Layout": {"ctx", "dtype", "is_empty", "is_scalar"},
+    "Layout": {"ctx", "dtype", "in_host_memory", "is_empty", "is_scalar"},
     "finite": {"_layouts"}, "distributed": {"_on_servers"},
     "ScaleMark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
     "Carried": {"overflown", "scale", "summed"}, "Running": {"backward_pass", "frame", "given_scale"},
