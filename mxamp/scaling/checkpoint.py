@@ -17,11 +17,11 @@ loaded state are cast to its dtypes.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.gluon import Parameter, Trainer
+from mxnet.gluon import Trainer
 from mxnet.ndarray.ndarray import NDArray
 from mxnet.optimizer import LARS, NAG, SGD, Optimizer
 
@@ -41,11 +41,7 @@ _ATTRIBUTE, _MASTERS = "_amp_state", "_amp_masters"
 NO_STATES = "{path!r} holds no states of a trainer ({error!r}), or was cut off; nothing has changed"
 OTHER_FORM = (
     "the file holds {found} as the state of parameter {name!r}, and {optimizer} keeps {wanted}: "
-    "load it with the optimizer, arguments and opt_level that saved it. Nothing has changed"
-)
-OTHER_SHAPE = (
-    "the file holds a state of shape {state} for parameter {name!r} of shape {weight}: it is of "
-    "another network. Nothing has changed"
+    "load it with the network, optimizer, arguments and level that saved it. Nothing has changed"
 )
 
 
@@ -64,7 +60,8 @@ def save_states(state: State, fname: str) -> None:
     try:
         if state.scaled_by == "initialize":
             with suspended():
-                updater.states, added[_MASTERS] = _in_float32(trainer, held)
+                wide = {i: cast(one, "float32") for i, one in _weights(trainer, 0, held).items()}
+                updater.states, added[_MASTERS] = _converted(trainer, held, wide)
         vars(trainer._optimizer).update(added)
         content = updater.get_states(dump_optimizer=True)
     finally:
@@ -91,13 +88,13 @@ def load_states(state: State, fname: str) -> None:
         if state.scaled_by == "initialize":
             trainer._optimizer.multi_precision = has_masters
         share_step_counts(trainer)
-        masters = vars(trainer._optimizer).pop(_MASTERS, {})
-        pairs = []
+        saved, pairs = vars(trainer._optimizer).pop(_MASTERS, {}), []
         with suspended():
             for device, updater in enumerate(updaters_of(trainer)):
-                own = copy.deepcopy(masters)  # each device updates its own
-                updater.states, found = _for_weights(trainer, device, updater.states, own)
-                pairs += found
+                weights = _weights(trainer, device, updater.states)
+                own = copy.deepcopy(saved)  # each device updates its own
+                updater.states, masters = _converted(trainer, updater.states, weights, own)
+                pairs += [(weights[i], master) for i, master in masters.items()]
         resume(state)
         state.loaded_masters = pairs
     except BaseException as error:
@@ -169,72 +166,56 @@ def master_place(optimizer: Optimizer) -> int | None:
     return MASTER_PLACES.get(next(makers))
 
 
-def _in_float32(
-    trainer: Trainer, states: dict[int, Any]
-) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return optimizer states in the form for float32 weights, and the master weights apart.
-
-    A state of another form than a new one stays as it is: an argument of the optimizer was changed
-    since, or a user-defined optimizer pairs states with master weights in a way of its own.
-    """
-    probe, place = copy.deepcopy(trainer._optimizer), master_place(trainer._optimizer)
-    converted, masters = dict(states), {}
-    for index, _, weight in _weights(trainer, 0, states):
-        like = cast(weight, "float32") if dtype_of(weight) == "float16" else weight
-        new = probe.create_state(index, like)
-        state, master = _split(states[index], new, like, place)
-        if _form(state) == _form(new):
-            converted[index] = _filled(new, state)
-            masters.update({} if master is None else {index: master})
-    return converted, masters
-
-
-def _for_weights(
-    trainer: Trainer, device: int, states: dict[int, Any], saved: dict[int, NDArray]
-) -> tuple[dict[int, Any], list[tuple[NDArray, NDArray]]]:
-    """Return loaded states converted for a device's weights, and (weight, master weight) pairs.
-
-    `saved` are master weights from the file, by index. Raises `ArgumentError` for a state of
-    another form or shape than a new one.
-    """
-    optimizer, place = trainer._optimizer, master_place(trainer._optimizer)
-    probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
-    converted, pairs = dict(states), []
-    for index, param, weight in _weights(trainer, device, states):
-        has_master = dtype_of(weight) == "float16" and optimizer.multi_precision
-        if has_master and place is None:
-            new = probe.create_state_multi_precision(index, weight)
-            _check(optimizer, param, states[index], new)
-            continue
-        like = cast(weight, "float32") if has_master else weight
-        new = probe.create_state(index, like)
-        state, master = _split(states[index], new, like, place)
-        master = saved.get(index) if master is None else master
-        if new is None and isinstance(state, NDArray):
-            new = like  # the script has set momentum to 0, and MXNet ignores the state
-        _check(optimizer, param, state, new)
-        state = _filled(new, state)
-        if master is not None:
-            _check(optimizer, param, master, like)
-        if has_master:
-            master = like if master is None else cast(master, "float32")
-            state = _pair(state, master, place)
-        converted[index] = state
-        if master is not None and dtype_of(like) == "float32":
-            pairs.append((weight, master))
-    return converted, pairs
-
-
-def _weights(
-    trainer: Trainer, device: int, states: dict[int, Any]
-) -> Iterator[tuple[int, Parameter, NDArray]]:
-    """Yield index, parameter and device weight for each optimizer state that can be converted.
+def _weights(trainer: Trainer, device: int, states: dict[int, Any]) -> dict[int, NDArray]:
+    """Return a device's weights, by index, whose optimizer states can be converted.
 
     A sparse parameter has all its rows on the kvstore alone.
     """
-    for index, param in enumerate(trainer._params):
-        if index in states and param._stype == "default":
-            yield index, param, plain_array(param.list_data()[device])
+    return {
+        index: plain_array(param.list_data()[device])
+        for index, param in enumerate(trainer._params)
+        if index in states and param._stype == "default"
+    }
+
+
+def _converted(
+    trainer: Trainer,
+    states: dict[int, Any],
+    weights: dict[int, NDArray],
+    saved: dict[int, NDArray] | None = None,
+) -> tuple[dict[int, Any], dict[int, NDArray]]:
+    """Return optimizer states in the form for `weights`, and float32 master weights, by index.
+
+    `saved` are the master weights of a file that is loaded: a state in it whose form or shapes are
+    not those of a new state raises `ArgumentError`. Without `saved`, for a file to write, such a
+    state stays as it is: an argument of the optimizer was changed since, or a user-defined
+    optimizer pairs states with master weights in a way of its own.
+    """
+    optimizer, place = trainer._optimizer, master_place(trainer._optimizer)
+    probe = copy.deepcopy(optimizer)  # a custom optimizer may count the states that it makes
+    make = probe.create_state_multi_precision if optimizer.multi_precision else probe.create_state
+    converted, masters = dict(states), {}
+    for index, weight in weights.items():
+        new, like = make(index, weight), weight
+        has_master = dtype_of(weight) == "float16" and optimizer.multi_precision
+        if has_master and place is not None:
+            new, like = new[1 - place], new[place]
+        state, master = _split(states[index], new, like, place)
+        if new is None and isinstance(state, NDArray):
+            new = like  # the script has set momentum to 0, and MXNet ignores the state
+        if saved is not None:
+            master = saved.get(index) if master is None else master
+            _check(trainer, index, state, new)
+            _check(trainer, index, like if master is None else master, like)
+        elif _form(state) != _form(new):
+            continue
+        converted[index] = _filled(new, state)
+        if has_master and place is not None:
+            master = like if master is None else cast(master, "float32")
+            converted[index] = _pair(converted[index], master, place)
+        if master is not None and dtype_of(like) == "float32":
+            masters[index] = master
+    return converted, masters
 
 
 def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any, NDArray | None]:
@@ -252,27 +233,22 @@ def _pair(state: object, master: NDArray, place: int | None) -> tuple[Any, Any]:
 
 
 def _form(state: object) -> object:
-    """Return the nesting of an optimizer state, with type names in place of its values.
+    """Return the nesting of an optimizer state, with shapes and type names in place of its values.
 
     A list, a dict or another object counts as one value: a user-defined optimizer may extend it.
     """
     if isinstance(state, tuple):
         return tuple(map(_form, state))
-    return "array" if isinstance(state, NDArray) else type(state).__name__
+    return f"array{state.shape}" if isinstance(state, NDArray) else type(state).__name__
 
 
-def _check(optimizer: Optimizer, param: Parameter, state: Any, new: Any) -> None:
+def _check(trainer: Trainer, index: int, state: object, new: object) -> None:
     """Raise unless a loaded state, or master weight, has the nesting and shapes of a new one."""
-    if _form(state) != _form(new):
-        found, wanted = (str(_form(one)).replace("'", "") for one in (state, new))
-        given = {"name": param.name, "optimizer": type(optimizer).__name__}
-        raise ArgumentError(OTHER_FORM.format(found=found, wanted=wanted, **given))
-    if isinstance(state, tuple):
-        for pair in zip(state, new):
-            _check(optimizer, param, *pair)
-    elif isinstance(state, NDArray) and state.shape != new.shape:
-        shapes = {"state": state.shape, "weight": param.shape}
-        raise ArgumentError(OTHER_SHAPE.format(name=param.name, **shapes))
+    found, wanted = (str(_form(one)).replace("'", "") for one in (state, new))
+    if found != wanted:
+        name, optimizer = trainer._params[index].name, type(trainer._optimizer).__name__
+        given = {"found": found, "wanted": wanted, "name": name, "optimizer": optimizer}
+        raise ArgumentError(OTHER_FORM.format(**given))
 
 
 def _filled(new: object, state: object) -> object:

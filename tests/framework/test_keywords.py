@@ -204,7 +204,7 @@ def test_states_of_other_shapes_are_an_error(optimizer, tmp_path):
     stepped(3, 5, 2, optimizer=optimizer).load_states(file)
     made = stepped(3, 4, 2, optimizer=optimizer)
     before = made._updaters[0].states
-    with pytest.raises(amp.ArgumentError, match=r"of shape \(5, .\) for parameter .* \(4, 3\)"):
+    with pytest.raises(amp.ArgumentError, match=r"holds .*array\(5, .\).* keeps .*array\(4, .\)"):
         made.load_states(file)
     assert made._updaters[0].states is before
 

@@ -91,7 +91,7 @@ def test_a_file_of_another_network_changes_nothing_on_a_kvstore(tmp_path, on_mac
             trainer.save_states(str(tmp_path / "states"))
     updater = trainer._kvstore._updater
     before = updater.states, trainer._optimizer, updater.optimizer
-    with pytest.raises(amp.ArgumentError, match="of another network"):
+    with pytest.raises(amp.ArgumentError, match=r"holds \(array\(3,\).*keeps \(array\(5,\)"):
         trainer.load_states(str(tmp_path / "states"))
     held = updater.states, trainer._optimizer, updater.optimizer
     assert all(one is other for one, other in zip(held, before))
@@ -179,12 +179,13 @@ def test_states_of_an_optimizer_with_pairs_of_its_own_load_at_their_level_alone(
     assert sums(same._updaters[0].states[0]) == sums(saved._updaters[0].states[0])
     other = stepped_at("O0", MasterLast())
     before = other._updaters[0].states
-    held = r"holds \(\(array, array\), array\) as the state of parameter 'net_weight'"
-    with pytest.raises(amp.ArgumentError, match=held + r", and MasterLast keeps \(array, array\)"):
+    pair = r"\(array\(2, 4\), array\(2, 4\)\)"
+    message = rf"holds \({pair}, array.* of parameter 'net_weight', and MasterLast keeps {pair}:"
+    with pytest.raises(amp.ArgumentError, match=message):
         other.load_states(path)
     assert other._updaters[0].states is before
     other.save_states(path)
-    with pytest.raises(amp.ArgumentError, match=r"MasterLast keeps \(\(array, array\), array\)"):
+    with pytest.raises(amp.ArgumentError, match=r"MasterLast keeps \(\(array"):
         same.load_states(path)
 
 
@@ -193,7 +194,7 @@ def test_states_that_their_optimizer_has_not_made_are_an_error(tmp_path):
     trainer = stepped_at("O2", "sgd", momentum=0.9)
     trainer.optimizer.momentum = 0.0
     trainer.save_states(path)  # MXNet steps on with them
-    message = r"holds \(array, array\) as the state of .* 'net_weight', and SGD keeps NoneType"
+    message = r"holds \(array.* as the state of parameter 'net_weight', and SGD keeps NoneType"
     for level in ("O0", "O2"):
         with pytest.raises(amp.ArgumentError, match=message):
             stepped_at(level, "sgd").load_states(path)
