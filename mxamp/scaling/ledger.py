@@ -19,7 +19,7 @@ from mxnet.ndarray.ndarray import NDArray
 
 from ..framework.interrupts import holding
 from ..framework.patching import hold_during_forks
-from .finite import divide_and_check, multiply, square_sum
+from .finite import multiply, nonfinite, square_sum
 from .running import BackwardPass
 from .statistics import RunningStatistics, running_statistics
 from .tape import name_of
@@ -236,17 +236,15 @@ class Ledger:
 
     def remove_scales(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by their scales; record fresh ones that are not finite."""
-        groups: dict[float, list[tuple[Entry, Carried]]] = {}
-        for entry in entries_of(trainer):
-            before = self.of(entry)
-            if entry.data._fresh_grad or before.scale != 1:
-                groups.setdefault(before.scale, []).append((entry, before))
-                self.note(entry, replace(before, overflown=True))  # see `bring`
-        for scale, group in groups.items():
-            bad = divide_and_check([entry.gradient for entry, _ in group], scale)
-            for i, (entry, before) in enumerate(group):
-                overflown = before.overflown or (i in bad and entry.data._fresh_grad)
-                self.note(entry, replace(before, scale=1.0, overflown=overflown))
+        entries = [e for e in entries_of(trainer) if e.data._fresh_grad or self.of(e).scale != 1]
+        before = [self.of(entry) for entry in entries]
+        for entry, carried in zip(entries, before):
+            self.note(entry, replace(carried, overflown=True))  # see `bring`
+        self.bring(entries, 1.0)
+        bad = nonfinite([entry.gradient for entry in entries])
+        for i, (entry, carried) in enumerate(zip(entries, before)):
+            overflown = carried.overflown or (i in bad and entry.data._fresh_grad)
+            self.note(entry, replace(carried, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
         """Clear the overflow and sum flags of a trainer's gradients after a step."""
