@@ -242,11 +242,8 @@ class State:
         """
         bad = [e for e in entries_of(self.trainer) if id(e.data) in overflown] if overflown else []
         # If every bad gradient was bad before, it is a sum that still holds the first overflow.
-        if (
-            has_dropped
-            and self.workers is None
-            and len(ledger.overflown_among(lambda: bad)) < len(bad)
-        ):
+        is_new = len(ledger.overflown_among(lambda: bad)) < len(bad)
+        if has_dropped and is_new and self.workers is None:
             self.scaler.update(False)
         for entry in bad:
             ledger.note(entry, Carried(ledger.of(entry).scale, True))
@@ -291,16 +288,18 @@ class State:
         return carried
 
     def has_overflow(self, _params: object = None) -> bool:
-        """Check the gradients; return whether `Trainer._update`, the caller, must skip the step."""
-        return not self.check_step().stepped
+        """Check the gradients; return whether `Trainer._update`, the caller, must skip the step.
 
-    def check_step(self) -> StepReport:
-        """Check and unscale the gradients, and update the scale; return the outcome."""
+        Unscales them, updates the scale, and passes the report to `debugging.on_step` hooks.
+        """
         scale = self._prepare()
         bad = self._find_overflow(scale)
         if not bad and scale != 1:
             self._unscale_update(scale)
-        return self._publish(self._record(scale, bad))
+        self.report = self._record(scale, bad)
+        for function in tuple(vars(self.trainer).get("_amp_observers", ())):
+            function(self.report)
+        return bool(bad)
 
     def _prepare(self) -> float:
         """Check the optimizer before a step; bring gradients to one scale, and return the scale."""
@@ -335,13 +334,12 @@ class State:
         """Return the gradients that are not finite, or were not when they were unscaled."""
         if self.stage is Stage.NONE or (scale == 1 and not self.scaler.is_scaling):
             return []
-        overflown_before = {id(entry.data) for entry in ledger.overflown_among(self._used)}
         # To leave out stale gradients costs more than to check them.
-        if not overflown_before and all_finite(gradients_of(self.trainer)):
+        if not ledger.overflown_among(self._used) and all_finite(gradients_of(self.trainer)):
             return []
         used = self._used()
         found = {*nonfinite([entry.gradient for entry in used])}
-        return [e for i, e in enumerate(used) if i in found or id(e.data) in overflown_before]
+        return [e for i, e in enumerate(used) if i in found or ledger.of(e).overflown]
 
     def _unscale_update(self, scale: float) -> None:
         """Make the optimizer's update use gradients divided by the loss scale.
@@ -387,13 +385,6 @@ class State:
         self.pending = None
         report = StepReport(finite, scale, scaler.loss_scale, names)
         self._log(report)
-        return report
-
-    def _publish(self, report: StepReport) -> StepReport:
-        """Set `trainer.amp_last_step`, and pass a step's report to `debugging.on_step` hooks."""
-        self.report = report
-        for function in tuple(vars(self.trainer).get("_amp_observers", ())):
-            function(report)
         return report
 
     def _log(self, report: StepReport) -> None:
