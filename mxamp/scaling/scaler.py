@@ -190,7 +190,7 @@ class LossScaler:
         >>> StaticLossScaler(128).state_dict()
         {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
         """
-        kind = _KINDS[self.kind]
+        kind = _KINDS[self.kind]  # not the class: `resume` may have changed it
         names = ("loss_scale", *kind._settings, *kind._counts)
         values = {name: getattr(self, f"_{name}") for name in names}
         return {"kind": self.kind, "version": STATE_VERSION, **values}
