@@ -32,10 +32,7 @@ FOREIGN = (
     "this trainer's gradients carry a loss scale, and nothing takes it out: step by the GradScaler "
     "that scaled the loss, or call init_trainer for this trainer too"
 )
-SCALED_CLIP = (
-    "clip_global_norm was given gradients that carry a loss scale of %g, so it clips nearly all of "
-    "them away: call unscale first, or clip_grad_global_norm"
-)
+SCALED_CLIP = "clip_global_norm was given gradients that carry a loss scale of %g: unscale first"
 NESTED_SUM = (
     "a backward pass inside an operator in Python adds to a gradient that the pass around it adds "
     'to too: use grad_req="write", or compute the shared parameter outside the operator'

@@ -24,10 +24,7 @@ from .trainer import Stage, State, active_state, attach_state
 
 logger = logging.getLogger("mxamp")
 
-NO_BATCH_SIZE = (
-    "MXNet divides gradients by the batch size: write scaler.step(trainer, batch_size), with 1 if "
-    "the loss is a mean"
-)
+NO_BATCH_SIZE = "MXNet divides by the batch size: write scaler.step(trainer, batch_size)"
 
 
 class GradScaler:

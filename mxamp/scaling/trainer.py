@@ -74,14 +74,8 @@ TOO_MANY_SKIPS = (
 NOT_SCALED = "the gradients of this step carry no loss scale: call backward on the scaled loss"
 UNSCALED = "float16 needs loss scaling: call init_trainer(trainer), and backward inside scale_loss"
 NO_POLICY = "mixed precision is off: call mxamp.init() before init_trainer, or pass loss_scaler="
-NO_SCALER = (
-    "loss_scaler must be a LossScaler, StaticLossScaler or NoScaler, not {}: write a number as "
-    "StaticLossScaler(128)"
-)
-NOT_INITIALIZED = (
-    "the trainer of {} has no loss scaler: call mxamp.init_trainer(trainer) first; with a "
-    "GradScaler, write scaler.unscale_(trainer), then to clip gluon.utils.clip_global_norm"
-)
+NO_SCALER = "loss_scaler must be a LossScaler, StaticLossScaler(128) or NoScaler, not {}"
+NOT_INITIALIZED = "the trainer of {} has no loss scaler: call init_trainer, or GradScaler.unscale_"
 UNSKIPPABLE = (
     "this trainer updates parameters {}, where an overflow can't be kept out: call init_trainer "
     "before its first step, and {}"

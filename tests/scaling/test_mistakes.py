@@ -148,7 +148,7 @@ def test_clipping_beside_a_grad_scaler_without_unscale():
     net, trainer = setup()
     scaler, data = amp.GradScaler(init_scale=8), nd.array(batches()[0])
     clip = partial(amp.clip_grad_global_norm, trainer, 0.1)
-    with pytest.raises(amp.StateError, match="scaler.unscale_.*, then to clip gluon.utils.clip"):
+    with pytest.raises(amp.StateError, match="or GradScaler.unscale_"):
         one_step(net, trainer, data, "GradScaler", scaler, between=clip)
     one_step(net, trainer, data, "GradScaler", scaler)
     weights = [param.data() for param in net.collect_params().values()]
