@@ -207,8 +207,6 @@ class Ledger:
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
         """Return the largest loss scale of the fresh gradients in `arrays`; 1 if none is fresh."""
-        if self.all_carry(1):
-            return 1.0
         given = {id(array) for array in arrays}
         found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
         return max((self.of(entry).scale for entry in found), default=1.0)
