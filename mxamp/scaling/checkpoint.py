@@ -207,8 +207,6 @@ def _converted(
             master = saved.get(index) if master is None else master
             _check(trainer, index, state, new)
             _check(trainer, index, like if master is None else master, like)
-        elif _form(state) != _form(new):
-            continue
         converted[index] = _filled(new, state)
         if has_master and place is not None:
             master = like if master is None else cast(master, "float32")

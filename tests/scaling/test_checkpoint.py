@@ -278,3 +278,35 @@ def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):
         trainer.save_states(str(tmp_path / "states"))
         trainer.load_states(str(tmp_path / "states"))
     assert trainer._optimizer.momentum == 0.0
+
+
+def in_half(way, optimizer):
+    """A net of float16 parameters and its trainer, which keeps float32 master weights."""
+    net = initialized(gluon.nn.Dense(2, in_units=4), init=mx.init.Constant(1))
+    trainer = gluon.Trainer(net.collect_params(), optimizer, {"learning_rate": 1e-5})
+    if way == "O2":
+        amp.initialize(net, trainer, "O2", loss_scale=8, ctx=mx.cpu())
+    else:
+        net.cast("float16")
+        trainer.optimizer.multi_precision = True
+        amp.init("float16", ctx=mx.cpu())
+        amp.init_trainer(trainer, amp.StaticLossScaler(8))
+    return net, trainer
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("way", ["O2", "multi_precision"])
+def test_master_weights_are_those_of_the_file(way, optimizer, tmp_path):
+    """Not made of the float16 weights, which hold fewer digits."""
+    net, trainer = in_half(way, optimizer)
+    data = mx.nd.ones((3, 4), dtype="float16")
+    scaled_backward(lambda: net(data).astype("float32").sum(), trainer)
+    trainer.step(3)
+    trainer.save_states(str(tmp_path / "states"))
+    amp.shutdown()
+    other = in_half(way, optimizer)[1]
+    other.load_states(str(tmp_path / "states"))
+    place = master_place(trainer.optimizer)
+    saved, loaded = (one._updaters[0].states[0][place].asnumpy() for one in (trainer, other))
+    assert (saved == loaded).all()
+    assert not (saved == 1).any()
