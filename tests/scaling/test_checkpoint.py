@@ -280,9 +280,9 @@ def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):
     assert trainer._optimizer.momentum == 0.0
 
 
-def in_half(way, optimizer):
+def in_half(way, optimizer, units=2):
     """A net of float16 parameters and its trainer, which keeps float32 master weights."""
-    net = initialized(gluon.nn.Dense(2, in_units=4), init=mx.init.Constant(1))
+    net = initialized(gluon.nn.Dense(units, in_units=4), init=mx.init.Constant(1))
     trainer = gluon.Trainer(net.collect_params(), optimizer, {"learning_rate": 1e-5})
     if way == "O2":
         amp.initialize(net, trainer, "O2", loss_scale=8, ctx=mx.cpu())
@@ -310,3 +310,6 @@ def test_master_weights_are_those_of_the_file(way, optimizer, tmp_path):
     saved, loaded = (one._updaters[0].states[0][place].asnumpy() for one in (trainer, other))
     assert (saved == loaded).all()
     assert not (saved == 1).any()
+    amp.shutdown()
+    with pytest.raises(amp.ArgumentError, match=r"array\(2,\).* as the state of parameter"):
+        in_half(way, optimizer, units=3)[1].load_states(str(tmp_path / "states"))

@@ -333,3 +333,28 @@ def test_gradients_summed_before_a_grad_scaler_knows_the_trainer(idle, unscales)
                 trainer.step(1, ignore_stale_grad=True)
         found.append([data.asnumpy() for data in net.weight.list_data()])
     np.testing.assert_allclose(found[1], found[0])
+
+
+def test_unscale_divides_stale_gradients_too():
+    one, other = (gluon.Parameter(name, shape=(2,), init=mx.init.One()) for name in "ab")
+    one.initialize()
+    other.initialize()
+    trainer = gluon.Trainer([one, other], "sgd", {"learning_rate": 1.0})
+    amp.init_trainer(trainer, amp.StaticLossScaler(1024))
+    scaled_backward(lambda: (one.data() + 2 * other.data()).sum(), trainer)
+    trainer.step(1)
+    scaled_backward(lambda: (3 * one.data()).sum(), trainer)
+    amp.unscale(trainer)
+    assert [param.grad().asnumpy().tolist() for param in (one, other)] == [[3, 3], [2, 2]]
+
+
+def test_an_overflow_that_was_unscaled_and_clipped_stays_in_the_sum():
+    net, trainer = make(req="add", scaler=amp.LossScaler(1024))
+    for value in (np.inf, 1.0):
+        scaled(net, trainer)
+        net.weight.grad()[:] *= value
+        amp.unscale(trainer)
+        net.weight.grad()[:] = 1.0  # finite, as by clipping
+    trainer.step(1)
+    assert trainer.amp_skips == 1
+    assert_weights(net, 1, 1)

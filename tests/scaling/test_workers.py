@@ -123,19 +123,22 @@ def worker():
     return alone("init_trainer")
 
 
-def first_layer_alone(net, trainer):
+def first_layer_alone(net, trainer, unscales=False):
     """A step whose backward pass does not reach the last layer."""
     scaled_backward(lambda: (net[0](mx.nd.ones((2, 4))) ** 2).sum(), trainer)
+    if unscales:
+        amp.unscale(trainer)
     trainer.step(2, ignore_stale_grad=True)
 
 
-def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker):
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_stale_gradient_that_overflowed_is_not_summed_again(worker, unscales):
     net, trainer = worker
     train(net, trainer, poisoned(batches()[0]))
     assert not trainer.amp_last_step.stepped
     last = net[1].weight
     assert not np.isfinite(last.grad().asnumpy()).all()
-    first_layer_alone(net, trainer)
+    first_layer_alone(net, trainer, unscales)
     assert trainer.amp_last_step.stepped
     assert np.isfinite(last.grad().asnumpy()).all()
 
