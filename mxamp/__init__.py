@@ -22,7 +22,7 @@ _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
 
 
 def _is_command() -> bool:
-    """Return whether this process is the command `mxamp`, which imports MXNet only if needed."""
+    """Return whether this process is the `mxamp` command, which imports MXNet only on demand."""
     program = (getattr(_sys, "argv", None) or [""])[0]
     if program == "-m":  # as long as Python looks for the package
         given = getattr(_sys, "orig_argv", [])  # from Python 3.10 on

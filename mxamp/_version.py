@@ -1,3 +1,3 @@
-"""The version, where a build can read it without importing MXNet."""
+"""mxamp's version, in a module that a build can read without importing MXNet."""
 
 __version__ = "2.0.0"

@@ -1,4 +1,4 @@
-"""The errors mxamp raises: what was given, what is allowed, and what to do."""
+"""The exceptions that mxamp raises. Messages say what is wrong, what is allowed, what to do."""
 
 import contextlib
 import difflib
@@ -9,7 +9,7 @@ _LISTED = 9
 
 
 class AmpError(Exception):
-    """Base class of every error that mxamp raises on purpose.
+    """Base class of all exceptions that mxamp raises.
 
     >>> import mxamp as amp
     >>> try:
@@ -21,7 +21,7 @@ class AmpError(Exception):
 
 
 class ArgumentError(AmpError, ValueError):
-    """An argument, an operator list or a file is invalid.
+    """Raised for an invalid argument, operator list or file.
 
     The message shows the invalid argument, and what is allowed. `ArgumentError` is a `ValueError`.
 
@@ -35,7 +35,7 @@ class ArgumentError(AmpError, ValueError):
 
 
 class UnknownNameError(ArgumentError, LookupError):
-    """An operator, a layer or an input that does not exist; the message has the closest names.
+    """Raised for an unknown name of an operator, layer or input; shows the closest names.
 
     >>> import mxamp as amp
     >>> try:
@@ -47,7 +47,7 @@ class UnknownNameError(ArgumentError, LookupError):
 
 
 class StateError(AmpError, RuntimeError):
-    """A call out of order: before the call that it needs, or twice.
+    """Raised for a call out of order: too early, or a second time.
 
     The message names the call that is missing or superfluous.
 
@@ -61,7 +61,7 @@ class StateError(AmpError, RuntimeError):
 
 
 class CheckError(StateError):
-    """A converted or exported model has wrong outputs; `errors` has the error of each output.
+    """Raised if a converted or exported model computes wrong outputs; has each output's error.
 
     Catch a `CheckError` to see the errors. To make the outputs right, keep more layers in float32::
 
@@ -89,7 +89,7 @@ class CheckError(StateError):
 
 
 class WriteError(AmpError, OSError):
-    """A file can't be written; an existing file is unchanged.
+    """Raised if a file can't be written; an existing file stays unchanged.
 
     For example, the disk is full or read-only. `WriteError` is an `OSError`. Write elsewhere::
 
@@ -102,7 +102,7 @@ class WriteError(AmpError, OSError):
 
 
 class InstallError(AmpError, ImportError):
-    """MXNet, or a package that a tool needs, is missing or broken.
+    """Raised if MXNet, or a package that a tool needs, is missing or broken.
 
     The message says what to install. `InstallError` is an `ImportError`::
 
@@ -115,7 +115,7 @@ class InstallError(AmpError, ImportError):
 
 
 def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") -> UnknownNameError:
-    """Return an `UnknownNameError` with the closest of `candidates`, or some of them, as a hint.
+    """Return an `UnknownNameError` that suggests the closest of `candidates`.
 
     >>> print(unknown("operator", "Convolutoin", ["Convolution", "Pooling"]))
     unknown operator 'Convolutoin'; the closest is 'Convolution'
@@ -127,7 +127,7 @@ def unknown(kind: str, name: object, candidates: Iterable[str], hint: str = "") 
 
 
 def closest(name: object, candidates: Iterable[str]) -> str:
-    """Return a hint for an error message: the `candidates` close to `name`, or some of them.
+    """Return the end of an error message that suggests the `candidates` closest to a name.
 
     >>> closest("haed_*", ["head_fwd", "body_fwd"]), closest("conv0", ["net0_conv0", "net0_conv1"])
     ("; the closest is 'head_fwd'", "; the closest is 'net0_conv0'")
@@ -146,7 +146,7 @@ def closest(name: object, candidates: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(place: object) -> Iterator[None]:
-    """Context that puts `place`, such as a file or option, before messages of `ArgumentError`."""
+    """Return a context that prefixes messages of `ArgumentError` with `place`, such as a file."""
     try:
         yield
     except ArgumentError as error:

@@ -1,1 +1,1 @@
-"""Access to MXNet and the machine: import, operators, arrays, patching. Imports `errors`."""
+"""Access to MXNet and the machine: import, operators, arrays, monkey patches. Imports `errors`."""

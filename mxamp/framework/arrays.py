@@ -47,7 +47,7 @@ cast_dtypes: Set[str] = set()
 
 
 def dtype_code(array: NDArray) -> int:
-    """Return the integer of an array's dtype in MXNet, eight times as fast as `array.dtype`."""
+    """Return MXNet's integer code of an array's dtype, eight times as fast as `array.dtype`."""
     code = _c_int()
     _get_dtype(array.handle, _byref(code))
     return code.value
@@ -77,17 +77,17 @@ def dtype_of(array: NDArray) -> str:
 
 
 def kind_code(array: NDArray) -> int:
-    """Return the integer of an array's dtype, or of "sparse": a key of `KIND_NAMES`."""
+    """Return MXNet's code of a dense array's dtype, or the code of "sparse" in `KIND_NAMES`."""
     return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
 
 
 def dtypes_of(arrays: Sequence[NDArray]) -> Tuple[str, ...]:
-    """Return each array's dtype name, "sparse" for sparse arrays: input of `decision.decide`."""
+    """Return the dtype name of each array, or "sparse" for a sparse array."""
     return tuple([KIND_NAMES.get(kind_code(array), "other") for array in arrays])
 
 
 def on_device(arrays: Sequence[NDArray], device: str) -> bool:
-    """Return whether all arrays are on `device`, "cpu" or "gpu"."""
+    """Return whether all arrays are on a device of the kind `device`: "cpu" or "gpu"."""
     if device == default_device() == "cpu":  # there is no other device
         return True
     return all(device_kind(array.context) == device for array in arrays)
@@ -104,7 +104,7 @@ def as_float(number: Any) -> float:
 
 
 def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArray:
-    """Return a copy of an array, recorded by autograd, in the plain memory layout."""
+    """Return a copy of an array in MXNet's default memory layout; autograd records the copy."""
     if dtype_code(array) == _BFLOAT16 and array.ndim:
         # MXNet's copies fail on views of bfloat16 arrays; a slice of the whole array does not.
         keys, whole = ["axis", "begin", "end"], ["0", "0", "None"]
@@ -117,7 +117,7 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
 def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Sequence[int], is_np_op: bool
 ) -> List[NDArray]:
-    """Return `arrays`, with float arrays at `positions` copied so that backward can't crash.
+    """Return an operator's inputs, those at `positions` copied: otherwise backward may crash.
 
     `positions` are those of gradients that are zero by definition. If an array gets no gradient but
     such zeros, eager backward calls `zeros_like` on the inputs of the preceding operators, back to
@@ -132,7 +132,7 @@ def copy_inputs_at(
 
 
 def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
-    """Return `array` in another float dtype; the array itself if it has that dtype.
+    """Return an array cast to a float dtype, or the array itself if it has that dtype.
 
     Rounds to nearest even. Autograd records the cast.
     """
@@ -165,7 +165,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
 
 
 class _LeafCasts(threading.local):
-    """Per-thread cache of the memory of casts of leaves, freed when `autograd.record()` ends.
+    """Per-thread cache of weights' casts (of arrays with a gradient), freed after `record()`.
 
     Autograd keeps the casts that operators have read, once for each use of a weight. So all casts
     of a leaf share the memory of the first. Each of them writes it: an operator reads the current
@@ -180,31 +180,31 @@ class _LeafCasts(threading.local):
         self._casts: Dict[Tuple[int, str], Tuple[NDArray, NDArray]] = {}
 
     def begin(self, scope: object) -> None:
-        """Cache casts of leaves until `scope` ends, unless an outer scope already does."""
+        """Cache the casts of weights until the autograd scope `scope` or an outer one ends."""
         if self._scope() is None:
             self._casts.clear()
             self._scope = weakref.ref(scope)
 
     def end(self, scope: object) -> None:
-        """Free the cached casts if `scope` is the one that started the cache."""
+        """Free the cached casts of weights if the autograd scope `scope` started the cache."""
         if self._scope() is scope:
             self._scope = lambda: None
             self._casts.clear()
 
     def memory(self, leaf: NDArray, dtype: str) -> Optional[NDArray]:
-        """Return an array over the memory of the leaf's earlier cast to `dtype`; None if none."""
+        """Return an array over the memory of a weight's cached cast to `dtype`, or None."""
         if not self._keeps():
             return None
         _, cast_before = self._casts.get((leaf.handle.value, dtype), (leaf, None))
         return None if cast_before is None else cast_before.detach()
 
     def keep(self, leaf: NDArray, dtype: str, result: NDArray) -> None:
-        """Cache the memory of the leaf's first cast to `dtype`, and keep the leaf alive."""
+        """Cache `result`, a weight's first cast to `dtype`, and keep the weight alive with it."""
         if self._keeps():
             self._casts.setdefault((leaf.handle.value, dtype), (leaf, result.detach()))
 
     def _keeps(self) -> bool:
-        """Return whether to cache casts: not in inference, where oneDNN changes layouts."""
+        """Return whether to cache casts of weights: only in training."""
         return self._scope() is not None and autograd.is_training()
 
 
@@ -213,7 +213,7 @@ leaf_casts = _LeafCasts()
 
 
 def float32_parts(array: NDArray) -> Iterator[Values]:
-    """Yield an array's values in float32, row after row, in parts of about 16 MB.
+    """Yield an array's values in float32, as NumPy arrays of consecutive rows, about 16 MB each.
 
     An operator cuts the parts, since views misread oneDNN's layouts.
     """
@@ -230,7 +230,7 @@ def float32_parts(array: NDArray) -> Iterator[Values]:
 
 
 def cast_into(source: NDArray, target: NDArray, dtype: str, castable: bool) -> None:
-    """Write `source` into `target`, cast to `dtype`; `castable`: amp_cast supports both dtypes."""
+    """Write `source` into `target`, cast by `amp_cast` if `castable`, else by `Cast`."""
     operator = _AMP_CAST if castable else _CAST
     invoke(operator, [source], ["dtype"], [dtype], target, False, False)
 
@@ -245,7 +245,7 @@ def has_gradient(array: NDArray) -> bool:
 
 
 def _recorded_view(array: NDArray) -> NDArray:
-    """Return a view over the memory of `array` that autograd records as a reshape."""
+    """Return a view of an array's memory that autograd records as a reshape of the array."""
     shape = array.shape
     if not shape or not all(shape):  # 0 stands for an unknown size in a reshape
         return copy(array)
@@ -256,14 +256,14 @@ def _recorded_view(array: NDArray) -> NDArray:
 
 
 def shallow_copy(array: NDArray) -> NDArray:
-    """Return a second NDArray over the same memory, for autograd the same variable."""
+    """Return another NDArray object over an array's memory, the same variable for autograd."""
     handle = ctypes.c_void_p()
     check_call(_LIB.MXShallowCopyNDArray(array.handle, ctypes.byref(handle)))
     return type(array)(handle=handle, writable=array.writable)
 
 
 def address(array: NDArray) -> int:
-    """Return the address of an array's memory, 0 if it has none. Waits for pending writes."""
+    """Return the memory address of an array, 0 if it has no memory; wait for pending writes."""
     array.wait_to_read()
     data = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(data)))
@@ -271,7 +271,7 @@ def address(array: NDArray) -> int:
 
 
 def flat_view(array: NDArray, dtype: Dtype, write: bool = False) -> Values:
-    """Return a one-dimensional NumPy view of the memory of a dense CPU array.
+    """Return a one-dimensional, zero-copy NumPy view of a dense CPU array.
 
     Waits for pending writes of the array, and with `write` for pending reads too. The view is valid
     while the array lives and keeps its layout.
@@ -284,14 +284,14 @@ def flat_view(array: NDArray, dtype: Dtype, write: bool = False) -> Values:
 
 
 def as_list(outputs: object) -> Sequence[Any]:
-    """Return operator or block outputs, one array or several, as a list or tuple."""
+    """Return the outputs of an operator or block as a sequence: a single array in a list."""
     return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def map_arrays(
     value: object, function: Callable[[NDArray], Any], otherwise: Callable[[Any], Any]
 ) -> Any:
-    """Apply `function` to arrays in nested lists, tuples and dicts, `otherwise` to other leaves.
+    """Apply `function` to each array in nested containers, and `otherwise` to other values.
 
     The result has the same containers.
     """

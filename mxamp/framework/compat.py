@@ -1,4 +1,4 @@
-"""The import of MXNet 1.9.1 on today's Python, NumPy and CUDA wheels.
+"""Import MXNet 1.9.1 with Python, NumPy and CUDA wheels that are newer than it supports.
 
 MXNet reads names that later NumPy versions removed, imports `distutils`, which Python 3.12 removed,
 and looks for CUDA on the system. `prepare_import` adds the missing names before
@@ -48,7 +48,7 @@ def import_mxnet() -> types.ModuleType:
 
 
 def _first_import() -> types.ModuleType:
-    """Import MXNet for the first time in this process."""
+    """Import MXNet if nothing in this process has imported it yet."""
     if any(name.startswith("mxnet.") for name in sys.modules):
         raise InstallError(FAILED_BEFORE)
     if importlib.util.find_spec("mxnet") is None:
@@ -66,7 +66,7 @@ def _first_import() -> types.ModuleType:
 
 
 def prepare_import() -> None:
-    """Add missing names to NumPy and `sys.modules`, and load CUDA, before importing MXNet."""
+    """Add the names that MXNet needs to NumPy and `sys.modules`, and load CUDA's libraries."""
     import numpy
 
     if not release(NUMPY_FROM) <= release(numpy.__version__) < release(NUMPY_BELOW):
@@ -77,7 +77,7 @@ def prepare_import() -> None:
 
 
 def release(version: str) -> Tuple[int, ...]:
-    """Return up to three leading numbers of a version string, for comparisons.
+    """Return the leading numbers of a version string, at most three, as a tuple to compare.
 
     >>> release("2.6.0rc1"), release("450.80.02"), release("8.6")
     ((2, 6, 0), (450, 80, 2), (8, 6))
@@ -86,7 +86,7 @@ def release(version: str) -> Tuple[int, ...]:
 
 
 def _restore_numpy(numpy: Any) -> None:
-    """Add names that NumPy removed back to it, and make NumPy 2 print numbers as NumPy 1 does."""
+    """Add the names that newer NumPy removed, and make NumPy 2 print numbers as NumPy 1 does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy 1.20 to 1.23 have the names and deprecate them
         missing = {k: v for k, v in _numpy_names(numpy).items() if not hasattr(numpy, k)}
@@ -101,7 +101,7 @@ def _restore_numpy(numpy: Any) -> None:
 
 
 def _print_plain_numbers(numpy: types.ModuleType) -> None:
-    """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes as text from str()."""
+    """Make NumPy 2 print 2, not np.int64(2): MXNet passes attributes to operators as text."""
     numpy.set_printoptions(legacy="1.25")
     options = getattr(sys.modules.get("numpy._core.printoptions"), "format_options", None)
     if isinstance(options, contextvars.ContextVar):
@@ -110,7 +110,7 @@ def _print_plain_numbers(numpy: types.ModuleType) -> None:
 
 
 def _numpy_names(numpy: types.ModuleType) -> Dict[str, Any]:
-    """Return, by name, values for names that MXNet reads and NumPy 1.24 to 2.5 removed."""
+    """Return replacements of NumPy names that MXNet reads and NumPy 1.24 to 2.5 removed."""
 
     def removed(*_args: object, **_options: object) -> NoReturn:
         raise AttributeError("this function was removed from NumPy; see numpy_financial")
@@ -130,7 +130,7 @@ def _numpy_names(numpy: types.ModuleType) -> Dict[str, Any]:
 
 
 def _restore_packing(numpy: types.ModuleType, recordio: Optional[types.ModuleType]) -> None:
-    """Make `mxnet.recordio` call `tobytes` where NumPy lacks `tostring`, from NumPy 2.3 on."""
+    """Make `mxnet.recordio` call `tobytes` instead of `tostring`, which NumPy 2.3 removed."""
     if recordio is None or hasattr(numpy.ndarray, "tostring"):
         return
     for function in (recordio.pack, recordio.pack_img):
@@ -142,7 +142,7 @@ def _restore_packing(numpy: types.ModuleType, recordio: Optional[types.ModuleTyp
 
 
 def _restore_distutils() -> None:
-    """Add `distutils.version` with LooseVersion's comparisons, the only part that MXNet uses."""
+    """Add a stand-in for `distutils.version`, which MXNet imports and Python 3.12 removed."""
     if "distutils" in sys.modules or importlib.util.find_spec("distutils") is not None:
         return
 

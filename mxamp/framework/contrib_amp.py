@@ -1,4 +1,4 @@
-"""Protection against using `mxnet.contrib.amp` beside mxamp: both would cast, so that raises."""
+"""Guard against using `mxnet.contrib.amp` together with mxamp: both would cast, so it raises."""
 
 import sys
 from typing import List
@@ -34,7 +34,7 @@ def check_contrib_is_off() -> None:
 
 
 class _Refusal:
-    """Stand-in for a global that contrib.amp's functions read: raises there, False elsewhere.
+    """Replacement of a global of `mxnet.contrib.amp`: its functions raise when they read it.
 
     A script may have imported the functions by name, so replacing them would not do: they read
     these globals wherever they were imported, and GluonNLP reads the flag. A check inside mxamp's
@@ -62,7 +62,7 @@ def refusals() -> List[Patch]:
 
 
 class RefusedScale:
-    """A trainer's original loss scale: raises when contrib.amp's `scale_loss` divides it."""
+    """A trainer's `_amp_original_scale`: raises when contrib.amp's `scale_loss` divides it."""
 
     def __truediv__(self, _scale: float) -> None:
         raise StateError(SCALED_BY_MXAMP)

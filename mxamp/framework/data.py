@@ -1,4 +1,4 @@
-"""Reader of mxamp's own data files in lists/, and of TOML in every version of Python."""
+"""Reader of mxamp's TOML files in lists/; parses TOML in every supported version of Python."""
 
 import sys
 from functools import lru_cache
@@ -18,7 +18,7 @@ def parse_toml(text: str) -> Dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def own_tables(name: str) -> Mapping[str, Any]:
-    """Return the tables of mxamp's data file lists/<name>.toml, in the package or a clone."""
+    """Return the tables of lists/<name>.toml, from the installed package or a source checkout."""
     package = Path(__file__).resolve().parent.parent
     folder = next(path for path in (package / "lists", package.parent / "lists") if path.is_dir())
     return parse_toml((folder / f"{name}.toml").read_text(encoding="utf-8"))

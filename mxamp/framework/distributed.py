@@ -31,7 +31,7 @@ SEVERAL_DEVICES = (
 
 
 class Transport(NamedTuple):
-    """A way to send arrays between workers, such as Horovod, and the dtypes that it can send."""
+    """A channel that sends arrays between workers, such as Horovod, and the dtypes it can send."""
 
     name: str
     dtypes: Tuple[str, ...]
@@ -46,7 +46,7 @@ class Transport(NamedTuple):
             )
 
     def check_arrays(self, name: str, value: object) -> None:
-        """Raise `ArgumentError` if the transport can't send an array, alone or nested."""
+        """Raise `ArgumentError` if the transport can't send an array, alone or in a container."""
         map_arrays(value, lambda array: self.check_dtype(name, array.dtype), lambda other: other)
 
 
@@ -73,7 +73,7 @@ def end_worker_on_errors() -> None:
 
 
 def _show_and_exit(original: Any, kind: type, error: object, traceback: object) -> None:
-    """Print an exception by the original `sys.excepthook`, then exit unless interactive."""
+    """Print an uncaught exception, then end the process unless it is interactive."""
     original(kind, error, traceback)
     if sys.flags.interactive or hasattr(sys, "ps1"):
         return
@@ -87,7 +87,7 @@ def _show_and_exit(original: Any, kind: type, error: object, traceback: object) 
 
 
 def _is_horovod_instance(value: object, class_name: str) -> bool:
-    """Return whether `value` is an instance of `horovod.mxnet.<class_name>`, if imported."""
+    """Return whether `value` is an instance of a class of horovod.mxnet, given the class's name."""
     kind = getattr(sys.modules.get("horovod.mxnet"), class_name, None)
     return kind is not None and isinstance(value, kind)
 
@@ -103,7 +103,7 @@ def is_horovod_optimizer(optimizer: object) -> bool:
 
 
 class HorovodStore:
-    """A kvstore interface over Horovod, by which workers compare mxamp's settings."""
+    """A kvstore interface over Horovod, through which workers compare mxamp's settings."""
 
     def __init__(self, process_set: Any) -> None:
         self._process_set = process_set
@@ -125,7 +125,7 @@ class HorovodStore:
 
 
 def horovod_store(owner: Any) -> Optional[HorovodStore]:
-    """Return a kvstore over the workers of a Horovod trainer or optimizer; None for one worker."""
+    """Return a `HorovodStore` for a Horovod trainer or optimizer; None with a single worker."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
         return None

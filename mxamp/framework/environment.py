@@ -1,4 +1,4 @@
-"""Environment variables: MXNET_ENABLE_AUTO_MIXED_PRECISION, and temporary settings."""
+"""Environment variables: read MXNET_ENABLE_AUTO_MIXED_PRECISION; set a variable temporarily."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OFF_VALUES = ("", "0", "false", "off", "no")
 
 
 def automatic_value() -> str:
-    """Return MXNET_ENABLE_AUTO_MIXED_PRECISION in lower case; "" if its value means off."""
+    """Return MXNET_ENABLE_AUTO_MIXED_PRECISION in lower case, or "" if it is unset or "off"."""
     value = os.environ.get(AUTOMATIC, "").strip().lower()
     return "" if value in OFF_VALUES else value
 
 
 @contextmanager
 def variable(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable inside the `with` block; a `value` of None changes nothing."""
+    """Return a context that sets an environment variable to `value`, or does nothing for None."""
     if value is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Atomic file writes: a crash or a full disk leaves the old files whole, or the new ones."""
+"""Atomic file writes: after a crash or a full disk, each file is complete, old or new."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ NOT_THE_SAME = "the content read back differs from the content written"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
-    """Replace a file's content atomically, after reading the new content back to check it.
+    """Replace a file's content atomically, and verify it by reading it back first.
 
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
@@ -38,7 +38,7 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
 def replaced_files(
     paths: Sequence[Union[str, Path]], check: Callable[[List[Path]], None]
 ) -> Iterator[List[Path]]:
-    """Context manager that yields temporary paths to write, whose files then replace `paths`.
+    """Return a context that yields temporary paths; files written there then replace `paths`.
 
     Before the replacement, the temporary files are synced to the disk and `check` reads them back.
     The targets of symbolic links are replaced, and the modes of the old files kept. Several old
@@ -79,7 +79,7 @@ def replaced_files(
 
 @contextmanager
 def locked(*paths: Path) -> Iterator[List[int]]:
-    """Context manager that locks the folders of `paths`, once no other process has locked them.
+    """Return a context that holds exclusive locks on the folders of `paths`.
 
     Yields file descriptors of the folders. A folder that can't be locked, as in some network file
     systems, does not raise.
@@ -97,7 +97,7 @@ def locked(*paths: Path) -> Iterator[List[int]]:
 
 
 def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
-    """Move the `written` files to `places`, setting several old ones aside; undo on an error."""
+    """Move temporary files to their final places; on an error, restore the old files."""
     aside = [(one, _temporary(one, _OLD)) for one in places if len(places) > 1 and one.exists()]
     moves = [*aside, *reversed([*zip(written, places)])]
     done: List[Tuple[Path, Path]] = []
@@ -112,7 +112,7 @@ def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
 
 
 def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
-    """Return, sorted, the old or new files that killed writes of `path` left in its folder.
+    """Return the temporary files of one `kind` that killed processes left beside `path`.
 
     An old file may be the only copy. Within `locked(path)`, no file is one of a running process.
     """
@@ -122,7 +122,7 @@ def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
 
 @contextmanager
 def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
-    """Context manager that turns an `OSError` into a `WriteError` about `path`."""
+    """Return a context that turns an `OSError` into a `WriteError` that names `path`."""
     try:
         yield
     except WriteError:
@@ -133,7 +133,7 @@ def wrap_write_errors(path: Union[str, Path]) -> Iterator[None]:
 
 
 def check_file_path(path: Union[str, Path]) -> None:
-    """Raise if `path` is a folder, or its parent folder does not exist."""
+    """Raise unless `path` can name a file: it is no folder, and its parent folder exists."""
     place = Path(os.path.realpath(path))
     with wrap_write_errors(path):
         if place.is_dir():
@@ -143,7 +143,7 @@ def check_file_path(path: Union[str, Path]) -> None:
 
 
 def check_writable(path: Union[str, Path]) -> None:
-    """Raise as `write_file(path, ...)` would if the folder is missing or read-only.
+    """Raise if a file can't be written at `path`: its folder is missing or read-only.
 
     Call it before a long computation, which would otherwise fail at its end.
     """
@@ -155,7 +155,7 @@ def check_writable(path: Union[str, Path]) -> None:
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file, read from the disk rather than the cache if possible."""
+    """Return the CRC-32 of a file, read from the disk and not from the page cache if possible."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = 0
@@ -171,7 +171,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def _beside(path: Path, kind: str) -> str:
-    """Return the start of the names of temporary files of one `kind` beside `path`."""
+    """Return the prefix of the names of `path`'s temporary files of one `kind` (new or old)."""
     name = os.fsencode(path.name)
     # File systems allow 255 bytes, and the ids of the process and thread follow.
     short = path.name if len(name) <= 200 else f"{zlib.crc32(name):08x}"  # noqa: PLR2004

@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 
 
 def ending(function: Callable[..., Any], *args: object) -> ExitStack:
-    """Return a context that calls `function` twice at its end: Ctrl-C may interrupt one call."""
+    """Return a context that calls a cleanup function twice on exit, as Ctrl-C may break off one."""
     stack = ExitStack()
     for _ in range(2):
         stack.callback(function, *args)
@@ -19,14 +19,14 @@ def ending(function: Callable[..., Any], *args: object) -> ExitStack:
 
 
 def holding(lock: "threading.RLock") -> ContextDecorator:
-    """Return a decorator of functions that hold `lock`, and release it even after Ctrl-C."""
+    """Return a decorator: the function runs while holding `lock`, released even after Ctrl-C."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()
     return decorator
 
 
 def is_running(frame: FrameType, thread: Optional[int] = None) -> bool:
-    """Return whether a stack frame is still running in a thread, by default the caller's.
+    """Return whether a stack frame is still on a thread's stack, by default the caller's.
 
     If not, whatever the function began, and an interrupt kept it from ending, is over.
     """

@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments that name the right one."""
+"""Errors for unknown keyword arguments, which suggest the right argument."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checked_call(function: Function) -> Function:
-    """Decorate a function: an unknown keyword raises `UnknownNameError` with the right name.
+    """Decorate a function so that an unknown keyword raises an error with the right keyword.
 
     That is the advice of lists/spellings.toml for users of other libraries, about all of their
     arguments at once, else the closest parameter. Every other call that does not fit raises
@@ -44,7 +44,7 @@ def checked_call(function: Function) -> Function:
 
 
 def hint(owner: str, name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error about a name that a function, module or object lacks.
+    """Return the end of an error message about an unknown name: advice or the closest names.
 
     It is the advice of lists/spellings.toml to users of other libraries, else the closest names.
 

@@ -1,4 +1,4 @@
-"""The machine: MXNet's dtypes and devices, and the instructions of the CPU."""
+"""The machine: the dtypes and devices that MXNet has, and the features of the CPU."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ _CPU_TYPES = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype given as a string, a NumPy type or MXNet's bfloat16.
+    """Return the name of a dtype passed as a string, a NumPy type or MXNet's bfloat16.
 
     >>> dtype_name(np.float16), dtype_name(BFLOAT16)
     ('float16', 'bfloat16')
@@ -57,12 +57,12 @@ def dtype_name(dtype: Any) -> str:
 
 
 def default_device() -> str:
-    """Return "gpu" if MXNet sees one, else "cpu"."""
+    """Return the default kind of device: "gpu" if MXNet sees a GPU, else "cpu"."""
     return "gpu" if _gpu_count() else "cpu"
 
 
 def device_kind(ctx: "Context") -> str:
-    """Return "cpu" or "gpu" for an MXNet context.
+    """Return the kind of device of an MXNet context, "cpu" or "gpu".
 
     All modules call this function, so that tests can patch it and run GPU paths on CPU arrays.
     """
@@ -82,7 +82,7 @@ def _gpu_count() -> int:
 
 
 def threads() -> int:
-    """Return how many threads a CPU kernel of MXNet uses (1.9.1, src/engine/openmp.cc)."""
+    """Return the number of threads that MXNet's CPU kernels use."""
     most, limit = (os.environ.get(n, "") for n in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS"))
     if most.isdigit() and int(most):
         return int(most)

@@ -1,4 +1,4 @@
-"""MXNet's operator registry: names, inputs and attributes of each operator, `Custom` included.
+"""MXNet's operator registry: the names, inputs and attributes of each operator.
 
 MXNet 1.9.1 registers 886 operators under 1167 names. Aliases share one handle, so an operator is
 identified by its handle or its one canonical name.
@@ -46,7 +46,7 @@ class Operator:
     decisive_attributes: Tuple[str, ...]
 
     def positions(self, names: Tuple[str, ...], attributes: Mapping[str, str]) -> Tuple[int, ...]:
-        """Return the positions of the inputs called `names` in a call with `attributes`."""
+        """Return the positions of the inputs called `names` in a call with these attributes."""
         inputs = self.inputs
         if self.name == "RNN" and attributes.get("mode", "lstm") != "lstm":
             # Only an LSTM takes a cell state; in other modes the inputs after it move up.
@@ -54,14 +54,14 @@ class Operator:
         return tuple(inputs.index(name) for name in names if name in inputs)
 
     def check_argument(self, kind: str, name: str) -> str:
-        """Return `name`; raise `UnknownNameError` if no "attribute" or "input" has this name."""
+        """Return `name`; raise unless the operator has an attribute or input (`kind`) so named."""
         known = self.attributes if kind == "attribute" else self.inputs
         if name not in known and self.name not in with_trait("calls_python"):
             raise unknown(f"{kind} of {self.name}", name, known)
         return name
 
     def check_values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return an attribute's values as text; raise `UnknownNameError` if one is not allowed."""
+        """Return an attribute's values as text; raise if the operator does not allow one."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:
@@ -92,7 +92,7 @@ def _by_name() -> Mapping[str, Operator]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a layer or operator name in lower case, without module, underscores or "2d".
+    """Return a layer's or operator's name in lower case without module, underscores and "2d".
 
     >>> _plain_name("nn.Conv2D"), _plain_name("batch_norm")
     ('conv', 'batchnorm')
@@ -101,7 +101,7 @@ def _plain_name(name: str) -> str:
 
 
 def resolve(name: str) -> Operator:
-    """Return the operator called `name`, canonical or alias.
+    """Return the operator with a name, which may be an alias; raise for an unknown name.
 
     >>> resolve("concat").name
     'Concat'
@@ -122,7 +122,7 @@ def resolve(name: str) -> Operator:
 
 @lru_cache(maxsize=None)
 def with_trait(trait: str) -> AbstractSet[str]:
-    """Return the canonical names of the operators in list `trait` of lists/operators.toml.
+    """Return the names of the operators that lists/operators.toml lists under the key `trait`.
 
     >>> "sin" in with_trait("keeps_sparse"), "cos" in with_trait("keeps_sparse")
     (True, False)
@@ -131,14 +131,14 @@ def with_trait(trait: str) -> AbstractSet[str]:
 
 
 def handle_of(name: str) -> int:
-    """Return the handle in MXNet's C API of the operator called `name`, canonical or alias."""
+    """Return the C API handle of the operator with a name, which may be an alias."""
     handle = ctypes.c_void_p()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
     return int(handle.value or 0)
 
 
 def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
-    """Return whether the gradient of an operator ignores the head gradient, as a loss's does.
+    """Return whether an operator computes its gradient without head gradients, as losses do.
 
     >>> starts_backward("SoftmaxOutput", {}), starts_backward("softmax", {})
     (True, False)
@@ -153,7 +153,7 @@ def starts_backward(operator_name: str, attributes: Mapping[str, Any]) -> bool:
 
 
 def _read_operator(handle: int, aliases: Tuple[str, ...]) -> Operator:
-    """Return the operator with a handle, as MXNet's C API describes it."""
+    """Return the `Operator` for a handle, read through MXNet's C API."""
     strings = ctypes.POINTER(ctypes.c_char_p)
     name, about, key_var, returns = (ctypes.c_char_p() for _ in range(4))
     count, names, types, texts = mx_uint(), strings(), strings(), strings()
@@ -221,7 +221,7 @@ def prop_class(op_type: str) -> Optional[type]:
 
 
 def auxiliary_states(attributes: Mapping[str, Any]) -> int:
-    """Return how many of the last inputs of a `Custom` operator are auxiliary states."""
+    """Return the number of a `Custom` operator's auxiliary states, which are its last inputs."""
     return _custom_properties(attributes)[1]
 
 
@@ -238,7 +238,7 @@ def _custom_properties(attributes: Mapping[str, Any]) -> Tuple[bool, int]:
 
 @lru_cache(maxsize=1024)  # called at every eager call
 def _read_properties(cls: type, arguments: Tuple[Tuple[str, str], ...]) -> Tuple[bool, int]:
-    """Return need_top_grad and the auxiliary state count of a `CustomOpProp` class, cached."""
+    """Instantiate a `CustomOpProp`; return need_top_grad and the number of auxiliary states."""
     try:
         prop = cls(**dict(arguments))
         return bool(getattr(prop, "need_top_grad_", True)), len(prop.list_auxiliary_states())

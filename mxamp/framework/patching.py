@@ -1,4 +1,4 @@
-"""Reversible patches of MXNet's attributes.
+"""Reversible monkey patches of MXNet's attributes.
 
 A `Patch` replaces one attribute. A `PatchSet` applies several patches, all or none, and undoes them
 in `close`. A `FrontEnd` is a patch set that `mxamp.shutdown()` closes.
@@ -25,7 +25,7 @@ Original = Callable[..., Any]
 
 
 def hold_during_forks(lock: "threading.RLock") -> None:
-    """Hold a lock during os.fork: a child would wait forever if another thread held it."""
+    """Hold a lock during os.fork: a child could inherit it locked by another thread."""
     if hasattr(os, "register_at_fork"):
         release = lock.release
         os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
@@ -42,7 +42,7 @@ locked = holding(_lock)
 
 
 class Patch:
-    """Replacement of one attribute of an owner (module or class), and its builder `build`.
+    """A monkey patch: the replacement of one attribute of a module or class, made by `build`.
 
     `build` takes the original and returns its replacement. It is called again, with another
     original, when a patch below this one comes or goes.
@@ -56,7 +56,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Replace the attribute, below other patches that are `on_top`."""
+        """Install the patch: replace the attribute, below patches that stay `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current, stack = vars(self.owner)[self.name], _stacks.setdefault(self._key, [])
@@ -68,7 +68,7 @@ class Patch:
         _restack([self, *above], self.original)
 
     def undo(self) -> None:
-        """Restore the original attribute, unless other code has replaced it since.
+        """Undo the patch: restore the attribute, unless other code has replaced it meanwhile.
 
         Idempotent: an interrupted call can be made again.
         """
@@ -86,7 +86,7 @@ class Patch:
 
     @property
     def _key(self) -> Tuple[int, str]:
-        """Key in `_stacks` of the replaced attribute: its owner's id, and its name."""
+        """The key of the patched attribute in `_stacks`: the id of its owner, and its name."""
         return id(self.owner), self.name
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Patch:
 
 
 def _restack(patches: Sequence[Patch], original: object) -> None:
-    """Rebuild and install patches of one attribute, bottom first, over `original`."""
+    """Reinstall stacked patches of one attribute on top of its `original`, bottom first."""
     for patch in patches:
         patch.original, patch.ours = original, patch.build(original)
         setattr(patch.owner, patch.name, patch.ours)
@@ -102,7 +102,7 @@ def _restack(patches: Sequence[Patch], original: object) -> None:
 
 
 def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
-    """Return a `Patch.build` that wraps: calls go to `function(original, *args, **kwargs)`."""
+    """Return a builder for `Patch`: the replacement calls `function(original, *args, **kwargs)`."""
 
     def build(original: Original) -> Original:
         @functools.wraps(original)
@@ -115,13 +115,13 @@ def wrapping(function: Callable[..., Any]) -> Callable[[Original], Original]:
 
 
 def original(owner: object, name: str) -> Any:
-    """Return an attribute of `owner` as it was before all patches, for calls that bypass them."""
+    """Return the unpatched attribute `name` of `owner`, for calls that bypass all patches."""
     stack = _stacks.get((id(owner), name))
     return stack[0].original if stack else vars(owner)[name]
 
 
 def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> List[Patch]:
-    """Return patches of a function in its module and in all modules that imported it."""
+    """Return patches of a function, one for each module that holds it, imports included."""
     first, current = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     holding = [
@@ -133,7 +133,7 @@ def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> 
 
 
 class PatchSet:
-    """Patches that are installed and undone together.
+    """A set of monkey patches that are installed and undone together.
 
     A subclass keeps its state in attributes and drops it in `close`.
     """
@@ -144,7 +144,7 @@ class PatchSet:
         self._is_whole = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the constructor's patches, which `open` installs; subclasses may override it."""
+        """Return the patches of this set, by default those passed to the constructor."""
         return self._patches
 
     @property
@@ -177,7 +177,7 @@ class PatchSet:
         self._undo()
 
     def _undo(self) -> None:
-        """Undo the set's applied patches, last one first; safe to repeat after Ctrl-C."""
+        """Undo the installed patches of the set, the last one first; may be called again."""
         self._is_whole = False
         while self._applied:
             self._applied[-1].undo()
@@ -187,11 +187,11 @@ class PatchSet:
 
 
 class FrontEnd(PatchSet):
-    """Patches that a public function installs (`patch_contrib`, ...); `shutdown` undoes them."""
+    """A patch set that a public function such as `patch_contrib` opens and `shutdown` closes."""
 
     @staticmethod
     def close_all() -> None:
-        """Undo the patches of every open front end, last opened first.
+        """Undo the patches of all open `FrontEnd` sets, the last opened first.
 
         Without the lock: some wait for MXNet, whose operators in Python may wait for the lock.
         """

@@ -1,4 +1,4 @@
-"""Text for messages: counts with nouns, shortened values, and lists of names."""
+"""Text for messages: counts with nouns, abbreviated values, and lists of names."""
 
 import inspect
 from typing import Any, Iterable, Sequence
@@ -15,7 +15,7 @@ _NAMES = 3
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless the count is 1.
+    """Return a count with its noun as text, in the plural unless the count is 1.
 
     >>> counted(1, "operator"), counted(2000, "operator")
     ('1 operator', '2,000 operators')
@@ -24,7 +24,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def one_of(allowed: Iterable[Any]) -> str:
-    """Return the `repr` of each value as text, separated by commas and "or".
+    """Return the allowed values as text for an error message: "'a', 'b' or 'c'".
 
     >>> one_of(["cpu", "gpu"]), one_of(["a", "b", "c"])
     ("'cpu' or 'gpu'", "'a', 'b' or 'c'")
@@ -34,7 +34,7 @@ def one_of(allowed: Iterable[Any]) -> str:
 
 
 def shortened(names: Sequence[str], most: int = _NAMES) -> str:
-    """Return the first `most` names and the count of the rest, as text.
+    """Return a list of names as text, cut after `most`: "a, b and 2 others".
 
     >>> shortened(["a", "b", "c", "d", "e"])
     'a, b, c and 2 others'
@@ -44,7 +44,7 @@ def shortened(names: Sequence[str], most: int = _NAMES) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as one short line of text for messages; an array as its shape and dtype.
+    """Return a short description of a value for messages; of an array, its shape and dtype.
 
     >>> import mxnet as mx
     >>> shown("int8"), shown(np.float16), shown(dict), shown([mx.nd.ones(2)])

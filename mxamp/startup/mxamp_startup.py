@@ -1,4 +1,4 @@
-"""Python's start-up hook: turns mixed precision on with MXNet if the environment asks for it.
+"""Start-up hook of Python: turns mixed precision on if an environment variable asks for it.
 
 Every Python that has mxamp installed runs `mxamp_startup.pth` when it starts, and that runs
 `install`. The hook reads the environment when the program imports MXNet, so a program or notebook
@@ -15,7 +15,7 @@ import sys
 
 
 class _Finder:
-    """Import finder: loads MXNet through mxamp if MXNET_ENABLE_AUTO_MIXED_PRECISION is set."""
+    """Import finder that loads MXNet via mxamp if MXNET_ENABLE_AUTO_MIXED_PRECISION is set."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "mxnet":
@@ -34,7 +34,7 @@ class _Finder:
 
 
 class _Loader:
-    """Import loader: makes mxamp import MXNet, and turns mixed precision on."""
+    """Import loader for MXNet that imports mxamp first and turns mixed precision on."""
 
     def create_module(self, spec):
         del spec
@@ -60,7 +60,7 @@ class _Loader:
 
 
 def _start_automatic_run(imported_by_mxamp):
-    """Turn mixed precision on, or print the error; with a policy file, an error ends the process.
+    """Turn mixed precision on; print errors, and exit on one if a policy file was given.
 
     `imported_by_mxamp`: the program has imported mxamp, which imports MXNet.
     """
@@ -80,7 +80,7 @@ def _start_automatic_run(imported_by_mxamp):
 
 
 def _print_statistics_at_exit():
-    """Count the operators that run from now on, and print the counts when Python ends."""
+    """Count the operators that run from now on, and print the counts when the program ends."""
     import atexit
 
     from mxamp.tools.debugging.operator_counts import operator_stats
@@ -97,7 +97,7 @@ def _print_statistics_at_exit():
 
 
 def install():
-    """Insert a `_Finder` at the front of `sys.meta_path`, unless it has one."""
+    """Install the import hook that turns mixed precision on: a `_Finder` in `sys.meta_path`."""
     # Some environments read their .pth files twice, through lib and lib64.
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
