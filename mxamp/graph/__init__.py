@@ -1,1 +1,1 @@
-"""Rewrites of a symbol's graph: each takes a graph and returns one. Imports `policy` and below."""
+"""Passes over a symbol's graph: each returns a rewritten graph. Imports `policy` and below."""

@@ -1,4 +1,4 @@
-"""`View`, a graph as a rewrite pass reads it, and `Edit`, the changes that the pass records.
+"""Graph passes' tools: `View` finds the consumers of nodes, and `Edit` records changes.
 
 The view counts the consumers of every output, the caller among them. The edit is applied in one
 walk, which drops nodes without consumers.
@@ -23,18 +23,18 @@ _CALLER = -1
 
 
 class UniqueNames:
-    """A set of names in use, which makes new names unique."""
+    """The set of node names in use, which makes new names unique."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
         self._counts: dict[str, int] = {}  #: the number last appended to a name
 
     def reserve(self, name: str) -> None:
-        """Add a name to those in use."""
+        """Add a name to the names in use."""
         self._taken.add(name)
 
     def make_unique(self, name: str) -> str:
-        """Return `name`, numbered if it is already in use, and reserve the result."""
+        """Return `name`, with a number if it is in use already, and add it to the names in use."""
         unique, count = name, self._counts.get(name, 0)
         while unique in self._taken:
             count += 1
@@ -46,14 +46,14 @@ class UniqueNames:
 
 @dataclass(frozen=True)
 class View:
-    """A graph with an index of each output's consumers, and the known values of its parameters."""
+    """A graph to read in a pass: the consumers of each output, and the parameters' values."""
 
     graph: Graph
     params: Mapping[str, NDArray]
 
     @cached_property
     def consumers(self) -> Mapping[Output, list[tuple[int, int]]]:
-        """The readers of each output: (node, input position); (-1, place) is a graph output."""
+        """The consumers of each output: (node, input position); (-1, number) is a graph output."""
         found: dict[Output, list[tuple[int, int]]] = {}
         live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):
@@ -68,12 +68,12 @@ class View:
 
     @cached_property
     def _reads(self) -> Mapping[int, int]:
-        """How many inputs and graph outputs read each node, any of its outputs."""
+        """The number of consumers of each node, over all its outputs, graph outputs included."""
         return Counter(i for (i, _), readers in self.consumers.items() for _ in readers)
 
     @cached_property
     def _reads_by_name(self) -> Mapping[str, int]:
-        """How often inputs and graph outputs read each name, over all variables of that name."""
+        """The number of consumers of each node name, summed over nodes that share the name."""
         counts: dict[str, int] = Counter()
         for i, count in self._reads.items():
             counts[self.graph.nodes[i].name] += count
@@ -86,19 +86,19 @@ class View:
 
     @cached_property
     def multi_output_nodes(self) -> set[int]:
-        """The indexes of nodes that have an output other than the first in use."""
+        """The indexes of nodes whose outputs beyond the first have consumers."""
         return {i for i, k in self.consumers if k}
 
     def is_read_once(self, i: int) -> bool:
-        """Return whether node i has exactly one consumer and produces no graph output."""
+        """Return whether node i has exactly one consumer, and it is not a graph output."""
         return self._reads.get(i, 0) == 1 and i not in self.head_nodes
 
     def reads(self, i: int) -> int:
-        """Return how many inputs and graph outputs read node i."""
+        """Return the number of consumers of node i, graph outputs included."""
         return self._reads.get(i, 0)
 
     def own_parameter(self, node: Node, position: int) -> str | None:
-        """Return the name of a node's input if it is a float32 parameter that only it reads."""
+        """Return the name of an input that is a float32 parameter no other node reads, or None."""
         if position >= len(node.inputs):
             return None
         variable = self.graph.nodes[node.inputs[position][0]]
@@ -108,13 +108,13 @@ class View:
         return variable.name if self._reads_by_name[variable.name] == 1 else None
 
     def own_parameters(self, node: Node) -> list[str] | None:
-        """Return the names of inputs 1 onwards if each is a node's own parameter, else None."""
+        """Return the names of all inputs but the first if no other node reads them, else None."""
         names = [self.own_parameter(node, k) for k in range(1, len(node.inputs))]
         return None if None in names else [name for name in names if name is not None]
 
 
 class Edit:
-    """Recorded changes of a graph and its parameters; `applied` returns the changed graph.
+    """The changes that a pass makes to a graph and its parameters, applied by `applied`.
 
     Arguments may name outputs of the source graph and of added nodes. `params` holds the values of
     all parameters, with those that the edit adds or changes.
@@ -133,15 +133,15 @@ class Edit:
         return UniqueNames([*(node.name for node in self._graph.nodes), *self.params])
 
     def unique_name(self, name: str) -> str:
-        """Return `name`, numbered if a node or a parameter has it already; reserve the result."""
+        """Return `name`, with a number if a node or a parameter has it already."""
         return self._used_names.make_unique(name)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
-        """Add a node with a unique name based on `name`; return its output."""
+        """Add an operator node, named `name` or numbered if that is taken; return its output."""
         return self.add_node(Node(op, self.unique_name(name), attrs, list(inputs)))
 
     def add_node(self, node: Node) -> Output:
-        """Add a node that already has a unique name; return its first output.
+        """Add a node, whose name must be unique already; return its first output.
 
         Its inputs are resolved now, so that a later `redirect` can put the node behind one of them.
         It runs on the device of its first input: MXNet's fusion for GPUs ends the process at nodes
@@ -153,7 +153,7 @@ class Edit:
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with a unique name based on `name`; return the output of its variable.
+        """Add a parameter with its value, numbered if the name is taken; return its output.
 
         Its shape is recorded, because MXNet infers no shape from an addition or a product.
         """
@@ -166,7 +166,7 @@ class Edit:
         self._changed[i] = replace(self.node(i), **fields)
 
     def node(self, i: int) -> Node:
-        """Return node i with the changes recorded so far; added nodes follow the graph's own."""
+        """Return node i of the changed graph; indexes of added nodes follow the original ones."""
         count = len(self._graph.nodes)
         return self._added[i - count] if i >= count else self._changed.get(i, self._graph.nodes[i])
 
@@ -177,15 +177,15 @@ class Edit:
         self.change(i, inputs=inputs)
 
     def redirect(self, output: Output, target: Output) -> None:
-        """Make `target` replace `output` in all consumers and graph outputs."""
+        """Make all consumers of a node's output, graph outputs included, read `target` instead."""
         self._targets[output] = target
 
     def set_head(self, place: int, output: Output) -> None:
-        """Replace the graph's output number `place` by another output."""
+        """Replace the graph output number `place` with another node's output."""
         self._heads[place] = output
 
     def applied(self) -> Graph:
-        """Return the changed graph without unused nodes, or the original graph if unchanged."""
+        """Return the graph with all changes and without unused nodes."""
         source = self._graph
         if not (self._changed or self._targets or self._heads):
             return source
@@ -203,14 +203,14 @@ class Edit:
         return Graph(made, [(places[i], k) for i, k in heads], source.attrs)
 
     def resolve(self, output: Output) -> Output:
-        """Return the output that `output` has been redirected to, or itself."""
+        """Return the output that consumers of `output` read after all calls of `redirect`."""
         while output in self._targets:
             output = self._targets[output]
         return output
 
 
 def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int) -> list[int]:
-    """Return the indexes of all nodes that `heads` depend on, in topological order.
+    """Return the indexes of the nodes that graph outputs depend on, in topological order.
 
     The first `source_count` nodes keep their order.
     """
@@ -239,14 +239,14 @@ def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int)
 
 
 def without_shape(variable: Node) -> dict[str, str]:
-    """Return a variable's attributes without `__shape__`, where Gluon records the shape."""
+    """Return a variable's attributes without `__shape__`, which Gluon records."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}
 
 
 def without_fused_operators(
     graph: Graph, where: Callable[[Node], bool] = lambda _node: True
 ) -> Graph:
-    """Return the graph with each fused node that meets `where` split into its operators."""
+    """Return the graph with oneDNN's fused nodes, if `where` is true of them, unfused."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_fused and where(node):

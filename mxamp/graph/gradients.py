@@ -1,4 +1,4 @@
-"""Rewrites for training: correct gradients of PReLU and biases, and a loss scale input.
+"""Passes for training: correct gradients of PReLU and of biases, and a loss scale input.
 
 MXNet's PReLU overwrites the incoming gradient with the gradient of its data, then reads it for the
 gradient of the slope, which becomes too small by a factor of the slope. Only eager calls and graph
@@ -31,7 +31,7 @@ _IS_TRAINED = "is_trained"
 
 
 def weights_beside_biases(graph: Graph) -> frozenset[str]:
-    """Return the variables whose gradients decide whether the bias of a dense layer gets one."""
+    """Return the variables on which the weights of dense layers with a bias depend."""
     found: set[int] = set()
     for node in graph.nodes:
         if _is_dense_with_bias(node):
@@ -53,7 +53,7 @@ def without_bias(attrs: dict[str, str]) -> dict[str, str]:
 
 
 def separate_bias(then: Action, eager: EagerOperator) -> Action:
-    """Return an action that gives a dense layer's bias a gradient if the weight has none."""
+    """Wrap an eager dense layer so that its bias gets a gradient if its weight needs none."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, keys, vals, out, is_np_op, _ = arguments
@@ -95,7 +95,7 @@ def _is_dense_with_bias(node: Node) -> bool:
 
 
 def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> list[bool]:
-    """Return, for each node, whether gradients pass through it to a variable not in `frozen`."""
+    """Return, for each node, whether it passes gradients to a variable not in `frozen`."""
     trained: list[bool] = []
     for node in graph.nodes:
         if node.is_variable:
@@ -107,7 +107,7 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> list[bool]:
 
 
 def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return a graph with correct gradients although the variables in `frozen` get none.
+    """Return the graph with correct gradients when the variables in `frozen` need none.
 
     A trained bias beside a weight without a gradient becomes a separate addition. A PReLU with a
     trained slope becomes max(x, 0) + slope * min(x, 0). Returns `graph` itself if it has neither.
@@ -132,14 +132,14 @@ def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
 
 
 def _frozen_inputs(loop: Node, position: int, gets_gradient: Sequence[bool]) -> AbstractSet[str]:
-    """Return names of inputs of a loop's body whose values come from inputs without gradient."""
+    """Return the names of inputs of a loop's body whose values need no gradient."""
     names = loop.subgraphs[position].input_names
     outer_inputs = body_inputs(loop, position).items()
     return {names[inner] for inner, outer in outer_inputs if not gets_gradient[outer]}
 
 
 def _separate_bias(edit: Edit, i: int, node: Node) -> None:
-    """Replace dense layer i of the edited graph by one without bias and an addition."""
+    """Replace dense layer i with one without a bias, and an addition of the bias."""
     edit.change(i, attrs=without_bias(node.attrs), inputs=node.inputs[:_BIAS])
     terms = [(i, 0), node.inputs[_BIAS]]
     edit.redirect(
@@ -152,7 +152,7 @@ def _is_prelu(node: Node) -> bool:
 
 
 def _replace_prelu(edit: Edit, i: int, node: Node) -> None:
-    """Replace PReLU node i of the edited graph with max(x, 0) + slope * min(x, 0)."""
+    """Replace PReLU node i with max(x, 0) + slope * min(x, 0)."""
     data, slope = node.inputs
 
     def add(op: str, suffix: str, *inputs: Output, **attrs: str) -> Output:
@@ -177,7 +177,7 @@ SCALE_INPUT = "amp_loss_scale"
 
 
 def with_scale_input(graph: Graph) -> Graph | None:
-    """Return a graph whose output operators multiply gradients by a new input `SCALE_INPUT`.
+    """Return the graph with an input for the loss scale, which multiplies losses' gradients.
 
     `SoftmaxOutput` and similar operators ignore the gradient of their output, so their first input
     gets an identity that multiplies the gradient by the loss scale and changes no value. Returns
@@ -202,7 +202,7 @@ def with_scale_input(graph: Graph) -> Graph | None:
 
 
 def _inputs_with_gradients(graph: Graph, node: Node) -> list[int]:
-    """Return the positions of an output operator's inputs that get a gradient: not labels."""
+    """Return the positions of a loss operator's inputs that need a gradient: not labels."""
     if node.operator not in with_trait("calls_python"):
         return [0]
     read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]
@@ -212,7 +212,7 @@ def _inputs_with_gradients(graph: Graph, node: Node) -> list[int]:
 
 
 def _add_gradient_scale(edit: Edit, name: str, data: Output, scale: Output) -> Output:
-    """Add an identity of `data` whose gradient is multiplied by `scale`; return its output.
+    """Add an identity of `data` that multiplies its gradient by `scale`; return its output.
 
     It is BlockGrad(x) - scale * (BlockGrad(sign(x)) - sign(x)).
     """

@@ -1,4 +1,4 @@
-"""Inspect a graph for tools: types of its tensors, and counts of its operators and casts."""
+"""Statistics of a graph for tools: types of tensors, and counts of operators and casts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Census(NamedTuple):
 
     @classmethod
     def empty(cls) -> Census:
-        """Return a census in which all counts are zero."""
+        """Return a census (counts of operators and casts) with all counts at zero."""
         return cls(Counter(), Counter(), Counter())
 
     def add(self, other: Census, times: int = 1) -> None:
-        """Add the counts of `other`, multiplied by `times`, to this census."""
+        """Add the counts of another census, each multiplied by `times`, to these counts."""
         for mine, theirs in zip(self, other):
             for key, number in theirs.items():
                 mine[key] += number * times
@@ -80,12 +80,12 @@ def take_census(graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Sh
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether a cast from `source` to `target` joins two different float dtypes."""
+    """Return whether a cast from `source` to `target` is between two different float dtypes."""
     return source != target and {source, target} <= FLOATS
 
 
 def precision_of_node(graph: Graph, i: int, values: Mapping[Output, TensorType]) -> str:
-    """Return the dtype that node i computes in; `values` are the types of all tensors.
+    """Return the dtype in which node i computes, given the types of all tensors.
 
     It is the recorded one, or that of the node's first floating-point tensor.
     """
@@ -96,7 +96,7 @@ def precision_of_node(graph: Graph, i: int, values: Mapping[Output, TensorType])
 
 
 def _census_of_step(node: Node, inputs: Sequence[TensorType]) -> Census:
-    """Return the census of one step of a `foreach` loop, for inputs of these types."""
+    """Count operators and casts in one step of a `foreach` loop, for inputs of these types."""
     body = node.subgraphs[0]
     usage = ir.body_usage(Usage(), node, 0, [tensor.dtype for tensor in inputs])
     return take_census(
@@ -107,7 +107,7 @@ def _census_of_step(node: Node, inputs: Sequence[TensorType]) -> Census:
 def tensors_of(
     graph: Graph, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[Output, TensorType]:
-    """Return the dtype and shape of all nodes' outputs, where MXNet can infer them."""
+    """Return the dtype and the shape of each node's outputs; the shape is None if unknown."""
     entries, symbol = graph.all_outputs
     arguments = set(symbol.list_arguments())
     inferred = ir.infer_types(symbol, {n: dtype for n, dtype in dtypes.items() if n in arguments})
@@ -117,7 +117,7 @@ def tensors_of(
 
 
 def shapes_for_any_data(graph: Graph, params: Collection[str]) -> dict[str, Shape]:
-    """Return the shapes that `params` must have whatever the sizes and the rank of the data.
+    """Return the shapes that parameters must have, whatever the sizes and rank of the data.
 
     In a shape 0 stands for any size. MXNet's own inference of unknown sizes is of no use: it takes
     them for -1, and multiplies them. So it runs on several sizes, and shapes that differ between

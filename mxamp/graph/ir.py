@@ -1,4 +1,4 @@
-"""The graph of a symbol as indexed nodes, their inferred dtypes and shapes, and its `Usage`."""
+"""Intermediate representation of a symbol's graph: nodes, their dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..policy.values import parse_integers
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context manager that pauses Python's garbage collector, and restores its state.
+    """Return a context that pauses Python's garbage collector, for faster work on graphs.
 
     A graph consists of many small long-lived objects. Whenever their number grew by a quarter, the
     collector would scan all objects of the process.
@@ -44,7 +44,7 @@ Shape = Tuple[int, ...]
 
 @dataclass(frozen=True)
 class Usage:
-    """How a graph is used: its variables' dtypes and shapes, and whether it is trained.
+    """How a graph will run: dtypes and shapes of its variables, in training or inference.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ ROLE = "__mxamp__"
 
 @dataclass
 class Node:
-    """One node of a graph: a variable (`op` is "null") or an operator; `op` may be an alias."""
+    """A node of a graph: a variable (`op` is "null"), or a call of an operator."""
 
     op: str
     name: str
@@ -113,32 +113,32 @@ class Node:
 
     @property
     def call(self) -> tuple[Any, ...]:
-        """The operator and its visible attributes, as a cache key that equal operators share."""
+        """The operator and its attributes as a cache key, without attributes named __*."""
         return (self.op, *[item for item in self.attrs.items() if item[0][:2] != "__"])
 
     @property
     def is_fused(self) -> bool:
-        """Whether the node stands for several operators that an MXNet backend fused."""
+        """Whether the node is an operator that an MXNet backend such as oneDNN has fused."""
         return bool(self.subgraphs) and self.operator not in LOOPS
 
     @property
     def is_inserted_cast(self) -> bool:
-        """Whether the node is a cast that a conversion or another rewrite inserted."""
+        """Whether the node is a cast that mxamp or a conversion inserted, not the model's own."""
         return self.attrs.get(ROLE) == "cast"
 
     @property
     def is_inserted_copy(self) -> bool:
-        """Whether the node is a copy that a conversion or another rewrite inserted before casts."""
+        """Whether the node is a copy that mxamp or a conversion inserted before a cast."""
         return self.attrs.get(ROLE) == "copy"
 
     @property
     def hidden_attrs(self) -> dict[str, str]:
-        """The node's attributes named __*, which operators ignore, such as marks of regions."""
+        """The node's attributes named __*, such as its `autocast` region: operators ignore them."""
         return {name: text for name, text in self.attrs.items() if name.startswith("__")}
 
     @property
     def device_group(self) -> dict[str, str]:
-        """The attribute that assigns the node to a device in `group2ctx`; empty if it has none."""
+        """The node's attribute `ctx_group`, which `group2ctx` maps to a device; {} without it."""
         names = ("__ctx_group__", "ctx_group")
         return {name: self.attrs[name] for name in names if name in self.attrs}
 
@@ -161,7 +161,7 @@ class Node:
 
 @dataclass
 class Graph:
-    """A symbol's graph: its nodes in topological order, and its outputs."""
+    """A symbol's graph as nodes in topological order, and its outputs."""
 
     nodes: list[Node]
     heads: list[Output]
@@ -170,7 +170,7 @@ class Graph:
     @classmethod
     @collector_paused()
     def from_symbol(cls, symbol: Symbol) -> Graph:
-        """Return the graph of a symbol, with its `amp_cast` nodes."""
+        """Return a symbol as a graph, with its `amp_cast` nodes."""
         text = Symbol.tojson(symbol, remove_amp_cast=False)
         graph = cls.from_json(json.loads(text, strict=False))
         _recognize_by_name(graph)
@@ -178,7 +178,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """Return the graph from a symbol's JSON, already parsed to a dict."""
+        """Return the graph in a symbol's JSON that is already parsed to a dict."""
         ends = data["node_row_ptr"]
         nodes = [
             Node(
@@ -195,7 +195,7 @@ class Graph:
         return cls(nodes, heads, dict(data.get("attrs", {})))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the graph as a dict in MXNet's symbol JSON format, without optional fields."""
+        """Return the graph as a dict in MXNet's symbol JSON format."""
         return {
             "nodes": [node.to_json() for node in self.nodes],
             "arg_nodes": [i for i, node in enumerate(self.nodes) if node.is_variable],
@@ -205,18 +205,18 @@ class Graph:
 
     @collector_paused()
     def to_symbol(self, symbol_class: type[Symbol] = Symbol) -> Symbol:
-        """Return the graph as a `symbol_class`: `mx.sym.Symbol`, or the class of `mx.sym.np`."""
+        """Return the graph as a symbol of a class: `mx.sym.Symbol`, or that of `mx.sym.np`."""
         return symbol_class(_load_symbol(self.to_json()))
 
     @cached_property
     def all_outputs(self) -> tuple[list[Output], Symbol]:
-        """All nodes' outputs, hidden ones included, and a symbol with these outputs."""
+        """All outputs of all nodes, with a symbol that has them as its outputs."""
         outputs = [(i, k) for i, node in enumerate(self.nodes) for k in range(node.num_outputs)]
         return outputs, replace(self, heads=outputs).to_symbol()
 
     @property
     def variables(self) -> list[Node]:
-        """The graph's variable nodes; if read from a symbol, in the order of `list_inputs`."""
+        """The variable nodes of the graph, in the order of `Symbol.list_inputs`."""
         return [node for node in self.nodes if node.is_variable]
 
     @property
@@ -226,7 +226,7 @@ class Graph:
 
     @property
     def recorded_dtypes(self) -> dict[str, str]:
-        """The dtypes that variables record in their attribute `__dtype__`, by variable name."""
+        """The dtypes of variables that record them in their attribute `__dtype__`, by name."""
         codes = {node.name: int(node.attrs.get("__dtype__", "-1")) for node in self.variables}
         return {name: DTYPE_NAMES[code] for name, code in codes.items() if code in DTYPE_NAMES}
 
@@ -238,33 +238,33 @@ class Graph:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The distinct marks of `autocast` regions on operators, also in loops' bodies."""
+        """The values by which operators record `autocast` regions in an attribute, each once."""
         operators = (node.attrs for node in self.all_nodes if not node.is_variable)
         return frozenset(attrs[REGION] for attrs in operators if REGION in attrs)
 
     @property
     def is_converted(self) -> bool:
-        """Whether a conversion to mixed precision has inserted casts into the graph."""
+        """Whether a conversion to mixed precision, or a rewrite, inserted casts in the graph."""
         return any(node.is_inserted_cast for node in self.nodes)
 
     @property
     def has_fused_operators(self) -> bool:
-        """Whether the graph, or the body of a loop in it, contains fused operators."""
+        """Whether the graph, or the body of a loop in it, contains operators fused by oneDNN."""
         return any(node.is_fused for node in self.all_nodes)
 
     @property
     def operators(self) -> frozenset[str]:
-        """The names by which the graph calls operators, also in loops' bodies."""
+        """The names of the graph's operators, aliases as written, in loops' bodies too."""
         return frozenset(node.op for node in self.all_nodes if not node.is_variable)
 
     @property
     def layer_names(self) -> list[str]:
-        """The distinct names of operator nodes, also in loops' bodies."""
+        """The names of operator nodes without repeats, in loops' bodies too."""
         return list(dict.fromkeys(node.name for node in self.all_nodes if not node.is_variable))
 
 
 def emulated_dtype(attrs: Mapping[str, str]) -> str | None:
-    """Return the dtype that a wider computation emulates for an operator, from its attributes."""
+    """Return the dtype whose rounding an operator emulates while it computes in a wider dtype."""
     role = attrs.get(ROLE)
     return role if role in DTYPE_CODES else None
 
@@ -278,7 +278,7 @@ _TAKES_EMPTY = "__mxamp_takes_empty__"
 
 
 def _recognize_by_name(graph: Graph) -> None:
-    """Identify, by name, casts that MXNet's or an older conversion inserted; set their role.
+    """Identify casts that MXNet's or an older conversion inserted by their names; mark them.
 
     Only their names tell such casts. A model's own cast may have such a name too, but a model that
     was not converted records other dtypes.
@@ -295,7 +295,7 @@ def _recognize_by_name(graph: Graph) -> None:
 
 
 def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
-    """Return whether recorded dtypes fit a conversion that inserted these casts.
+    """Return whether a graph's recorded dtypes show that a conversion inserted these casts.
 
     An earlier version recorded those of all variables that a cast depends on. MXNet's own
     conversion does for the parameters, which it casts in the graph or has cast offline.
@@ -314,7 +314,7 @@ def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
 
 
 def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
-    """Return casts and copies named as conversions name them, in loops' bodies too.
+    """Return casts and copies whose names are those that conversions give, in loops too.
 
     With each comes its index, or the index of the loop that holds it.
     """
@@ -340,7 +340,7 @@ def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
 
 
 def _may_be_inserted(node: Node, dtype: str | None, dtypes: Mapping[Output, str]) -> bool:
-    """Return whether conversions insert such a node as a cast to `dtype` (None: as a copy).
+    """Return whether a conversion may have inserted a node, as a cast to `dtype` or a copy.
 
     Conversions take `Cast` for float64, and for arrays that may be empty.
     """
@@ -358,7 +358,7 @@ def _may_be_inserted(node: Node, dtype: str | None, dtypes: Mapping[Output, str]
 
 
 def infer_shapes(graph: Graph, shapes: Mapping[str, Shape]) -> dict[Output, Shape | None]:
-    """Return the shape of all nodes' outputs, for variables of these `shapes`; None if unknown."""
+    """Return the shapes of all nodes' outputs, None where unknown, from shapes of variables."""
     outputs, symbol = graph.all_outputs
     try:
         given = {name: shapes[name] for name in graph.input_names if name in shapes}
@@ -393,7 +393,7 @@ VERSION = {"mxnet_version": ["int", 10901]}
 
 
 def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes of a node's outputs, hidden ones included, for inputs in `dtypes`.
+    """Return the dtypes of a node's outputs for inputs of these dtypes, from a cache.
 
     MXNet infers them on a graph of that node alone (0.1 ms, cached).
     """
@@ -415,7 +415,7 @@ def infer_outputs(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes that MXNet infers for a node's outputs; float32 where it can't."""
+    """Infer the dtypes of a node's outputs with MXNet; float32 where it can't."""
     nodes = [
         Node("null", f"input{i}", {"__dtype__": str(DTYPE_CODES.get(dtype, 0))})
         for i, dtype in enumerate(dtypes)
@@ -428,7 +428,7 @@ def _infer_uncached(node: Node, dtypes: Sequence[str]) -> tuple[str, ...]:
 
 
 def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
-    """Return the dtype of all nodes' outputs, as MXNet infers them without mxamp."""
+    """Return the dtypes of all nodes' outputs without mxamp's casts, as MXNet infers them."""
     found: dict[Output, str] = {}
     for i, node in enumerate(graph.nodes):
         if node.is_variable:
@@ -440,7 +440,7 @@ def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
 
 
 def variable_dtype(node: Node, usage: Usage) -> str:
-    """Return the dtype of a variable node under `usage`, or "sparse"."""
+    """Return the dtype of a variable node, or "sparse"."""
     dense = node.attrs.get("__storage_type__", "0") == "0"
     return usage.dtypes.get(node.name, "float32") if dense else "sparse"
 
@@ -448,7 +448,7 @@ def variable_dtype(node: Node, usage: Usage) -> str:
 def infer_types(
     symbol: Symbol, known: Mapping[str, str] | None = None, partial: bool = False
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, as MXNet infers.
+    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, or None.
 
     `known` maps names of arguments to dtypes. With `partial`, unknown dtypes are "other"; otherwise
     returns None where MXNet can't infer all dtypes.
@@ -476,7 +476,7 @@ def infer_types(
 
 
 def argument_dtypes(symbol: Symbol, type_dict: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the dtype of each argument of `symbol`, by name; float32 where unknown."""
+    """Return the dtypes of a symbol's arguments by name; float32 if MXNet can't infer one."""
     known = {name: dtype_name(dtype) for name, dtype in (type_dict or {}).items()}
     names = symbol.list_arguments()
     inferred = infer_types(symbol, known)
@@ -489,7 +489,7 @@ def argument_dtypes(symbol: Symbol, type_dict: Mapping[str, Any] | None) -> dict
 
 
 def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
-    """Create a symbol from a graph in MXNet's symbol JSON format; return its handle."""
+    """Create a symbol in MXNet from a graph's JSON data; return its C API handle."""
     handle = SymbolHandle()
     # MXNet's JSON reader is slow and knows few escapes.
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
@@ -500,7 +500,7 @@ def _load_symbol(data: Mapping[str, Any]) -> SymbolHandle:
 
 
 def _unescape(escape: re.Match[str]) -> str:
-    """Return the character of a matched JSON escape that MXNet can't read; others unchanged."""
+    """Return the character for a JSON escape that MXNet can't read; other escapes unchanged."""
     text = escape.group()
     return str(json.loads(f'"{text}"')) if _UNREAD.fullmatch(text) else text
 
@@ -523,7 +523,7 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return the `Usage` of a loop's subgraph `position`; `dtypes` are those of the loop's inputs.
+    """Return the `Usage` of subgraph number `position` of a loop whose inputs have `dtypes`.
 
     A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
     steps.
@@ -541,7 +541,7 @@ def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -
 
 
 def step_shapes(node: Node, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
-    """Return the known shapes of the inputs of a `foreach` loop's body in one step, by name.
+    """Return the shapes of the inputs of a `foreach` loop's body, by name, where known.
 
     `shapes` are the shapes of the node's inputs, data first: a step reads one slice of each.
     """
@@ -555,7 +555,7 @@ def step_shapes(node: Node, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
 
 
 def body_inputs(node: Node, position: int) -> dict[int, int]:
-    """Return a map from input positions of a loop's body to input positions of the loop."""
+    """Return a map from the positions of a loop body's inputs to those of the loop's inputs."""
     if node.operator == "_foreach":
         # Positions in the body, in the order of the node's inputs.
         locations = ("in_data_locs", "in_state_locs", "remain_locs")
@@ -569,5 +569,5 @@ def body_inputs(node: Node, position: int) -> dict[int, int]:
 
 
 def _positions(node: Node, attribute: str) -> list[int]:
-    """Return the integers in a loop's attribute; an empty list if it lacks the attribute."""
+    """Return the list of integers in a loop's attribute; empty without the attribute."""
     return parse_integers(node.attrs.get(attribute, "[]"))

@@ -1,1 +1,1 @@
-"""Casts in a symbol's graph: inserted for a policy, and made offline in converted models."""
+"""Passes that insert casts in a graph, cast parameters offline, or convert it to float32."""

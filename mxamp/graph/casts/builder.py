@@ -1,4 +1,4 @@
-"""Builder of a rewritten graph, with unique node names and one cast per tensor and dtype."""
+"""Builder of a rewritten graph, with unique node names and each cast inserted only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ir import HALVES, ROLE, Graph, Node, Output
 
 
 class NewOutput(NamedTuple):
-    """An output in the rewritten graph, its dtype, and the output that it was cast up from.
+    """A node's output in the rewritten graph, its dtype, and for a cast to float32 its source.
 
     An entry is in float32 `for_speed` if a rule about speed alone has kept it there. Where the
     other inputs of an operator are in the target dtype, it is cast down, and does not widen them.
@@ -24,7 +24,7 @@ class NewOutput(NamedTuple):
 
 
 class Builder:
-    """Collects the nodes of a rewritten graph: unique names, one cast for each output and dtype.
+    """Builder of a rewritten graph: unique node names, one cast per node output and dtype.
 
     To undo a cast up, consumers read its source: values are never cast down again.
     """
@@ -43,12 +43,12 @@ class Builder:
         self._roots: dict[int, str] = {}
 
     def add(self, node: Node) -> int:
-        """Append a node to the rewritten graph under its own name; return its index."""
+        """Append a node to the rewritten graph under the node's own name; return its index."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def cast(self, entry: NewOutput, dtype: str, old: Node | None = None) -> NewOutput:
-        """Return an output cast to `dtype`; add a cast node unless one exists.
+        """Return a node's output cast to `dtype`; insert a cast node unless one exists.
 
         The cast takes the name and the role of `old`, a cast of the old graph that it stands for.
         """
@@ -78,13 +78,13 @@ class Builder:
         return made
 
     def add_copy(self, output: Output) -> Output:
-        """Return a copy of an output; add a `_copy` node unless one exists."""
+        """Return a copy of a node's output; insert a `_copy` node unless one exists."""
         if output not in self._copies:
             self._copies[output] = (self._insert("_copy", output, "amp_copy", {ROLE: "copy"}), 0)
         return self._copies[output]
 
     def add_plain_layout(self, entry: NewOutput) -> NewOutput:
-        """Return a float32 output sliced to get MXNet's plain layout; other dtypes unchanged."""
+        """Insert a slice after a float32 output, which restores MXNet's default memory layout."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None", ROLE: "layout"}
@@ -93,7 +93,7 @@ class Builder:
         )
 
     def _input_of_cast(self, entry: NewOutput, dtype: str) -> Output:
-        """Return the output that a cast of `entry` reads: a copy if its gradient may accumulate.
+        """Return what a cast reads: `entry`, or its copy where bfloat16 would lose gradients.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
         kernel never commits the sum. A copy before the cast accumulates the gradient instead.
@@ -105,7 +105,7 @@ class Builder:
         return entry.output
 
     def _insert(self, op: str, output: Output, suffix: str, attrs: dict[str, str]) -> int:
-        """Add an operator node that reads `output`, named after its producer; return its index."""
+        """Add an operator node that reads `output`, with a name from `suffix`; return its index."""
         producer = self.nodes[output[0]]
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rewrite:
-    """A rewritten graph, and the cast decision for each of its operators, by node index."""
+    """A graph rewritten with casts, and the cast decision for each operator by node index."""
 
     graph: Graph
     decisions: dict[int, Decision] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Rewrite:
     bodies: dict[int, list[Rewrite]] = field(default_factory=dict)
 
     def decided(self) -> Iterator[tuple[Graph, Node, Decision]]:
-        """Yield (graph, node, decision) for each operator; a loop precedes its body's operators."""
+        """Yield (graph, node, cast decision) for each operator, in loops' bodies too."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
@@ -46,7 +46,7 @@ class Rewrite:
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None = None) -> Rewrite:
-    """Return a copy of a graph with the casts that `policy` decides on for `usage`.
+    """Return a copy of a graph with the casts that a policy requires, and faster equivalents.
 
     `choices` are those of the policy's backend for the graph; None to choose them here.
     """
@@ -56,7 +56,7 @@ def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None =
 
 
 def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
-    """Return a copy of a graph with casts, where nodes already say why they stay in float32."""
+    """Return a copy of a graph with the casts that a policy requires, operators unchanged."""
     to_widen: AbstractSet[str] = frozenset()
     # The dtypes of a promote_function's arguments are known only after a walk. Where they differ,
     # the next walk widens them.
@@ -70,14 +70,14 @@ def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
 
 
 class _Value(NamedTuple):
-    """An output of the old graph: its counterpart in the new one, and its dtype without mxamp."""
+    """An output of the original graph: its new counterpart, and its dtype without mxamp."""
 
     entry: NewOutput
     plain: str
 
 
 class _CastPlan(NamedTuple):
-    """The casts to add around one operator, with the policy and the class that they follow."""
+    """The casts to insert around one operator, with the policy and precision class behind them."""
 
     policy: Policy
     op_class: str
@@ -87,7 +87,7 @@ class _CastPlan(NamedTuple):
 
 
 class _Rewriter:
-    """One walk over a graph's nodes that adds them, with casts, to a new graph."""
+    """A single pass over a graph's nodes that copies them to a new graph and inserts casts."""
 
     def __init__(self, graph: Graph, policy: Policy, usage: Usage) -> None:
         self.graph, self.policy, self.usage = graph, policy, usage
@@ -101,7 +101,7 @@ class _Rewriter:
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, to_widen: AbstractSet[str]) -> Rewrite:
-        """Return the rewritten graph; widen the arguments of promote_functions in `to_widen`."""
+        """Return the rewritten graph, with calls of `promote_function` in `to_widen` in float32."""
         self.to_widen = to_widen
         for i, node in enumerate(self.graph.nodes):
             for k, value in enumerate(self._add_node(node)):
@@ -113,7 +113,7 @@ class _Rewriter:
         return self.result
 
     def _add_node(self, node: Node) -> Sequence[_Value]:
-        """Add an old node, with its casts, to the new graph; return its outputs' values."""
+        """Copy a node of the original graph, with casts, to the new one; return its outputs."""
         if node.is_variable:
             plain = ir.variable_dtype(node, self.usage)
             held = self.policy.target_dtype if node.name in self.usage.stored else plain
@@ -136,7 +136,7 @@ class _Rewriter:
         return self._add_operator(node, inputs)
 
     def _add_cast(self, node: Node, source: _Value) -> _Value | None:
-        """Return the value of an old graph's cast; None if it must be added as an operator.
+        """Return the output of a cast in the original graph; None to copy it as an operator.
 
         Inserted casts are left out. But one that widens half precision other than the target dtype
         stays: operators would compute in float32 on it, since they read no two half dtypes.
@@ -153,7 +153,7 @@ class _Rewriter:
         return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Return arguments of a user's decorated function in the dtype that it asks for."""
+        """Cast arguments of a `half_function` or similar to the dtype that it asks for."""
         dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.regions_only)
         cast = node.attrs[CAST]
         if cast.startswith(regions.WIDEST_INSIDE):
@@ -167,7 +167,7 @@ class _Rewriter:
     # ------------------------------------------------------------------ operators
 
     def _add_operator(self, node: Node, inputs: Sequence[_Value]) -> list[_Value]:
-        """Add an operator, with the casts around it, to the new graph; return its outputs."""
+        """Copy an operator, with casts around it, to the new graph; return its outputs."""
         bodies = self._rewrite_bodies(node, inputs)
         plan = self._plan(node, inputs)
         reads = self._cast_inputs(node, plan, inputs)
@@ -194,7 +194,7 @@ class _Rewriter:
         return [_Value(*pair) for pair in zip(rounded, plain)]
 
     def _plan(self, node: Node, inputs: Sequence[_Value]) -> _CastPlan:
-        """Return the casts to add around an operator, by its policy and its inputs' dtypes."""
+        """Return the casts to insert around an operator, from its policy and inputs' dtypes."""
         policy = regions.policy_for_node(self.policy, node.attrs, self.usage.regions_only)
         op_class, target = policy.rule(node.operator).op_class, policy.target_dtype
         reads_plain = op_class == "untouched"
@@ -207,7 +207,7 @@ class _Rewriter:
         return _CastPlan(policy, op_class, to_lower, self.decided[key], key)
 
     def _decide(self, policy: Policy, node: Node, dtypes: Sequence[str]) -> Decision:
-        """Return an operator's cast decision; its reason names a region and a replaced operator."""
+        """Return the cast decision for an operator, with a reason for `explain` to show."""
         original = node.stands_for
         layer = (original or node).name if policy.fp32_layers else None
         decision = decide(node.operator, node.attrs, dtypes, policy, layer, node.kept_float32)
@@ -220,7 +220,7 @@ class _Rewriter:
     def _cast_inputs(
         self, node: Node, plan: _CastPlan, inputs: Sequence[_Value]
     ) -> list[NewOutput]:
-        """Add the casts of an operator's inputs; return the outputs that it then reads."""
+        """Insert the casts of an operator's inputs; return the outputs that it reads then."""
         if plan.op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
@@ -235,7 +235,7 @@ class _Rewriter:
         return reads
 
     def _cast_input(self, entry: NewOutput, decision: Decision, position: int) -> NewOutput:
-        """Add the casts of input `position`; return the output that the operator then reads."""
+        """Insert the casts of one input of an operator; return the output that it reads then."""
         dtype = decision.reads[position]
         if dtype is None:
             return entry
@@ -248,7 +248,7 @@ class _Rewriter:
     def _round_outputs(
         self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
-        """Return an operator's new outputs `made`, cast to the dtypes that `plan` asks for."""
+        """Insert the casts of an operator's outputs that `plan` requires; return the outputs."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.rounded_to
         if through is not None:
             return [
@@ -265,14 +265,14 @@ class _Rewriter:
         return [cast(entry, "float32") if entry.dtype in others else entry for entry in made]
 
     def _restore(self, value: _Value) -> NewOutput:
-        """Return a value's new output, cast to the dtype that it has without mxamp."""
+        """Return a node's new output, cast to the dtype that it has without mxamp."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
         return self.builder.cast(entry, plain)
 
     def _rewrite_bodies(self, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
-        """Return the rewritten subgraphs of a loop or branch, unchanged where that is unsafe."""
+        """Return the subgraphs of a loop or branch with casts, unchanged where that is unsafe."""
         if not ir.rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
@@ -285,7 +285,7 @@ class _Rewriter:
 def _call_key(
     policy: Policy, node: Node, inputs: Sequence[_Value], dtypes: Sequence[str]
 ) -> tuple[Any, ...]:
-    """Return a cache key, equal for operators in a graph with the same decision and dtypes."""
+    """Return a cache key that is equal for operators with equal casts and dtypes."""
     original = node.stands_for
     return (
         id(node) if node.subgraphs else node.call,
@@ -301,18 +301,18 @@ def _call_key(
 
 
 def _kept_for_speed(entries: Sequence[NewOutput], target: str) -> frozenset[int]:
-    """Return positions of inputs in float32 only for speed, if other floats are in `target`."""
+    """Return positions of inputs that only a speed rule keeps in float32, to cast to `target`."""
     others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.for_speed}
     return frozenset(k for k, e in enumerate(entries) if e.for_speed and others == {target})
 
 
 def _are_castable(values: Sequence[_Value]) -> bool:
-    """Return whether all values are in float16, bfloat16 or float32 without mxamp."""
+    """Return whether all outputs would be float16, bfloat16 or float32 without mxamp."""
     return {value.plain for value in values} <= CASTABLE
 
 
 def _multicast_dtype(dtypes: Sequence[str], cast_narrow: bool) -> str:
-    """Return the dtype that `amp_multicast` casts inputs of these dtypes to."""
+    """Return the dtype to which `amp_multicast` casts inputs of these dtypes."""
     halves = sorted(set(dtypes) & HALVES)
     if len(set(dtypes)) == 1 or (cast_narrow and len(halves) == 1):
         return halves[0] if halves else "float32"
@@ -328,7 +328,7 @@ OTHER_ORDER = (
 
 
 def region_marks(symbol: Symbol) -> frozenset[str]:
-    """Return the distinct marks of `autocast` regions on a symbol's nodes.
+    """Return the values by which a symbol's nodes record `autocast` regions, each once.
 
     A converted symbol has none: its casts are part of it.
     """
@@ -340,7 +340,7 @@ def region_marks(symbol: Symbol) -> frozenset[str]:
 
 @ir.collector_paused()
 def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen) -> Graph:
-    """Return a runnable graph with casts and recorded precisions; `graph` itself if unchanged."""
+    """Return a graph ready to run with a policy's casts; `graph` itself if nothing changes."""
     result = rewrite(graph, policy, usage, choices)
     for _, node, decision in result.decided():
         record_lowered(node.operator, decision.precision)
@@ -353,7 +353,7 @@ def rewritten_graph(graph: Graph, policy: Policy, usage: Usage, choices: Chosen)
 
 
 def runnable_symbol(graph: Graph, symbol_class: type[Symbol], inputs: Sequence[str]) -> Symbol:
-    """Return the symbol of a rewritten graph; raise unless its inputs are in the order `inputs`."""
+    """Return a rewritten graph as a symbol; raise if the order of its inputs has changed."""
     symbol = graph.to_symbol(symbol_class)
     after = symbol.list_inputs()
     if after != list(inputs):

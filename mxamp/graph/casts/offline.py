@@ -1,4 +1,4 @@
-"""Variables of a converted graph: record their dtypes, and cast parameters offline."""
+"""Passes on the variables of a graph: record their dtypes, and cast parameters offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT32_CODE = str(DTYPE_CODES["float32"])
 
 
 def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Return the graph with `__dtype__` set on each variable whose dtype casts depend on.
+    """Return the graph with `__dtype__` set on each variable that a cast depends on.
 
     MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
@@ -35,7 +35,7 @@ def _contains_cast(node: Node) -> bool:
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Graph, dict[str, str]]:
-    """Return the graph without the casts of variables that every consumer casts to `dtype`.
+    """Give variables that all consumers cast to `dtype` this dtype, and remove those casts.
 
     Each such variable gets the dtype itself, recorded in its `__dtype__`. Also returns the new
     dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
@@ -45,7 +45,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
     nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts_behind(i: int) -> list[int] | None:
-        """Return the casts between node i and its consumers; None if one reads another dtype."""
+        """Return the casts between node i and its consumers; None unless all read `dtype`."""
         found: list[int] = []
         if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
@@ -79,7 +79,7 @@ def names_cast_to(graph: Graph, dtype: str) -> set[str]:
 
 
 def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Return the graph with a copy between each variable and its casts to or from bfloat16.
+    """Return the graph with copies between variables and their casts to or from bfloat16.
 
     On CPUs the gradient of such a cast is lost under grad_req="add" (see
     `Builder._input_of_cast`), and a saved graph may be trained with any grad_req.
@@ -104,7 +104,7 @@ def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
 
 
 def without_copies_before_casts(graph: Graph) -> Graph:
-    """Return the graph without the copies that `with_copies_before_casts` inserts."""
+    """Return the graph without the copies that `with_copies_before_casts` has inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_inserted_copy and graph.nodes[node.inputs[0][0]].is_variable:
@@ -113,7 +113,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
 
 
 def with_merged_variables(graph: Graph) -> Graph:
-    """Return the graph with same-named variables merged, since each name is one parameter."""
+    """Return the graph with variables of the same name, which are one parameter, merged."""
     edit = Edit(graph, {})
     first: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):

@@ -1,4 +1,4 @@
-"""Turn the graph of a float16 or bfloat16 model into a float32 graph."""
+"""Convert the graph of a float16 or bfloat16 model to float32."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _IN_FLOAT32.update({str(DTYPE_CODES[one]): FLOAT32_CODE for one in HALVES})
 
 
 class Widened(NamedTuple):
-    """A graph turned to float32, and the variables whose dtype became float32."""
+    """A graph converted to float32, and its variables whose dtype became float32."""
 
     graph: Graph
     variables: frozenset[str]
 
 
 def has_halves(graph: Graph, dtypes: Mapping[str, str]) -> bool:
-    """Return whether a graph's casts, constants or `dtypes` contain float16 or bfloat16."""
+    """Return whether a graph uses float16 or bfloat16: in casts, constants or variables."""
     return not HALVES.isdisjoint(dtypes.values()) or any(
         node.operator == "amp_multicast" or _with_float32(node.attrs) != node.attrs
         for node in graph.all_nodes
@@ -41,7 +41,7 @@ def widened(
     kept: AbstractSet[str] = frozenset(),
     restore: bool = False,
 ) -> Widened:
-    """Return the graph that computes in float32 wherever `graph` computes in half precision.
+    """Return the graph converted from half precision to float32.
 
     Casts between float16, bfloat16 and float32 are left out, unless they round on purpose. Casts
     from and to integers, booleans and float64 stay, with float32 in place of half precision.
@@ -69,7 +69,7 @@ def widened(
 
 
 def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> None:
-    """Replace half precision by float32 in a graph's operators; keep casts that only round.
+    """Convert a graph's operators from half precision to float32; keep casts that only round.
 
     `found` are the dtypes of all outputs.
     """
@@ -91,7 +91,7 @@ def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> N
 
 
 def without_lowering_regions(graph: Graph) -> Graph:
-    """Return the graph without marks of `autocast` regions that turn mixed precision on."""
+    """Return the graph without attributes that record `autocast` regions in 16 bits."""
 
     def unmarked(node: Node) -> Node:
         bodies = [without_lowering_regions(body) for body in node.subgraphs]
@@ -102,7 +102,7 @@ def without_lowering_regions(graph: Graph) -> Graph:
 
 
 def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
-    """Return whether node i is a cast to half precision whose one purpose is to round.
+    """Return whether node i is a cast to half precision that only rounds values on purpose.
 
     That is a `Cast` of float32 or float64 in the model's own code that only casts back read: no
     operator computes in half precision between them, so their one effect is to round.
@@ -119,7 +119,7 @@ def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
 
 
 def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
-    """Return a loop's subgraph `position` in float32; `dtypes` are those of the loop's inputs."""
+    """Return subgraph number `position` of a loop, whose inputs have `dtypes`, in float32."""
     body = node.subgraphs[position]
     names = body.input_names
     inputs = {names[inner]: dtypes[outer] for inner, outer in body_inputs(node, position).items()}
@@ -133,7 +133,7 @@ def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
 
 
 def _with_float32(attrs: Mapping[str, str], names: Sequence[str] = _ATTRIBUTES) -> dict[str, str]:
-    """Return operator attributes with float32 in place of float16 and bfloat16."""
+    """Return an operator's attributes with float32 in place of float16 and bfloat16."""
     return {
         name: _IN_FLOAT32.get(text, text) if name in names else text for name, text in attrs.items()
     }
