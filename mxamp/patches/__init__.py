@@ -1,1 +1,1 @@
-"""Patches of MXNet that apply mixed precision to running code. Imports `scaling` and below."""
+"""Monkey patches by which MXNet's own functions apply mixed precision. Imports `scaling`."""

@@ -1,4 +1,4 @@
-"""Log lines that say whether mixed precision is on, and whether it is fast on this machine."""
+"""Log lines and warnings: whether mixed precision is on, and whether it is fast here."""
 
 import logging
 from typing import Set
@@ -31,7 +31,7 @@ _logged: Set[str] = set()
 def announce(
     choice: PolicyChoice, dtype: object = None, is_new: bool = True, advice: str = ADVICE
 ) -> None:
-    """Log the precision that is on if `is_new`; warn once if `dtype` "auto" means float32."""
+    """Log that mixed precision is on if it `is_new`; warn once if "auto" chose float32."""
     if is_auto(dtype) and not choice.lowers:
         backends = [backend_of(device) for device in (default_device(), *DEVICES)]
         why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
@@ -52,7 +52,7 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
 
 
 class _Seen:
-    """Names of layers in graphs that ran under a policy, to find unknown ones in `fp32_layers`."""
+    """The layer names of graphs that ran under a policy, to find wrong ones in `fp32_layers`."""
 
     def __init__(self, _policy: Policy) -> None:
         self.layers: Set[str] = set()
@@ -63,13 +63,13 @@ _seen = PerPolicy(_Seen)
 
 
 def record_layers(policy: Policy, graph: Graph) -> None:
-    """Record the layer names of a graph that will run, if its policy has `fp32_layers`."""
+    """Record a graph's layer names if the policy it will run under has `fp32_layers`."""
     if policy.fp32_layers:
         _seen(policy).layers.update(graph.layer_names)
 
 
 def warn_of_unknown_layers(policy: Policy) -> None:
-    """Warn once per policy of names in its `fp32_layers` that no graph run so far contains.
+    """Warn once per policy of names in its `fp32_layers` that no graph has had so far.
 
     A policy may serve several graphs, so call this when graphs begin to run again.
     """

@@ -1,4 +1,4 @@
-"""Turn mixed precision on and off: `init` for the process, `autocast` for a region of code.
+"""Switches of mixed precision: `init` for the process, `autocast` for a `with` block.
 
 MXNet's functions are patched while either is in force, and restored afterwards. If a graph contains
 regions while mixed precision is off around it, the patches stay until `shutdown`.
@@ -109,14 +109,14 @@ def init(
 
 
 def turn_on(wanted: PolicyChoice, dtype: object) -> None:
-    """Turn mixed precision on as `init` does for this choice, which `dtype` asked for."""
+    """Turn mixed precision on with a policy, as `init` does, and log the policy's dtype."""
     end_worker_on_errors()
     announce(wanted, dtype, is_new=switch_on(wanted))
 
 
 @locked
 def switch_on(wanted: PolicyChoice) -> bool:
-    """Turn mixed precision on without a log line; return False if `wanted` was already on.
+    """Turn mixed precision on with a policy, without a log line; return whether it was off.
 
     `PLAIN_FLOAT32` is recorded, but patches nothing.
     """
@@ -156,14 +156,14 @@ def shutdown() -> None:
 
 
 def switch_off() -> bool:
-    """Turn mixed precision off as `shutdown`, without a log line; return False if it was off."""
+    """Turn mixed precision off without a log line; return whether it was on."""
     FrontEnd.close_all()
     return _end_policy()
 
 
 @locked
 def _end_policy() -> bool:
-    """Unset the policy that `init` has set; return False if there is none."""
+    """Unset the policy that `init` has set; return whether there was one."""
     casting_patches.release(GRAPHS)
     active.process.has_marked_nodes = False
     before, active.process.policy = active.process.policy, None
@@ -175,7 +175,7 @@ def _end_policy() -> bool:
 
 
 class autocast(active.Regional):
-    """Turn mixed precision on for a region or a function, in the current thread or task.
+    """Turn mixed precision on in a `with` block or a function, for the current thread or task.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
@@ -218,7 +218,7 @@ class autocast(active.Regional):
         self._enabled = check_bool("enabled", enabled)
 
     def __enter__(self) -> "autocast":
-        """Enter the `autocast` region; may be nested. Its end restores the policy around it."""
+        """Turn mixed precision on until the `with` block ends; blocks may be nested."""
         policy = self._policy if self._enabled else None
         if self._enabled and policy is None:
             policy = regions.policy_inside(self._dtype, active.nearest_policy())
@@ -239,7 +239,7 @@ class autocast(active.Regional):
         return self
 
     def __call__(self, function: Function) -> Function:
-        """Decorate `function`: each call runs in an `autocast` region."""
+        """Decorate `function` so that each call runs inside this `autocast`."""
         check_runs_at_once(function)
 
         @functools.wraps(function)
@@ -251,7 +251,7 @@ class autocast(active.Regional):
 
 
 def _leave(region: active.Region) -> None:
-    """End an `autocast` region; keep patches installed for graphs with nodes made in one."""
+    """Leave an `autocast` region; keep the patches installed if a graph records such regions."""
     active.end(region)
     if region.policy and active.process.has_marked_nodes and active.current_policy() is None:
         casting_patches.acquire(GRAPHS)
@@ -267,13 +267,13 @@ _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 def check_runs_at_once(function: Any) -> None:
-    """Raise `ArgumentError` for a generator or coroutine function: its body runs after the call."""
+    """Raise for a generator or coroutine function, whose body would run after `autocast` ends."""
     if any(is_one(function) or is_one(function.__call__) for is_one in _RUN_LATER):
         raise ArgumentError(RUNS_LATER.format(given=shown(function)))
 
 
 def policy_for(dtype: Optional[Dtype], policy: Optional[Policy]) -> Policy:
-    """Return the policy inside `autocast(dtype, policy=policy)`; raise if there is none."""
+    """Return the policy that `autocast(dtype, policy=policy)` applies; raise if it has none."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:

@@ -1,4 +1,4 @@
-"""Patches for hybridized blocks: each call runs a graph rewritten for the policy in force.
+"""Patches for hybridized blocks: each call runs a graph with the current policy's casts.
 
 `PolicyCachedOp` takes a call: it finds the policy, and the op that ran last for such a call.
 `Variants` makes the ops: one `CachedOp` for each policy, dtypes and choices by shape. The block
@@ -54,7 +54,7 @@ _SCALE = -1
 
 
 def build_call_cached_op(original: Original) -> Original:
-    """Return a `HybridBlock._call_cached_op` that runs graphs rewritten for the current policy."""
+    """Return a `HybridBlock._call_cached_op` that runs graphs with the current policy's casts."""
 
     def _call_cached_op(self: HybridBlock, *args: object) -> object:
         op = self._cached_op
@@ -70,7 +70,7 @@ def build_call_cached_op(original: Original) -> Original:
 
 
 def _records_under_policy() -> Policy | None:
-    """Return the nearest policy if autograd records, even under `autocast(enabled=False)`.
+    """Return the policy by which losses are scaled while recording, even where casts are off.
 
     The loss scale is that of the whole program: losses of output operators carry it here too.
     """
@@ -79,14 +79,14 @@ def _records_under_policy() -> Policy | None:
 
 
 def patched_get_graph(original: Original, self: HybridBlock, *args: object) -> object:
-    """Trace a block without the marks of the `autocast` regions around the call."""
+    """Trace a block as if outside `autocast`, so that its graph runs under any later policy."""
     # Regions around the call are in force when the graph runs; only those inside belong to it.
     with in_force(current_policy()):
         return original(self, *args)
 
 
 def patched_setattr(original: Original, self: HybridBlock, name: str, value: object) -> None:
-    """Set a block's attribute; replace a new cached op whose graph has `autocast` regions."""
+    """Set a block's attribute; wrap a new cached op if its graph records `autocast` regions."""
     original(self, name, value)
     # A block whose code enters regions needs a rewritten graph even if mixed precision is off
     # outside. The call that traces it has already passed the patch of `_call_cached_op`.
@@ -96,7 +96,7 @@ def patched_setattr(original: Original, self: HybridBlock, name: str, value: obj
 
 
 class Source(NamedTuple):
-    """The graph that a block runs; if converted, also its policy and parameters cast offline.
+    """The graph that a block runs, and for a converted block its policy and cast parameters.
 
     A `ConvertedBlock` keeps it as its `_source`.
     """
@@ -109,7 +109,7 @@ class Source(NamedTuple):
 def install_policy_op(
     block: HybridBlock, args: Sequence[Any], source: Source | None = None
 ) -> None:
-    """Replace a block's cached op with a `PolicyCachedOp`, tracing the block if needed.
+    """Replace a block's cached op with a `PolicyCachedOp`; trace the block first if needed.
 
     A converted block runs the graph of its `source`. A block not traced yet is traced with `args`.
     """
@@ -120,7 +120,7 @@ def install_policy_op(
 
 
 class _Op(NamedTuple):
-    """A cached op, the symbol that it runs, and the order in which it reads a block's arguments.
+    """A cached op with its symbol, and the order in which it reads the block's arguments.
 
     The graph reads the block's arguments in this order, in the block's own without one. The index
     `_SCALE` in the order stands for the loss scale of output operators.
@@ -131,14 +131,14 @@ class _Op(NamedTuple):
     order: Sequence[int] = ()
 
     def inputs(self, args: Sequence[NDArray]) -> Sequence[NDArray]:
-        """Return the inputs of the cached op's graph, given the block's arguments."""
+        """Return the cached op's inputs, in its own order, from the block's arguments."""
         if len(self.order) > len(args):
             args = (*args, scale_array(args[0].context))
         return [args[i] for i in self.order] if self.order else args
 
 
 class CallKey(NamedTuple):
-    """The properties of a block's call, besides policy and shapes, that select its graph."""
+    """Cache key of a block's call: whether it trains, and the dtypes of its arguments."""
 
     regions_only: bool  #: mixed precision is off outside the graph's regions
     training: bool
@@ -146,7 +146,7 @@ class CallKey(NamedTuple):
 
 
 class Made:
-    """A block's cached ops and shape-dependent choices under one policy."""
+    """The cached ops of one block under one policy, and which nodes these keep in float32."""
 
     def __init__(self) -> None:
         #: The ops, by call, graph, accumulated gradients and choices.
@@ -158,7 +158,7 @@ class Made:
 
 
 class Variants:
-    """All cached ops of one block, made on demand for each policy and kind of call."""
+    """All cached ops of one block: one for each policy and kind of call, made on demand."""
 
     def __init__(self, block: HybridBlock, source: Source | None) -> None:
         symbol, op = block._cached_graph[1], block._cached_op
@@ -187,7 +187,7 @@ class Variants:
         self._hook: tuple[Any, bool] | None = None
 
     def find(self, policy: Policy, call: CallKey, args: Sequence[NDArray]) -> _Op:
-        """Return the cached op for a policy and a call with arguments `args`; make it if needed."""
+        """Return the cached op for a policy and a call, from the cache if possible."""
         made = self.made[policy] = self.made.pop(policy, Made())
         if len(self.made) > _MOST:
             del self.made[next(iter(self.made))]
@@ -213,7 +213,7 @@ class Variants:
         return op
 
     def _drop_stale_ops(self, policy: Policy) -> None:
-        """Drop all cached ops if gradient arrays changed: static ones write to the old arrays.
+        """Drop all cached ops if parameters got new gradient arrays: ops may write the old ones.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
@@ -226,7 +226,7 @@ class Variants:
         self.unchanged = _Op(self._cached_op(policy, symbol, range(len(self.names))), symbol)
 
     def _graph_for(self, training: bool) -> Graph:
-        """Return the block's graph before casts; for training, with the loss scale as an input.
+        """Return the block's graph before casts; in training, with an input for the loss scale.
 
         For training, biases are also separated from dense layers whose weight needs no gradient.
         """
@@ -240,7 +240,7 @@ class Variants:
     def _choose(
         self, made: Made, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
     ) -> Chosen:
-        """Return, from the cache if possible, the backend's choices for the shapes of a call.
+        """Return what to keep in float32 or replace in the graph, for the shapes of a call.
 
         Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
         """
@@ -260,13 +260,13 @@ class Variants:
         return known[sizes]
 
     def _usage(self, call: CallKey) -> Usage:
-        """Return the `Usage` of the block's graph (dtypes, training) in a call, without shapes."""
+        """Return the `Usage` of the block's graph in a call: dtypes and training, no shapes."""
         dtypes = {n: d for n, d in zip(self.names, call.dtypes) if n not in self._stored}
         usage = Usage(dtypes, stored=self._stored, training=call.training)
         return replace(usage, regions_only=call.regions_only)
 
     def _build(self, policy: Policy, graph: Graph, usage: Usage, choices: Chosen) -> _Op:
-        """Return a new cached op for `graph` rewritten; the original op if nothing changes.
+        """Return a new cached op for the graph with casts; the block's own op if it needs none.
 
         The flags change too where MXNet computes wrongly with the block's own.
         """
@@ -284,7 +284,7 @@ class Variants:
         return _Op(self._cached_op(policy, symbol, order), symbol, order)
 
     def _cached_op(self, policy: Policy, symbol: Symbol, order: Sequence[int]) -> CachedOp:
-        """Return an MXNet cached op for `symbol`; `order` maps its inputs to block arguments."""
+        """Return an MXNet cached op of a symbol that reads the block's arguments in `order`."""
         flags = backend_of(policy.device).cached_op_flags(self._flags, self.graph)
         data = [place for place, i in enumerate(order) if i not in self.parameters]
         params = [place for place, i in enumerate(order) if i in self.parameters]
@@ -294,7 +294,7 @@ class Variants:
         return op
 
     def set_hook(self, callback: Callable[..., object] | None, monitor_all: bool = False) -> None:
-        """Register a Gluon op hook with all present and future cached ops; None removes it."""
+        """Register a Gluon op hook with all cached ops, later ones too; None removes the hook."""
         self._hook = (callback, monitor_all) if callback else None
         made = [op for one in self.made.values() for op in one.ops.values()]
         for op in (self.unchanged, *made):
@@ -302,7 +302,7 @@ class Variants:
 
 
 class PolicyCachedOp:
-    """Replaces a block's cached op; each call runs a graph rewritten for the policy in force.
+    """Wrapper of a block's cached op that runs the graph with the current policy's casts.
 
     Without a policy it runs the block's own cached op. The constructor reads the block's graph.
     """
@@ -329,7 +329,7 @@ class PolicyCachedOp:
         self._callbacks = getattr(mx.operator, "_registry", None)
 
     def __call__(self, *args: NDArray, out: Out = None) -> object:
-        """Run the rewritten graph on these arguments, with the interface of MXNet's cached op."""
+        """Run the block's graph with the current policy's casts, as MXNet's cached op is called."""
         op = self.select(args)
         inputs, run = op.inputs(args), op.run
         for listener in graph_listeners:
@@ -340,7 +340,7 @@ class PolicyCachedOp:
         return call_library(entry, run.handle, inputs, (), self.is_np_sym, False, out)
 
     def select(self, args: Sequence[NDArray]) -> _Op:
-        """Return the cached op for the policy in force and for these arguments of the block."""
+        """Return the cached op for the current policy and these arguments of the block."""
         variants = self.variants
         policy, regions_only = self._policy_in_force()
         if policy is None:
@@ -369,7 +369,7 @@ class PolicyCachedOp:
         return op
 
     def _policy_in_force(self) -> tuple[Policy | None, bool]:
-        """Return a call's policy, and whether it holds in the graph's regions and losses only."""
+        """Return the call's policy, and whether it applies only to `autocast` inside the graph."""
         policy = self._own_policy or current_policy()
         if policy is not None:
             if policy is not self._idle[0]:

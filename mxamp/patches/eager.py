@@ -1,4 +1,4 @@
-"""Patches for eager calls: cast an operator's inputs as the policy decides.
+"""Patches for eager calls: cast an operator's inputs to the dtypes that the policy requires.
 
 All of `mx.nd`, `mx.np` and `mx.npx`, the methods of arrays and Python's operators end in one
 function, `_imperative_invoke`, looked up at call time in three modules. Replacing it there also
@@ -40,7 +40,7 @@ Out = Union[None, NDArray, Sequence[NDArray]]
 
 
 class Arguments(NamedTuple):
-    """The arguments of `_imperative_invoke`; mostly passed as a plain tuple, which is faster."""
+    """The arguments of MXNet's `_imperative_invoke`, which runs every eager operator call."""
 
     handle: int
     arrays: Sequence[NDArray]
@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 
     @property
     def attrs(self) -> dict[str, str]:
-        """The operator's attributes by name, with values as text."""
+        """The attributes of the called operator by name, with values as text."""
         return dict(zip(self.keys, map(str, self.vals)))
 
 
@@ -74,7 +74,7 @@ INVOKE_MODULES = (mx_ctypes, mx_internal, mx_register)
 
 
 def build_invoke(original: Invoke) -> Invoke:
-    """Return an `_imperative_invoke` that casts operators' inputs as the policy decides."""
+    """Return a replacement of `_imperative_invoke` that casts operators' inputs by policy."""
     original = _invoke if original is mx_arrays.invoke else original
 
     def _imperative_invoke(*arguments: Any) -> object:
@@ -90,7 +90,7 @@ def build_invoke(original: Invoke) -> Invoke:
 
 
 def _encode(*texts: str) -> object:
-    """Return an array of C strings with these texts."""
+    """Return a C array of encoded strings."""
     encoded = (ctypes.c_char_p * len(texts))()
     encoded[:] = [text.encode() for text in texts]  # faster than to make it of them
     return encoded
@@ -103,7 +103,7 @@ _encoded = functools.lru_cache(MANY)(_encode)
 def _invoke(
     handle: int, arrays: Sequence[NDArray], keys: Any, vals: Any, out: Out, is_np: bool, many: bool
 ) -> object:
-    """Call an operator as MXNet's `_imperative_invoke` does, in four fifths of its time."""
+    """Call an operator as MXNet's `_imperative_invoke` does, but a fifth faster."""
     # A call with `out` is mostly an optimizer's, with other numbers each time.
     encode = _encoded if out is None else _encode
     texts = len(keys), _encoded(*keys), encode(*map(str, vals))
@@ -114,7 +114,7 @@ def _invoke(
 def call_library(
     call: Any, handle: Any, arrays: Sequence[NDArray], texts: Any, is_np: bool, many: bool, out: Out
 ) -> object:
-    """Call a C function of MXNet's library on arrays; return its new outputs, or `out`."""
+    """Call a C function of MXNet that runs an operator or cached op; return its outputs."""
     size, count, memory, kinds = len(arrays), _c_int(), _Handles(), _Kinds()
     inputs = c_handle_array(arrays)
     if isinstance(out, NDArray):
@@ -133,7 +133,7 @@ def call_library(
 
 
 class _Actions(Dict[int, Optional[Action]]):
-    """One policy's replacements for eager operator calls, by operator handle, made on demand.
+    """Cache of one policy's wrappers around eager operators, by handle; None without a wrapper.
 
     None stands for MXNet's own call. Without a policy, only the losses of output operators are
     scaled, since the backward pass is scaled all the same.
@@ -162,12 +162,12 @@ _actions_of: PerPolicy[_Actions] = PerPolicy(_Actions)
 
 
 def _plain(original: Invoke, arguments: Sequence[Any]) -> object:
-    """Call MXNet's original function."""
+    """Call MXNet's original function, without casts."""
     return original(*arguments)
 
 
 def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
-    """Return the wrappers around an operator's original call under `policy`, outermost first."""
+    """Return the wrappers around an eager operator under a policy, the outermost first."""
     loss = LOSS_OUTPUT_HANDLES.get(operator.handle)
     # Without a policy, custom operators scale their results themselves.
     scales = loss is not None and (policy is not None or loss not in with_trait("calls_python"))
@@ -188,7 +188,7 @@ def _steps(operator: Operator, policy: Policy | None) -> Sequence[Step]:
 
 
 def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
-    """Return an action that scales an output operator's gradients while autograd records."""
+    """Wrap an eager loss operator such as SoftmaxOutput so that its gradients are scaled."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if autograd.is_recording():
@@ -201,7 +201,7 @@ def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
 
 
 def copy_inputs(then: Action, eager: EagerOperator) -> Action:
-    """Return an action that first copies the inputs whose gradients are zero by definition."""
+    """Wrap an eager operator so that inputs whose gradients are always zero are copied first."""
     positions = eager.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
@@ -220,7 +220,7 @@ def copy_inputs(then: Action, eager: EagerOperator) -> Action:
 
 
 def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
-    """Return an action that copies or casts an array, bfloat16 by way of float32.
+    """Wrap an eager copy or `Cast` so that a bfloat16 array is cast to float32 first.
 
     MXNet copies oneDNN's layouts in one dtype, and the gradient of its `Cast` truncates.
     """
@@ -236,7 +236,7 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
 
 
 def keep_float32(then: Action, eager: Any) -> Action:
-    """Return an action that skips the casts where policy or shapes keep float32 inputs."""
+    """Wrap an eager operator so that float32 inputs stay uncast where policy or shapes say so."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
@@ -247,7 +247,7 @@ def keep_float32(then: Action, eager: Any) -> Action:
 
 
 def cast_inputs(_then: Action, eager: Any) -> Action:
-    """Return the last action: cast inputs as the policy decides, call MXNet's own operator."""
+    """Wrap an eager operator so that its inputs are cast by the policy: the innermost wrapper."""
     return eager.cast  # type: ignore[no-any-return]
 
 
@@ -259,7 +259,7 @@ STEPS: Mapping[str, Sequence[Step]] = {"FullyConnected": (separate_bias,)}
 
 
 def _may_cast(operator: Operator, policy: Policy) -> bool:
-    """Return whether a policy may cast an operator's inputs or outputs in eager calls."""
+    """Return whether a policy may cast the inputs or outputs of an operator in eager calls."""
     rule = policy.rule(operator.name)
     follows = rule.op_class in ("neutral", "widest") and not rule.conditions
     alone = len(operator.inputs) <= 1 and not operator.variadic
@@ -267,7 +267,7 @@ def _may_cast(operator: Operator, policy: Policy) -> bool:
 
 
 class _EagerOperator:
-    """An operator in eager calls under one policy, with cast decisions cached by input dtypes."""
+    """An operator in eager calls under one policy, with a cache of its cast decisions."""
 
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self.operator, self.policy = operator, policy
@@ -282,7 +282,7 @@ class _EagerOperator:
         self._attributes = read | ({SPARSE_GRADIENT} & {*operator.attributes})
 
     def cast(self, original: Invoke, arguments: Sequence[Any]) -> object:
-        """Call the operator on its inputs cast as the policy decides; round outputs."""
+        """Call the operator on inputs cast as the policy says, and round its outputs if needed."""
         call = Arguments(*arguments)
         decision = self._decide(call)
         if decision is None:
@@ -291,7 +291,7 @@ class _EagerOperator:
         return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
     def reason_to_keep(self, arguments: Sequence[Any]) -> Reason | None:
-        """Return, from a cache, why a call's shapes keep it in float32; None if they don't."""
+        """Return why the shapes of a call keep it in float32, from a cache; None if they don't."""
         if not (self._by_shape and arguments[1][1:]):
             return None  # without a weight MXNet raises an error of its own
         _, arrays, keys, vals, *_ = arguments
@@ -312,7 +312,7 @@ class _EagerOperator:
     def _reason(
         self, arrays: Sequence[NDArray], attrs: dict[str, str], training: bool
     ) -> Reason | None:
-        """Ask the backend why a call's shapes keep it in float32; None if they don't."""
+        """Return why the shapes of a call keep it in float32, uncached; None if they don't."""
         casts = training and mx_arrays.dtype_of(arrays[1]) != self.policy.target_dtype
         shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
         site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
@@ -322,7 +322,7 @@ class _EagerOperator:
             return None  # MXNet raises an error of its own
 
     def _decide(self, call: Arguments) -> Decision | None:
-        """Return the cast decision for an eager call; None if nothing is cast."""
+        """Return the cast decision for an eager call, or None if the call needs no casts."""
         arrays = call.arrays
         codes = tuple([kind_code(array) for array in arrays])
         attributes: tuple[tuple[str, str], ...] = ()
@@ -342,7 +342,7 @@ class _EagerOperator:
     def _decide_anew(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
-        """Return the cast decision for inputs with these dtype codes, uncached; None: no cast."""
+        """Return the cast decision for inputs with these dtype codes, uncached; None: no casts."""
         dtypes = [mx_arrays.KIND_NAMES.get(code, "other") for code in codes]
         name, policy = self.operator.name, self.policy
         decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)
@@ -352,14 +352,14 @@ class _EagerOperator:
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> object:
-        """Call the operator named `op`, another than this one, under the same policy."""
+        """Call another operator, named `op`, under the same policy."""
         handle = handle_of(op)
         action = _actions_of(self.policy)[handle] or _plain
         return action(original, (handle, inputs, [*attrs], [*attrs.values()], None, np, False))
 
     @staticmethod
     def write(outputs: object, out: object) -> object:
-        """Cast `outputs` into the arrays `out` and return `out`, or just return `outputs`."""
+        """Cast `outputs` into the arrays `out`; without `out`, return `outputs` as they are."""
         if out is None:
             return outputs
         for result, target in zip(as_list(outputs), as_list(out)):
@@ -370,7 +370,7 @@ class _EagerOperator:
 
 
 def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
-    """Return `arrays` cast to the dtypes that `decision` has an operator read."""
+    """Return an operator's inputs cast to the dtypes that a decision says it reads."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is not None:
@@ -382,7 +382,7 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
 
 
 def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
-    """Return an operator's outputs rounded to the dtype that `decision` emulates, if any."""
+    """Return an operator's outputs rounded to the dtype that it emulates in float32, if any."""
     if decision.rounded_to is None:
         return outputs
     rounded = list(as_list(outputs))
@@ -396,7 +396,7 @@ def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
 
 
 def patched_setitem(original: Original, self: NDArray, key: object, value: Any) -> object:
-    """Write values into an array; round them if the array is in bfloat16.
+    """Write values into an array; if it is in bfloat16, round the values to bfloat16.
 
     MXNet would write NumPy's numbers as raw bits, and `mx.np` would take no numbers at all.
     """
@@ -414,7 +414,7 @@ def patched_setitem(original: Original, self: NDArray, key: object, value: Any) 
 
 
 def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) -> object:
-    """Call `tensordot` on inputs that are cast as the policy decides."""
+    """Call `mx.np.tensordot` on inputs cast as the policy says."""
     actions = _OFF if (policy := current_policy()) is None else _actions_of(policy)
 
     def invoke(_handle: int, arrays: Sequence[NDArray], *_rest: object) -> object:
@@ -425,7 +425,7 @@ def patched_tensordot(original: Original, a: NDArray, b: NDArray, axes: object) 
 
 
 def patched_asnumpy(original: Original, self: NDArray) -> object:
-    """Return an array as a NumPy array, a bfloat16 array in float32."""
+    """Return an array as a NumPy array; bfloat16, which NumPy lacks, as float32."""
     if current_policy() is not None and dtype_code(self) == _BFLOAT16:
         with autograd.pause():
             return original(cast(self, "float32"))
@@ -433,14 +433,14 @@ def patched_asnumpy(original: Original, self: NDArray) -> object:
 
 
 def patched_scope_enter(original: Original, scope: autograd._RecordingStateScope) -> object:
-    """Enter an autograd scope; under `record()`, share the casts of each leaf array."""
+    """Enter an autograd scope; inside `record()`, a weight's casts to one dtype share memory."""
     if scope._enter_is_record and mx_arrays.cast_dtypes:
         mx_arrays.leaf_casts.begin(scope)
     return original(scope)
 
 
 def build_scope_exit(original: Original) -> property:
-    """Return an autograd scope's `__exit__` that matches `patched_scope_enter`.
+    """Return an autograd scope's `__exit__` that frees the casts that `record()` has cached.
 
     Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
     of them can't leave autograd recording.

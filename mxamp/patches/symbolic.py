@@ -1,4 +1,4 @@
-"""Patches for executors: rewrite a symbol's graph when it is bound or reshaped.
+"""Patches for executors: add a policy's casts to a symbol when it is bound or reshaped.
 
 Dtypes and device are known only when a symbol is bound. The program's symbol is never changed. A
 rewrite may depend on shapes, so a reshaped executor gets a newly rewritten graph.
@@ -69,7 +69,7 @@ def patched_bind(
     *rest: object,
     **options: object,
 ) -> object:
-    """Bind a symbol, as `Symbol.bind`, with its graph rewritten for the policy in force."""
+    """Bind a symbol as `Symbol.bind` does, with the current policy's casts in its graph."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req, args_grad)
     policy = _policy_to_bind(self, ctx, grad_reqs)
@@ -93,7 +93,7 @@ def patched_simple_bind(
     *rest: object,
     **options: Any,
 ) -> object:
-    """Bind as `Symbol.simple_bind`, with the graph rewritten for the policy in force."""
+    """Bind as `Symbol.simple_bind` does, with the current policy's casts in the graph."""
     names = self.list_arguments()
     grad_reqs = _grad_reqs(names, grad_req)
     policy = _policy_to_bind(self, ctx, grad_reqs)
@@ -116,7 +116,7 @@ def patched_simple_bind(
 
 
 class _Binding:
-    """A symbol bound under a policy, with a cache of its rewrites for different shapes."""
+    """A symbol that is bound under a policy, with a cache of its rewritten symbols by shape."""
 
     def __init__(
         self, symbol: Symbol, policy: Policy, grad_reqs: dict[str, str], dtypes: dict[str, str]
@@ -134,7 +134,7 @@ class _Binding:
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
-        """Return the symbol rewritten for arguments of these shapes, or itself if unchanged."""
+        """Return the symbol with casts, for arguments of these shapes; itself if it needs none."""
         usage = replace(self._usage, shapes=dict(shapes))
         choices = self._backend.choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
@@ -148,7 +148,7 @@ class _Binding:
         return self._symbols[choices]
 
     def bind(self, call: Callable[[], Executor], rest: Sequence[Any], options: Any) -> Executor:
-        """Return the executor that `call` binds, presented as one of the original symbol.
+        """Return the executor that `call` binds, which presents itself as the original symbol's.
 
         `rest` and `options` are the last arguments of `bind` or `simple_bind`, with `group2ctx`.
         """
@@ -160,14 +160,14 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):
-    """An executor of a rewritten graph; remains so after mixed precision is switched off."""
+    """An executor of a graph with casts, which stay when mixed precision is turned off."""
 
     _binding: _Binding
 
     def reshape(
         self, partial_shaping: bool = False, allow_up_sizing: bool = False, **kwargs: object
     ) -> Executor:
-        """Return an executor for other shapes, as MXNet's `reshape`; rewrite its graph anew."""
+        """Return an executor for other shapes, as `Executor.reshape` does, with new casts."""
         names, states = self._symbol.list_arguments(), self._symbol.list_auxiliary_states()
         # Ignore names that the symbol lacks, as MXNet's `reshape`.
         given = {name: shape for name, shape in kwargs.items() if name in names}
@@ -203,7 +203,7 @@ class _RewrittenExecutor(Executor):
 def _resized(
     name: str, array: NDArray, shape: Shape, ctx: mx.Context, is_free: bool, may_grow: bool
 ) -> NDArray:
-    """Return `array`, a view of it, or new zeros, in `shape`; raise if the options forbid it."""
+    """Return an executor's array in a new shape, as a view or zeros; raise if options forbid it."""
     if array.shape == shape:
         return array
     size, option = math.prod(shape), "allow_up_sizing" if is_free else "partial_shaping"
@@ -217,7 +217,7 @@ def _resized(
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Context manager to bind executors that train in float16: the caller scales the loss."""
+    """Return a context that allows executors to train in float16: the caller scales the loss."""
     before = _scaled.set(True)
     try:
         yield
@@ -226,7 +226,7 @@ def scaled_executors() -> Iterator[None]:
 
 
 def _policy_to_bind(symbol: Symbol, ctx: object, grad_reqs: Mapping[str, str]) -> Policy | None:
-    """Return the policy to rewrite a symbol for as it is bound; None to leave it unchanged.
+    """Return the policy to bind a symbol under; None if its graph should get no casts.
 
     This is the policy in force, else the policy of the symbol's regions. None on other devices than
     the policy's, and for training in float16 with unscaled losses.
@@ -242,7 +242,7 @@ def _policy_to_bind(symbol: Symbol, ctx: object, grad_reqs: Mapping[str, str]) -
 
 
 def _grad_reqs(names: Sequence[str], grad_req: GradReq, args_grad: Any = ()) -> dict[str, str]:
-    """Return the `grad_req` of each argument; "null" if `args_grad` has no array for it."""
+    """Return the `grad_req` of each argument by name; "null" if it gets no gradient array."""
     if isinstance(grad_req, str):
         asked = dict.fromkeys(names, grad_req)
     else:
@@ -258,7 +258,7 @@ def _grad_reqs(names: Sequence[str], grad_req: GradReq, args_grad: Any = ()) -> 
 def patched_symbol_creator(
     original: Original, handle: int, args: object, kwargs: Any, keys: Any, vals: Any, *rest: object
 ) -> object:
-    """Create a symbol's node, marked with the `autocast` region that it is made in."""
+    """Create a symbol's node, with an attribute that records the current `autocast` region."""
     mark = active.current_mark()
     if mark is not None and handle in _UNMARKED:
         # MXNet passes every attribute of such a node to the operator's constructor.

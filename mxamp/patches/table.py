@@ -1,4 +1,4 @@
-"""The table of all patches that cast; those of loss scaling are in `scaling.backward_passes`.
+"""The table of monkey patches that cast; `scaling.backward_passes` has those that scale.
 
 `init` and each `autocast` region install the whole table or nothing; the last user removes it.
 Comments say why MXNet's own attributes are not enough.
@@ -32,7 +32,7 @@ from . import cached_op, eager, symbolic
 
 
 def _patched_call(original: Original, self: autograd.Function, *inputs: object) -> object:
-    """Call an `autograd.Function` on float32 inputs; backward runs under forward's policy."""
+    """Call an `autograd.Function` on float32 inputs; run its backward under the same policy."""
     policy, backward = current_policy(), self.backward
     if policy is not None:
         # As Custom operators do: what a user writes by hand seldom takes mixed dtypes.
@@ -51,14 +51,14 @@ def _patched_call(original: Original, self: autograd.Function, *inputs: object) 
 
 
 def _wide(value: object) -> object:
-    """Return a half-precision array cast to float32, and any other value unchanged."""
+    """Return a float16 or bfloat16 array cast to float32, and any other value unchanged."""
     if not isinstance(value, NDArray) or dtype_of(value) not in HALVES:
         return value
     return cast(value, "float32", isinstance(value, mx.np.ndarray))
 
 
 def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
-    """Yield a data loader's batches, each made with mixed precision off."""
+    """Yield a data loader's batches, with mixed precision off while it makes each batch."""
     batches, end = original(self), object()
     while True:
         # Suspend only the loader: the code that runs during the yield is the script's.
@@ -70,7 +70,7 @@ def _patched_iter(original: Original, self: DataLoader) -> Iterator[Any]:
 
 
 def _patched_thread_worker(original: Original, *args: object, **kwargs: object) -> object:
-    """Run a data loader's worker function with mixed precision off."""
+    """Run the worker function of a `DataLoader`'s thread with mixed precision off."""
     with suspended():
         return original(*args, **kwargs)
 
@@ -78,7 +78,7 @@ def _patched_thread_worker(original: Original, *args: object, **kwargs: object) 
 def _patched_store_call(
     original: Original, self: KVStore, key: object, value: object, *args: object, **kwargs: object
 ) -> object:
-    """Call a `KVStore` method; raise on dtypes that parameter servers can't take."""
+    """Call a `KVStore` method; raise if parameter servers can't take the dtype of an array."""
     if is_distributed(self):
         PARAMETER_SERVER.check_arrays(f"the array of key {key!r}", value)
     return original(self, key, value, *args, **kwargs)
@@ -134,27 +134,27 @@ GRAPHS = "graphs"
 
 
 class _CastingPatches(PatchSet):
-    """The patches of `TABLE`: installed while any user, such as a region, needs them."""
+    """Reference-counted patches of `TABLE`: installed while `init` or an `autocast` needs them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
-        """Return the patches of `TABLE`, and those that make contrib's AMP functions raise."""
+        """Return the patches of `TABLE`, and patches that make `mxnet.contrib.amp` raise."""
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in TABLE), *refusals()]
 
     @locked
     def acquire(self, user: object) -> None:
-        """Register `user` as needing the casting patches; the first user installs them."""
+        """Count `user` as one that needs the casting patches; install them for the first."""
         check_contrib_is_off()
         self._users.add(user)
         self.open()
 
     @locked
     def release(self, user: object) -> None:
-        """Unregister `user`, if registered; without any user left, undo the casting patches."""
+        """Count `user` no longer as one that needs the patches; undo them after the last."""
         self._users.discard(user)
         if not self._users:
             self.close()
