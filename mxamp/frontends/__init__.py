@@ -1,1 +1,1 @@
-"""The APIs of other AMP systems. Imports everything below, but not `mxamp` itself."""
+"""mxamp through the APIs of other AMP libraries: Apex, Paddle, TensorFlow, `mxnet.contrib.amp`."""

@@ -1,4 +1,4 @@
-"""Apex's API: `initialize`, with its optimization levels O0 to O3.
+"""NVIDIA Apex's API: `initialize`, with its optimization levels O0 to O3.
 
 | level | what it does |
 |---|---|
@@ -124,14 +124,14 @@ def initialize(
 
 
 def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
-    """Return the loss scaler for a `loss_scale`, None for the level's default; else raise."""
+    """Return the loss scaler for `initialize(loss_scale=...)`; None means the level's default."""
     if loss_scale is None:
         return _LEVELS[opt_level]()  # type: ignore[no-any-return]
     return LossScaler() if loss_scale == "dynamic" else StaticLossScaler(loss_scale)
 
 
 def _as_list(name: str, value: object, cls: type) -> List[Any]:
-    """Return an argument (None, a `cls` or a list of them) as a list; raise for other types."""
+    """Return the argument `name`, one `cls` or a list or None, as a list; raise for other types."""
     listed = [] if value is None else [value] if isinstance(value, cls) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, cls) for x in listed):
         raise ArgumentError(f"{name} must be a {cls.__name__} or list of them, not {shown(value)}")
@@ -139,7 +139,7 @@ def _as_list(name: str, value: object, cls: type) -> List[Any]:
 
 
 def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
-    """Raise `StateError` if mixed precision is on, or nets or trainers were prepared before."""
+    """Raise if mixed precision is on already, or if a net or trainer was prepared before."""
     if is_enabled():
         raise StateError(
             "initialize turns mixed precision on, and init() or another API has done so already: "
@@ -158,7 +158,7 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
 
 
 def _o3_policy(choice: PolicyChoice, trainers: Sequence[Trainer] = ()) -> PolicyChoice:
-    """Return O3's float16 policy: "fp32" operators with a float16 kernel follow their inputs.
+    """Return a float16 policy changed for level O3: operators with a float16 kernel may use it.
 
     Any other choice is unchanged. Raises if a trainer's optimizer can't update float16 weights.
     """
@@ -171,7 +171,7 @@ def _o3_policy(choice: PolicyChoice, trainers: Sequence[Trainer] = ()) -> Policy
 
 
 def _cast_to_float16(net: Block, is_o2: bool) -> None:
-    """Cast a net to float16 except BatchNorm, and in O2 except all norms and embeddings.
+    """Cast a net to float16 except BatchNorm; in O2, except all norms and embeddings.
 
     With a float16 weight, GPUs sum the gradient of a frequent token in float16, and have no sparse
     gradient: embeddings with one stay float32 in O3 too.
@@ -193,7 +193,7 @@ def _cast_to_float16(net: Block, is_o2: bool) -> None:
 
 
 def _keep_files_in_float32(net: Block) -> None:
-    """Make a net's `save_parameters` and `export` write float32, and `load_parameters` read it."""
+    """Make a float16 net write parameter files and exports in float32, and load such files."""
     # Partial objects, not closures: a deep copy of the net gets its own.
     net.save_parameters = functools.partial(_write_float32, net, "save_parameters")
     net.load_parameters = functools.partial(type(net).load_parameters, net, cast_dtype=True)
@@ -202,7 +202,7 @@ def _keep_files_in_float32(net: Block) -> None:
 
 
 def _write_float32(net: Block, method: str, *args: object, **kwargs: object) -> object:
-    """Call a net's method that writes a file, with float16 parameters written as float32."""
+    """Call `save_parameters` or `export` of a net with its float16 parameters as float32."""
     params = net.collect_params().values()
     halves = {param.name: param for param in params if dtype_name(param.dtype) == "float16"}
     traced = vars(net)["_cached_graph"] if method == "export" else ()
@@ -220,7 +220,7 @@ def _write_float32(net: Block, method: str, *args: object, **kwargs: object) -> 
 
 
 def _with_float32_variables(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
-    """Return a copy of a symbol that records float32 as the dtype of the variables `params`."""
+    """Return a copy of a symbol whose variables `params` record the dtype float32."""
     graph = Graph.from_symbol(symbol)
     for node in graph.variables:
         if node.name in params and "__dtype__" in node.attrs:

@@ -42,25 +42,25 @@ OWN_CALLS = "%s calls %s: it runs by its own calls, in %s where they name no dty
 
 
 class _AutomaticRun(FrontEnd):
-    """Mixed precision and loss scaling for a program that calls no function of mxamp.
+    """An automatic run: mixed precision and loss scaling of a script that never calls mxamp.
 
     It ends when the program calls `init` or `initialize`, of mxamp or of `mxnet.contrib.amp`. An
     import of `mxnet.contrib.amp` alone does not end it: many scripts use it on demand.
     """
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `init` and `initialize`, which end the automatic run."""
+        """Return patches of `init` and `initialize` that end the automatic run."""
         public = sys.modules[__name__.partition(".")[0]]
         return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 
     def close(self) -> None:
-        """Undo the automatic run's patches, and let other APIs scale the trainers' losses."""
+        """End the automatic run: undo its patches, and let other APIs scale the losses."""
         super().close()
         for state in shared_states():  # gradients that wait for their step are checked
             state.scaled_by = ""
 
     def summarize(self) -> None:
-        """Log the run's dtype and, in float16, its count of steps, unless the run has ended."""
+        """Log the automatic run's dtype at exit and, in float16, its numbers of steps and skips."""
         policy, scale = process.policy, backward_patches.default_scale
         if policy and self.is_open:
             operators = counted(len(process.lowered), "operator")
@@ -74,7 +74,7 @@ _run = _AutomaticRun()
 
 
 def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
-    """Turn on mixed precision and loss scaling for a program that uses neither.
+    """Start an automatic run: mixed precision and loss scaling for an unchanged script.
 
     `dtype` is by default "auto". If that means float32, `init` and `initialize` in the program mean
     float32 too.
@@ -92,7 +92,7 @@ def start(dtype: Optional[str] = None, policy: Optional[Policy] = None) -> None:
 
 
 def start_from_environment(imported_by_mxamp: bool = False) -> None:
-    """Start an automatic run if `MXNET_ENABLE_AUTO_MIXED_PRECISION` is on, for the start-up hook.
+    """Start an automatic run if the variable MXNET_ENABLE_AUTO_MIXED_PRECISION asks for it.
 
     `imported_by_mxamp`: the program has imported mxamp, and mxamp imports MXNet.
     """
@@ -122,7 +122,7 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 
 
 def end_automatic_run(function: str = "", dtype: str = "") -> None:
-    """End an automatic run, if one is on.
+    """Turn off the mixed precision that an environment variable or `mxamp run` turned on.
 
     `function` is the function of mxamp that the program calls; a forked process gives none. `dtype`
     is the dtype of the run.
@@ -136,7 +136,7 @@ def end_automatic_run(function: str = "", dtype: str = "") -> None:
 
 
 def _patched_init(original: Original, *args: object, **kwargs: object) -> object:
-    """End the automatic run, then call `init` or `initialize`, which keep the run's dtype.
+    """End the automatic run; call the script's `init` or `initialize` with the run's dtype.
 
     Their own default is float16, as in `mxnet.contrib.amp`; whoever starts the run has the last
     word.
@@ -155,12 +155,12 @@ def _patched_init(original: Original, *args: object, **kwargs: object) -> object
 
 
 def imports_mxamp(code: bytes) -> bool:
-    """Return whether a line of Python code imports mxamp."""
+    """Return whether the source code of a Python script imports mxamp."""
     return re.search(rb"^\s*(import\s(.*[\s,])?|from\s+)mxamp\b", code, re.MULTILINE) is not None
 
 
 def show_log() -> None:
-    """Show mxamp's log lines, unless the program has chosen a log level before."""
+    """Print mxamp's log lines to stderr, unless the program has configured logging itself."""
     if logger.level or logger.handlers or logging.getLogger().level != logging.WARNING:
         return
     logger.setLevel(logging.INFO)

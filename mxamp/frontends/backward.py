@@ -1,4 +1,4 @@
-"""Loss scaling within backward passes, for scripts that scale no loss themselves.
+"""Loss scaling inside backward passes, for scripts that scale no loss themselves.
 
 `autograd.backward`, `NDArray.backward` and `autograd.grad` multiply the gradients of their heads by
 the shared scale, and unscale the gradients that come back: a script that knows of no loss scale
@@ -46,7 +46,7 @@ Compute = Callable[[Any], Any]
 
 
 class _BackwardPatches(FrontEnd):
-    """Patches that scale losses and unscale gradients within each backward pass."""
+    """Patches that multiply gradients by a loss scale in a backward pass and divide them after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _BackwardPatches(FrontEnd):
         self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of trainers, `autograd.grad` and autograd's variables."""
+        """Return the patches of `Trainer`, `autograd.grad` and `attach_grad`."""
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
@@ -67,7 +67,7 @@ class _BackwardPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Patch `backward` and `attach_grad`, and find the arrays that have gradients already."""
+        """Patch backward passes, and find the arrays that have gradients already."""
         check_contrib_is_off()
         if not self.is_open:
             scaling_patches.open()
@@ -76,7 +76,7 @@ class _BackwardPatches(FrontEnd):
             scaling_patches.automatic = self
 
     def close(self) -> None:
-        """Undo the patches of backward passes, and forget the recorded variables."""
+        """Undo the patches of backward passes, and forget the arrays with gradients."""
         scaling_patches.automatic = None
         super().close()
         self.default_scale, self._has_warned = None, False
@@ -85,7 +85,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **kwargs: object
     ) -> None:
-        """Call `Trainer.__init__`; attach the shared scale of its optimizer or an automatic run."""
+        """Call `Trainer.__init__`; attach the loss scale of its optimizer or automatic run."""
         original(trainer, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
         own_scale = scale_of(given) or scale_of(trainer._optimizer)
@@ -100,7 +100,7 @@ class _BackwardPatches(FrontEnd):
             logger.warning("%s: this trainer is left as it is: %s", shared.scaled_by, error)
 
     def run(self, compute: Compute, one: BackwardPass) -> None:
-        """Run a backward pass with the lowest scale of all trainers, and unscale gradients."""
+        """Run a backward pass with the trainers' lowest loss scale, then unscale gradients."""
         states = shared_states()
         dropped = {state for state in states if state.overflown}
         scale = _lowest_scale(one)
@@ -118,7 +118,7 @@ class _BackwardPatches(FrontEnd):
             logger.warning(OVERFLOW, scale)
 
     def run_scaled(self, compute: Compute, one: BackwardPass, scale: float) -> None:
-        """Run a backward pass with a scale, and unscale the gradients behind its heads.
+        """Run a backward pass with the loss scale `scale`, then unscale the gradients it wrote.
 
         If it runs inside another pass, that unscales the gradients behind the heads of both.
         """
@@ -141,7 +141,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_grad(
         self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `autograd.grad` with scaled head gradients; return the unscaled gradients."""
+        """Call `autograd.grad` with the loss scale inside; return unscaled gradients."""
         head_grads, *rest = args or [kwargs.pop("head_grads", None)]
         one, outer = BackwardPass(as_list(heads), head_grads), current()
         one.scale = outer.backward_pass.scale / outer.scale if outer else _lowest_scale(one)
@@ -159,13 +159,13 @@ backward_patches = _BackwardPatches()
 
 
 def shared_states() -> list[State]:
-    """Return the states of the trainers that have a shared scale."""
+    """Return the loss scaling state of each trainer whose losses `backward` scales by itself."""
     found = [active_state(trainer) for trainer in ledger.known()]
     return [state for state in found if state is not None and state.is_shared]
 
 
 def _lowest_scale(one: BackwardPass) -> float:
-    """Return the lowest scale of the trainers that have a shared scale, or 1.
+    """Return the loss scale for a backward pass: the lowest of the trainers', or 1.
 
     If their scales differ, the trainers of parameters behind the pass's heads count: the script may
     use the other ones no more.
@@ -179,7 +179,7 @@ def _lowest_scale(one: BackwardPass) -> float:
 
 
 def _scaled_gradients(one: BackwardPass, scale: float) -> list[NDArray | None]:
-    """Return a pass's head gradients, ones by default, times the loss scale."""
+    """Return a backward pass's head gradients, ones by default, times the loss scale."""
     given = one.head_grads or [None] * len(one.heads)
     with autograd.pause(), suspended():
         return [
@@ -189,7 +189,7 @@ def _scaled_gradients(one: BackwardPass, scale: float) -> list[NDArray | None]:
 
 
 def _divided(gradient: NDArray, scale: float) -> NDArray:
-    """Return a gradient divided by the scale; autograd may record the division."""
+    """Return a gradient divided by the loss scale; autograd can record the division."""
     first = min(scale, _LARGEST_FACTOR)
     gradient = gradient * (1 / first)
     return gradient if first == scale else gradient * (first / scale)

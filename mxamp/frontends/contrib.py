@@ -1,4 +1,4 @@
-"""`mxnet.contrib.amp`: its functions replaced by mxamp's, and its operator lists.
+"""Replacement of `mxnet.contrib.amp`: mxamp's functions and operator lists under its names.
 
 The lists hold canonical operator names, and `init` and `convert_*` take them as they are.
 """
@@ -17,7 +17,7 @@ from ..policy.targets import check_target
 
 
 class _StandIn(ModuleType):
-    """A module of `mxnet.contrib.amp` whose functions are mxamp's.
+    """Class for the modules of `mxnet.contrib.amp` that makes their functions mxamp's.
 
     Python lets a module change its class, for attributes that are computed when they are read. So
     scripts that hold the module already get mxamp's functions, those that contrib lacks included.
@@ -33,7 +33,7 @@ class _StandIn(ModuleType):
 
 
 class _ContribPatches(FrontEnd):
-    """Replaces the functions of `mxnet.contrib.amp` and `mxnet.contrib.amp.amp` by mxamp's.
+    """The replacement of the functions of `mxnet.contrib.amp` by mxamp's, until `close`.
 
     The modules themselves stay, so every way of importing them works, and so do their lists.
     """
@@ -76,7 +76,7 @@ def patch_contrib() -> None:
 
 
 def list_lp16_ops(target_dtype: Dtype) -> List[str]:
-    """Return the operators that run in the target dtype.
+    """Return the operators that run in the target dtype, as `mxnet.contrib.amp` lists them.
 
     >>> "Convolution" in list_lp16_ops("bfloat16")
     True
@@ -90,7 +90,7 @@ def list_lp16_ops(target_dtype: Dtype) -> List[str]:
 
 
 def list_fp32_ops(target_dtype: Dtype) -> List[str]:
-    """Return the operators that run in float32.
+    """Return the operators that run in float32, as `mxnet.contrib.amp` lists them.
 
     >>> "softmax" in list_fp32_ops("float16")
     True
@@ -104,7 +104,7 @@ def list_fp32_ops(target_dtype: Dtype) -> List[str]:
 
 
 def list_lp16_fp32_ops(target_dtype: Dtype) -> List[str]:
-    """Return the operators that run in the dtype of their inputs, and those that are never cast.
+    """Return the operators that run in the dtype of their inputs, or that are never cast.
 
     >>> "Flatten" in list_lp16_fp32_ops("float16")
     True
@@ -118,7 +118,7 @@ def list_lp16_fp32_ops(target_dtype: Dtype) -> List[str]:
 
 
 def list_conditional_fp32_ops(target_dtype: Dtype) -> List[Tuple[str, str, List[str]]]:
-    """Return (operator, attribute, values): in float32 if the attribute has one of the values.
+    """Return (operator, attribute, values) of operators in float32 for these attribute values.
 
     >>> ("Activation", "act_type", ["softrelu"]) in list_conditional_fp32_ops("float16")
     True
@@ -137,7 +137,7 @@ def list_conditional_fp32_ops(target_dtype: Dtype) -> List[Tuple[str, str, List[
 
 
 def list_widest_type_cast(target_dtype: Dtype) -> List[str]:
-    """Return the operators whose inputs are cast to the widest dtype among them.
+    """Return the operators whose inputs are cast to the widest dtype among the inputs.
 
     >>> "Concat" in list_widest_type_cast("float16")
     True
@@ -151,7 +151,7 @@ def list_widest_type_cast(target_dtype: Dtype) -> List[str]:
 
 
 def list_loss_output_functions(target_dtype: Dtype) -> List[str]:
-    """Return the operators that ignore head gradients and start the backward pass themselves.
+    """Return the operators that are losses, such as SoftmaxOutput: they ignore head gradients.
 
     >>> "SoftmaxOutput" in list_loss_output_functions("float16")
     True
@@ -166,7 +166,7 @@ def list_loss_output_functions(target_dtype: Dtype) -> List[str]:
 
 
 def list_lp16_use_fp32_params(target_dtype: Dtype) -> Optional[Dict[str, List[bool]]]:
-    """Return which inputs of each operator stay in float32 (True); None for float16, as in MXNet.
+    """Return, for each bfloat16 operator, which inputs stay in float32; None for float16.
 
     >>> list_lp16_use_fp32_params("bfloat16")["where"]
     [True, False, False]
@@ -186,7 +186,7 @@ def list_lp16_use_fp32_params(target_dtype: Dtype) -> Optional[Dict[str, List[bo
 
 
 def _operators(target_dtype: Dtype, *classes: str) -> List[str]:
-    """Return the operators of policy classes, without those conditional on single values.
+    """Return the operators of these precision classes, except those that depend on attributes.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.
     """

@@ -1,4 +1,4 @@
-"""The precision of the user's own functions and custom operators.
+"""Decorators and registration that set the precision of your functions and custom operators.
 
 The policy's lists hold built-in operators only. Authors of Python functions of arrays and of
 `mx.operator.CustomOp` set the precision here.
@@ -37,7 +37,7 @@ _calls = itertools.count()
 
 
 def half_function(function: Function) -> Function:
-    """Cast a function's float arrays to the target dtype, while mixed precision is on.
+    """Decorate a function: while mixed precision is on, cast its float arrays to 16 bits.
 
     ::
 
@@ -60,7 +60,7 @@ def half_function(function: Function) -> Function:
 
 
 def float_function(function: Function) -> Function:
-    """Cast a function's 16-bit arrays to float32, and run it as without mxamp.
+    """Decorate a function: cast its 16-bit arrays to float32, and run it without mixed precision.
 
     ::
 
@@ -82,7 +82,7 @@ def float_function(function: Function) -> Function:
 
 
 def promote_function(function: Function) -> Function:
-    """Cast a function's float arrays to the widest dtype among them, while mixed precision is on.
+    """Decorate a function: cast its float arrays to the widest dtype among them.
 
     ::
 
@@ -105,7 +105,7 @@ def promote_function(function: Function) -> Function:
 
 
 def _with_casts(function: Function, inside: str) -> Function:
-    """Return `function` with its array arguments cast, in eager calls and in graphs.
+    """Return `function` wrapped to cast its arrays or symbols to a target, widest or float32.
 
     `inside` is TARGET_INSIDE, WIDEST_INSIDE, or FLOAT32_INSIDE, which turns mixed precision off.
     """
@@ -135,7 +135,7 @@ def _with_casts(function: Function, inside: str) -> Function:
 
 
 def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
-    """Return the dtype that the float arrays among the arguments of a call are cast to."""
+    """Return the dtype to which a decorated function casts its float arrays in a call."""
     dtypes = {dtype_name(one.dtype) for one in leaves if isinstance(one, NDArray)} & CASTABLE
     if inside is WIDEST_INSIDE and len(dtypes) == 1:
         return dtypes.pop()
@@ -143,7 +143,7 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
 
 
 def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
-    """Return a float array in `dtype`, a symbol that casts when it runs, or the value as it is."""
+    """Return an array cast to `dtype`, a symbol marked to be cast when it runs, or `value`."""
     if isinstance(value, Symbol):
         copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
         return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
@@ -216,7 +216,7 @@ def register_promote_function(module: Union[ModuleType, type], name: str) -> Non
 
 
 def _register(module: Union[ModuleType, type], name: str, inside: str) -> None:
-    """Replace `module.name` by a function that casts, until `shutdown`; a repeat is a no-op."""
+    """Replace `module.name` with a function that casts its arguments, until `shutdown`."""
     if not hasattr(module, "__dict__"):
         raise ArgumentError(f"the first argument must be a module, not {shown(module)}")
     functions = {key: value for key, value in vars(module).items() if callable(value)}
@@ -228,7 +228,7 @@ def _register(module: Union[ModuleType, type], name: str, inside: str) -> None:
 
 @checked_call
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
-    """Set the precision of a custom operator (`mx.operator.Custom`), which is float32 by default.
+    """Set the precision of a custom operator (`mx.operator.Custom`), by default float32.
 
     ::
 

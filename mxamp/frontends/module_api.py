@@ -51,12 +51,12 @@ _bound: WeakSet[Module] = WeakSet()
 
 
 class DecoratedName(str):
-    """An optimizer's name with a loss scale, for a `Module` that makes the optimizer itself."""
+    """The name of an optimizer that `decorate` gave a loss scale: a str, as `Module` takes it."""
 
 
 @dataclass
 class _ModuleScaling:
-    """The loss scaling state of a module: the scale, overflow and saved statistics."""
+    """The loss scaling state of a module: scale, overflow flag, saved BatchNorm statistics."""
 
     scale: float = 1.0  #: in its graph since the last forward
     overflown: bool = False  #: a gradient was not finite
@@ -65,7 +65,7 @@ class _ModuleScaling:
 
 
 def _state_of(module: Module) -> _ModuleScaling:
-    """Return a module's loss scaling state, held in its attribute `_amp_state`."""
+    """Return the loss scaling state of a module; create it on first use."""
     return vars(module).setdefault("_amp_state", _ModuleScaling())  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,7 @@ def _patched_bind(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Bind a module to a symbol with an input for the loss scale, if it trains and has losses."""
+    """Bind a module; in training, its graph gets an input for the loss scale."""
     _patch_override(type(self))
     symbol, names, graph, group = self._symbol, self._state_names, None, self._exec_group
     if for_training and not chose_float32():
@@ -96,7 +96,7 @@ def _patched_bind(
 
 
 def _scale_arrays(module: Module) -> list[NDArray]:
-    """Return a module's loss scale inputs, one a device; [] if its graph has no such input."""
+    """Return the arrays of a module's loss scale input, one for each device; [] without it."""
     group = module._exec_group
     if group is None or SCALE_INPUT not in group.state_names:
         return []
@@ -111,7 +111,7 @@ def _patched_init_optimizer(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Initialize a module's optimizer, and attach its loss scale, if any, to it."""
+    """Initialize a module's optimizer, and attach the loss scale if it was decorated."""
     shared = scale_of(optimizer) or backward_patches.default_scale
     checks = shared is not None and shared.scaler.is_scaling
     if checks:
@@ -136,14 +136,14 @@ def _patched_init_optimizer(
 
 
 def _patch_override(kind: type) -> None:
-    """Patch a subclass's own `init_optimizer`: SVRGModule's chooses a kvstore before Module's."""
+    """Patch `init_optimizer` of a `Module` subclass that overrides it, such as SVRGModule."""
     owner = next(one for one in kind.__mro__ if "init_optimizer" in vars(one))
     if not hasattr(vars(owner)["init_optimizer"], "__wrapped__"):  # not patched yet
         FrontEnd([Patch(owner, "init_optimizer", wrapping(_patched_init_optimizer))]).open()
 
 
 def _patched_forward(original: Original, self: Module, *args: object, **kwargs: object) -> None:
-    """Run a module forward with the current loss scale in its input for the scale."""
+    """Run a module forward, after writing the current loss scale to its graph's input."""
     scaler = _scaler_of(self)
     # Not in `backward`: with `group2ctxs` MXNet copies inputs to other devices in the forward pass.
     _set_scale(self, 1.0 if scaler is None else scaler.loss_scale)
@@ -151,7 +151,7 @@ def _patched_forward(original: Original, self: Module, *args: object, **kwargs: 
 
 
 def _set_scale(module: Module, scale: float) -> None:
-    """Set the loss scale in a module's graph, if the graph has an input for it."""
+    """Write the loss scale to a module's graph, if the graph has an input for it."""
     _state_of(module).scale = scale
     with suspended():
         for array in _scale_arrays(module):
@@ -159,13 +159,13 @@ def _set_scale(module: Module, scale: float) -> None:
 
 
 def _scaler_of(module: Module) -> LossScaler | None:
-    """Return the scaler of a module's optimizer; None if its losses are not scaled."""
+    """Return the loss scaler of a module's optimizer; None if its losses are not scaled."""
     shared = scale_of(module._optimizer) if module.optimizer_initialized else None
     return shared.scaler if shared is not None and shared.scaler.is_scaling else None
 
 
 def _patched_backward(original: Original, self: Module, out_grads: object = None) -> None:
-    """Run a module backward with scaled gradients, unscale them, and record an overflow."""
+    """Run a module backward with scaled gradients, then unscale them and record an overflow."""
     scaler, state = _scaler_of(self), _state_of(self)
     has_dropped, state.overflown = state.overflown, False
     in_graph = bool(_scale_arrays(self))
@@ -189,13 +189,13 @@ def _patched_backward(original: Original, self: Module, out_grads: object = None
 
 
 def _running_statistics(module: Module) -> list[tuple[str, NDArray]]:
-    """Return a module's auxiliary states on all devices."""
+    """Return the auxiliary states of a module on all devices, such as BatchNorm's statistics."""
     group = module._exec_group
     return [(n, one) for n, arrays in zip(group.aux_names, group.aux_arrays) for one in arrays]
 
 
 def _gradients(module: Module, adding: bool = False) -> list[NDArray]:
-    """Return all gradients of a module; with `adding`, only those with `grad_req="add"`."""
+    """Return the gradients of a module: all, or with `adding` those with `grad_req="add"`."""
     group = module._exec_group
     return [
         gradient
@@ -249,7 +249,7 @@ def _update_if_finite(
 
 
 def check_kvstore(module: Module, kvstore: object) -> None:
-    """Raise if a module's kvstore compresses gradients, or can't send its parameters."""
+    """Raise if a module's kvstore compresses gradients or can't send the parameters' dtypes."""
     if not is_distributed(kvstore):
         return
     if module._compression_params:
@@ -260,7 +260,7 @@ def check_kvstore(module: Module, kvstore: object) -> None:
 
 
 def _synchronize_workers(module: Module, shared: SharedScale) -> None:
-    """Give a module the weights of worker 0, and compare the workers' settings.
+    """Copy worker 0's weights to a module, and raise if the workers' settings differ.
 
     MXNet shares weights only if the kvstore updates them.
     """
@@ -273,7 +273,7 @@ def _synchronize_workers(module: Module, shared: SharedScale) -> None:
 
 
 class _ModulePatches(FrontEnd):
-    """Patches of `Module`; when undone, they set the loss scale in all graphs to 1."""
+    """Patches of `Module` for loss scaling; undoing them sets the scale in all graphs to 1."""
 
     def close(self) -> None:
         super().close()

@@ -1,4 +1,4 @@
-"""Optimizers that scale losses themselves: Paddle's and TensorFlow's way."""
+"""Paddle's and TensorFlow's API: `decorate` an optimizer, which then scales the losses."""
 
 import copy
 from typing import Union
@@ -98,7 +98,7 @@ def decorate(
 
 
 def _copied(optimizer: object) -> Union[DecoratedName, Optimizer]:
-    """Return a copy of an optimizer, or of its name, that a loss scale can be attached to."""
+    """Return a copy of an optimizer or of its name, ready to have a loss scale attached."""
     if isinstance(optimizer, str):
         if optimizer.lower() not in Optimizer.opt_registry:
             raise unknown("optimizer", optimizer, Optimizer.opt_registry)

@@ -1,4 +1,4 @@
-"""Autograd's variables: the arrays that it computes gradients for.
+"""Registry of autograd's variables: the arrays for which it computes gradients.
 
 MXNet does not list them. The garbage collector finds the variables marked before the patches;
 patches of `attach_grad` and `mark_variables` see later ones. A variable that Python does not hold
@@ -27,17 +27,17 @@ Arrays = Union[NDArray, Sequence[NDArray]]
 
 
 class Variable(NamedTuple):
-    """An array that autograd computes a gradient for; `adds` if passes add to the gradient."""
+    """An array with a gradient, and whether backward passes add to it (`grad_req="add"`)."""
 
     array: NDArray
     adds: bool
 
 
 class Variables(Dict[str, Variable]):
-    """All autograd variables by tape name, in the order in which they were marked."""
+    """All arrays with a gradient, keyed by their names on autograd's tape, in creation order."""
 
     def patches(self) -> List[Patch]:
-        """Return the patches of `mark_variables` and `attach_grad` that record variables."""
+        """Return the patches of `mark_variables` and `attach_grad` that record their arrays."""
         return [
             *patches_of_function(autograd, "mark_variables", wrapping(self._patched_mark)),
             Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
@@ -45,7 +45,7 @@ class Variables(Dict[str, Variable]):
         ]
 
     def add_existing(self) -> None:
-        """Record the autograd variables that exist already and that Python holds."""
+        """Record the arrays that had a gradient before the patches, found in Python's memory."""
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
         # gradient is scaled too, and a write replaces it.
@@ -57,16 +57,16 @@ class Variables(Dict[str, Variable]):
                 self.add(param._data, param.grad_req)
 
     def add(self, arrays: Iterable[NDArray], grad_req: str) -> None:
-        """Record marked arrays as variables, unless they get no gradient."""
+        """Record arrays as autograd's variables, unless `grad_req` is "null"."""
         for array in arrays if grad_req != "null" else ():
             self[name_of(array)] = Variable(array, grad_req == "add")
 
     def behind(self, names: Iterable[str]) -> List[Variable]:
-        """Return the variables with these names on autograd's tape."""
+        """Return the recorded variables with these names on autograd's tape."""
         return [self[name] for name in names if name in self]
 
     def prune(self, freed: AbstractSet[str]) -> None:
-        """Forget variables that Python does not hold, if their tape is freed or they are old."""
+        """Forget variables that nothing else references, if their tape is freed or they are old."""
         unheld = [name for name, one in list(self.items()) if sys.getrefcount(one.array) <= _OURS]
         for i, name in enumerate(reversed(unheld)):
             if name in freed or i >= _UNHELD:
@@ -75,7 +75,7 @@ class Variables(Dict[str, Variable]):
     def _patched_mark(
         self, original: Original, variables: Arrays, gradients: object, grad_reqs: Any = "write"
     ) -> None:
-        """Call `mark_variables`, and record each array as a variable."""
+        """Call `autograd.mark_variables`, and record its arrays as variables."""
         listed = [variables] if isinstance(variables, NDArray) else list(variables)
         for array in listed:
             self._keep_gradient(array)
@@ -87,13 +87,13 @@ class Variables(Dict[str, Variable]):
     def _patched_attach(
         self, original: Original, array: NDArray, grad_req: str = "write", *args: Any, **kwargs: Any
     ) -> None:
-        """Call `attach_grad`, and record the array as a variable."""
+        """Call `NDArray.attach_grad`, and record the array as a variable."""
         self._keep_gradient(array)
         original(array, grad_req, *args, **kwargs)
         self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Keep the gradient that an array is about to lose: a tape may still write it."""
+        """Keep the old gradient of an array that gets a new one: the tape may still write it."""
         name = name_of(array)
         before = self.get(name)
         if before is not None:
@@ -102,7 +102,7 @@ class Variables(Dict[str, Variable]):
 
 
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
-    """Group variables that share the memory of one gradient."""
+    """Group arrays with a gradient by the memory of that gradient, which some of them share."""
     groups: Dict[Tuple[int, int], List[Variable]] = {}
     for variable in variables:
         gradient, key = variable.array.grad, (-id(variable), 0)
