@@ -1,1 +1,1 @@
-"""Conversion of symbols, saved models and blocks. Imports `patches` and below."""
+"""Conversion of symbols, saved models and blocks to mixed precision. Imports `patches`."""

@@ -1,4 +1,4 @@
-"""Gluon blocks: the graph of a block, and a new block around a converted graph."""
+"""Gluon blocks: trace a block's graph, and make a new block that runs a converted graph."""
 
 import inspect
 import logging
@@ -39,7 +39,7 @@ Examples = Union[None, NDArray, Sequence[Any]]
 
 
 class TracedBlock:
-    """A traced block: symbol, inputs, parameters, and the nesting of arguments and outputs.
+    """A traced block: its symbol and parameters, and how its arguments and outputs are nested.
 
     `arguments` are those of the call that the block was traced on, if any.
     """
@@ -58,7 +58,7 @@ class TracedBlock:
         }
 
     def input_dtypes(self, overrides: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-        """Return the dtypes of the traced call's arguments by name, updated by `overrides`.
+        """Return the dtypes of the graph's inputs in the traced call, with `overrides` applied.
 
         Inputs that the graph does not read are left out.
         """
@@ -68,7 +68,7 @@ class TracedBlock:
         return {name: dtype for name, dtype in dtypes.items() if name not in unread}
 
     def param_values(self) -> Dict[str, NDArray]:
-        """Return the parameters' values on the CPU, by name; values on the CPU aren't copied."""
+        """Return the parameters' values on the CPU by name; those on the CPU are not copied."""
         for name, param in self.params.items():
             if param._data is None:
                 raise StateError(f"parameter {name!r} has no value: initialize the block, run it")
@@ -76,7 +76,7 @@ class TracedBlock:
 
 
 def _cpu_value(param: Parameter) -> NDArray:
-    """Return a parameter's value on the CPU: its own array, or the mean over its devices."""
+    """Return the value of a parameter on the CPU, averaged if it is on several devices."""
     arrays = param._data
     if arrays[0].stype != "default":
         return param._reduce()
@@ -90,7 +90,7 @@ def _cpu_value(param: Parameter) -> NDArray:
 
 
 def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
-    """Return a block's graph as a `TracedBlock`: its cached one, or traced on `example_inputs`.
+    """Return a block's graph as a `TracedBlock`, traced on `example_inputs` or cached earlier.
 
     The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
     the example initializes parameters of deferred shape.
@@ -111,7 +111,7 @@ def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
 
 
 def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
-    """Trace a block's call with `arguments`; the block's own cached graph is unchanged."""
+    """Trace a block on a call with `arguments`, without changing its own cached graph."""
     kept = {name: getattr(block, name) for name in ("_cached_graph", "_in_format", "_out_format")}
     try:
         block._cached_graph = ()
@@ -127,7 +127,7 @@ def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
 
 
 def _example_error(block: HybridBlock, arguments: Tuple[Any, ...], error: Exception) -> AmpError:
-    """Return the error for example inputs that a block does not run on, or can't be traced on."""
+    """Return the error to raise if a block can't run, or be traced, on the example inputs."""
     if type(error) is RuntimeError:  # of parameters that were not initialized
         return StateError(f"block {block.name!r} does not run: {error}")
     is_call = isinstance(error, (TypeError, NotImplementedError))
@@ -142,7 +142,7 @@ def _example_error(block: HybridBlock, arguments: Tuple[Any, ...], error: Except
 
 
 def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
-    """Return `example_inputs` as the arguments of one call; raise unless they hold arrays."""
+    """Return `example_inputs` as a tuple of a call's arguments; raise unless they hold arrays."""
     arguments = (example_inputs,) if isinstance(example_inputs, NDArray) else example_inputs
     arrays: List[NDArray] = []
     others: List[Any] = []
@@ -155,7 +155,7 @@ def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
 def _with_states_as_list(
     layer: _RNNLayer, inputs: NDArray, states: object = None, *lengths: object
 ) -> Tuple[Any, ...]:
-    """Return a recurrent layer's arguments with a list of states: `begin_state()` if None."""
+    """Return the arguments of a recurrent layer's call, with initial states if it passes none."""
     if states is None:
         batch_size = inputs.shape[layer._layout.find("N")]
         states = layer.begin_state(batch_size, ctx=inputs.context, dtype=inputs.dtype)
@@ -163,7 +163,7 @@ def _with_states_as_list(
 
 
 class ConvertedBlock(SymbolBlock):
-    """A block that exports a converted graph, and runs the original graph if it is kept.
+    """A converted block: exports a graph with casts, and runs the original graph if it is kept.
 
     The latter gets its casts in each call, by the shapes of the call's inputs.
     """
@@ -216,12 +216,12 @@ class ConvertedBlock(SymbolBlock):
         self.hybridize(**fused_flags if options.fuse else dict(block._flags[:2]))
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        """Call the block; the states of a recurrent layer may be left out."""
+        """Call the block; a recurrent layer may be called without states, as before conversion."""
         given = (x, *args) if self._layer is None else _with_states_as_list(self._layer, x, *args)
         return super().__call__(*given)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:
-        """Write the converted graph with its casts and all parameters; no call is needed before.
+        """Write the graph with its casts, and all parameters, to a symbol and a parameter file.
 
         Both files are replaced together, as by `convert_files`. `remove_amp_cast` is ignored.
         """
@@ -232,7 +232,7 @@ class ConvertedBlock(SymbolBlock):
         write_model((symbol, values, auxs), model_files(path, epoch))
 
     def _collect_params_with_prefix(self, prefix: str = "") -> Dict[str, Parameter]:
-        """Return the parameters by the names that `save_parameters` and `load_parameters` use.
+        """Return the parameters by the names that `save_parameters` writes.
 
         A SymbolBlock saves them without their common prefix, and does not find them again.
         """
@@ -240,7 +240,7 @@ class ConvertedBlock(SymbolBlock):
         return {before + name: param for name, param in self.params.items()}
 
     def forward(self, x: Any, *args: Any) -> Any:
-        """Run the block; inputs that it casts may be in either half precision or float32."""
+        """Run the block; it takes inputs in float16, bfloat16 or float32, and casts them."""
         if any(self._input_dtypes):
             flat, form = _flatten((x, *args), "input")
             dtypes = iter(self._input_dtypes)
@@ -262,7 +262,7 @@ class ConvertedBlock(SymbolBlock):
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> object:
-    """Return an array or symbol cast to `dtype` if both dtypes are half precision or float32."""
+    """Return an array or symbol cast to `dtype`, unless one of the dtypes can't be cast."""
     if value is None or dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):

@@ -1,4 +1,4 @@
-"""Conversion of saved models: from files to files."""
+"""Conversion of saved models: read a model's files, and write the converted model's files."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -47,7 +47,7 @@ def convert_symbol(
     keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Symbol:
-    """Return a copy of a symbol that computes in another precision.
+    """Return a copy of a symbol, with casts, that computes in another precision.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
@@ -158,7 +158,7 @@ def convert_model(
 
 
 def converted_model(model: Model, options: Options) -> Tuple[Symbol, Params, Params]:
-    """Return the symbol, arg_params and aux_params of a model converted as `options` say."""
+    """Return the symbol, arg_params and aux_params of a model, converted with `options`."""
     converted = convert(model[0], options, {**model[1], **model[2]})
     values = dict(converted.params)
     new_auxs = {name: values.pop(name) for name in model[2] if name in values}
@@ -183,7 +183,7 @@ def convert_hybrid_block(
     example_inputs: Examples = None,
     fuse: bool = False,
 ) -> SymbolBlock:
-    """Return a mixed-precision copy of a block, which is called the same way.
+    """Return a mixed-precision copy of a Gluon block, to be called in the same way.
 
     ::
 

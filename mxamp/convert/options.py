@@ -1,4 +1,4 @@
-"""The options that all `convert_*` functions share, and checks of names, dtypes and shapes."""
+"""The arguments that all `convert_*` functions share, and checks of arguments."""
 
 import logging
 from dataclasses import dataclass, fields
@@ -43,7 +43,7 @@ class Options:
 
     @classmethod
     def of(cls, target_dtype: Dtype, **arguments: Any) -> "Options":
-        """Return the options of a `convert_*` call, given all its arguments by name.
+        """Return the `Options` of a call of a `convert_*` function, given all its arguments.
 
         `keep_io_types` is True by default, but False for float32 models, whose policy lowers no
         operator.
@@ -67,7 +67,7 @@ class Options:
 
 
 def with_excluded_layers(policy: Policy, excluded: LayerArgument, graph: Graph) -> Policy:
-    """Return the policy with the `excluded` layers, as in `excluded_sym_names`, in float32.
+    """Return the policy with layers named in `excluded_sym_names` kept in float32.
 
     Raise for excluded layers that `graph` lacks. A policy may serve several models: its own
     `fp32_layers` that `graph` lacks are logged.
@@ -89,7 +89,7 @@ def with_excluded_layers(policy: Policy, excluded: LayerArgument, graph: Graph) 
 def resolved_dtypes(
     symbol: Symbol, params: Mapping[str, NDArray], input_dtypes: Optional[Mapping[str, Any]] = None
 ) -> Dict[str, str]:
-    """Return the dtypes of a symbol's inputs by name: of parameters, as given, or inferred.
+    """Return the dtypes of a symbol's inputs by name, inferred where not known.
 
     The last resort is float32. Raises for a parameter whose dtype in `input_dtypes` is another.
     """
@@ -109,7 +109,7 @@ def resolved_dtypes(
 
 
 def checked_dtype(name: str, dtype: object) -> str:
-    """Return the name of a dtype; raise, naming the input `name`, unless MXNet has that dtype."""
+    """Return the name of an input's dtype; raise if MXNet has no such dtype."""
     found = dtype_name(dtype)
     if dtype is None or found not in DTYPE_CODES:  # None is float64 to NumPy
         allowed = ", ".join(DTYPE_CODES)
@@ -118,7 +118,7 @@ def checked_dtype(name: str, dtype: object) -> str:
 
 
 def check_mapping(argument: str, value: object, what: str, kind: type = object) -> None:
-    """Raise unless an argument is None or maps names to `what`, all instances of `kind`."""
+    """Raise unless an argument is None or a mapping from names to values of type `kind`."""
     if not isinstance(value, (Mapping, type(None))):
         raise ArgumentError(f"{argument} must map names to {what}, not {shown(value)}")
     for name, one in (value or {}).items():
@@ -127,7 +127,7 @@ def check_mapping(argument: str, value: object, what: str, kind: type = object) 
 
 
 def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return a mapping of input names to shapes with tuples of int; raise for other values.
+    """Return an argument that maps inputs to shapes with shapes as tuples of int, else raise.
 
     `argument` is the name of the public argument, for messages. None gives an empty dictionary.
     """
@@ -142,7 +142,7 @@ def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
 
 
 def name_list(argument: str, names: Names) -> Sequence[str]:
-    """Return an iterable of names as a list, [] for None; raise unless all names are strings.
+    """Return an argument as a list of names, empty for None; raise unless all are strings.
 
     `argument` is the name of the public argument, for messages.
     """
@@ -156,7 +156,7 @@ def name_list(argument: str, names: Names) -> Sequence[str]:
 
 
 def check_names(names: Iterable[str], allowed: Sequence[str], noun: str) -> None:
-    """Raise `UnknownNameError`, about an unknown `noun`, for the first name not in `allowed`."""
+    """Raise `UnknownNameError` if a name is not in `allowed`; `noun` says what it names."""
     for name in names:
         if name not in allowed:
             raise unknown(noun, name, allowed)

@@ -1,4 +1,4 @@
-"""The outputs of two models on the same inputs, and their errors."""
+"""Run two models on the same inputs, and measure the errors of the second one's outputs."""
 
 import logging
 import math
@@ -43,7 +43,7 @@ _WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign
 
 
 class Distance:
-    """The largest errors of arrays against reference arrays of the same shapes.
+    """The errors of arrays against reference arrays: relative, maximum, and lost elements.
 
     `relative` is the L2 norm of the difference over that of the reference, for the worst pair:
     pooled norms would hide a small array that is all wrong. Against a reference of zeros it is 0
@@ -56,7 +56,7 @@ class Distance:
         self.lost = 0
 
     def add(self, name: str, reference: Values, measured: Values) -> None:
-        """Include a pair of float32 NumPy arrays; raise, naming output `name`, if shapes differ."""
+        """Add the error of an output against its reference; raise if their shapes differ."""
         if reference.shape != measured.shape:
             shapes = f"{reference.shape} and {measured.shape}"
             raise ArgumentError(f"output {name!r} has shape {shapes}")
@@ -72,7 +72,7 @@ class Distance:
 
 
 class OutputError(NamedTuple):
-    """The error of one output of a model against another model's: see `compare_models`."""
+    """The error of one output in the result of `compare_models`."""
 
     name: str
     shape: Tuple[int, ...]
@@ -86,7 +86,7 @@ class OutputError(NamedTuple):
 def compare_models(
     model: Model, other: Model, inputs: Mapping[str, Any], ctx: Optional[Context] = None
 ) -> Tuple[OutputError, ...]:
-    """Run two models on the same inputs; return the errors of the second model's outputs.
+    """Run two models on the same inputs; return the errors of the second one's outputs.
 
     ::
 
@@ -139,7 +139,7 @@ def compare_models(
 
 
 def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> None:
-    """Raise `CheckError` for the first output with new Inf or NaN, or above `tolerance`."""
+    """Raise `CheckError` if an output has new Inf or NaN, or an error above `tolerance`."""
     for one in errors:
         bad = f"a relative error of {one.relative:.2g}, more than {tolerance:g}"
         if one.lost:
@@ -149,7 +149,7 @@ def check_errors(errors: Sequence[OutputError], tolerance: float, hint: str) -> 
 
 
 def output_error(name: str, reference: Values, measured: Values) -> OutputError:
-    """Return the error of an output against the reference, both float32 NumPy arrays."""
+    """Return the error of a model's output against the reference, both as float32 NumPy arrays."""
     distance = Distance()
     distance.add(name, reference, measured)
     if reference.size and not np.isfinite(reference).any():
@@ -164,7 +164,7 @@ def output_error(name: str, reference: Values, measured: Values) -> OutputError:
 
 
 def run_model(model: Model, inputs: Arrays, ctx: Context) -> Sequence[Any]:
-    """Run a model without mxamp; return its outputs as float32 NumPy arrays.
+    """Run a saved model in plain MXNet; return its outputs as float32 NumPy arrays.
 
     Raises `ArgumentError` if it does not run on `inputs`.
     """
@@ -189,7 +189,7 @@ def run_model(model: Model, inputs: Arrays, ctx: Context) -> Sequence[Any]:
 
 
 def zeros_for_missing(symbol: Symbol, params: Arrays, inputs: Arrays) -> Dict[str, NDArray]:
-    """Return zeros for inputs without a value, such as labels; raise if not inferable."""
+    """Return zeros for inputs without a value, such as labels; raise if a shape is unknown."""
     shapes = inferred_shapes(symbol, params, {name: array.shape for name, array in inputs.items()})
     missing = [one for one in symbol.list_inputs() if one not in params and one not in inputs]
     unknown = [name for name in missing if name not in shapes]
@@ -199,7 +199,7 @@ def zeros_for_missing(symbol: Symbol, params: Arrays, inputs: Arrays) -> Dict[st
 
 
 def inferred_shapes(symbol: Symbol, params: Arrays, inputs: Mapping[str, Any]) -> Dict[str, Shape]:
-    """Return the shapes of a symbol's arguments that follow from its parameters and `inputs`.
+    """Return the shapes of a symbol's arguments, inferred from its parameters and inputs.
 
     Raises if the shapes of `inputs` do not fit the model.
     """
@@ -220,7 +220,7 @@ def random_inputs(
     dtypes: Optional[Mapping[str, Any]] = None,
     seed: int = 0,
 ) -> Dict[str, NDArray]:
-    """Return random values for the inputs of a model: normal floats, integers 0 and 1.
+    """Return random values for a model's inputs: normally distributed floats, integers 0 and 1.
 
     ::
 
@@ -272,7 +272,7 @@ def random_inputs(
 
 
 def _bounds(symbol: Symbol, shapes: Mapping[str, Shape]) -> Dict[str, Tuple[int, int]]:
-    """Return the range, end excluded, of inputs that are indices or lengths.
+    """Return (lowest, highest + 1) of inputs that must be indices of a table or lengths.
 
     MXNet's sequence operators write outside of their arrays for lengths beyond the data's.
     """
@@ -296,7 +296,7 @@ def _bounds(symbol: Symbol, shapes: Mapping[str, Shape]) -> Dict[str, Tuple[int,
 
 
 def checked_model(model: Model) -> Model:
-    """Return `model`; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
+    """Return a saved model; raise `ArgumentError` unless it is (symbol, arg_params, aux_params)."""
     kinds = (Symbol, Mapping, Mapping)
     listed = isinstance(model, (tuple, list)) and len(model) == len(kinds)
     if not (listed and all(map(isinstance, model, kinds))):
@@ -308,7 +308,7 @@ def checked_model(model: Model) -> Model:
 
 
 def finite_input(name: str, value: object) -> NDArray:
-    """Return an array-like as an NDArray; raise, naming the input, unless all are finite."""
+    """Return an input's value as an NDArray; raise if it holds Inf or NaN or is no array."""
     if not isinstance(value, NDArray):
         # A tuple is of sizes, by mistake.
         if isinstance(value, tuple) or np.asarray(value).dtype.kind not in "biuf":
@@ -325,7 +325,7 @@ def finite_input(name: str, value: object) -> NDArray:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the line of an MXNet error's message that says what failed."""
+    """Return the one line of an MXNet error's message that says what failed."""
     text = getattr(error, "strerror", None) or str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     wanted = [line for line in lines if "Error" in line or "Check failed" in line]

@@ -1,4 +1,4 @@
-"""Saved models, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: read, and replaced as a pair.
+"""Saved models, `PREFIX-symbol.json` and `PREFIX-NNNN.params`: read or replace both files.
 
 MXNet opens the two files by name, one after the other, so no single step replaces both for a
 reader: one that reads at the very moment of the replacement may open one file of each model.
@@ -68,7 +68,7 @@ def model_files(prefix: Prefix, epoch: int) -> Files:
 
 
 def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> Files:
-    """Return the paths to write for `out`; raise if a file exists or is one of `read`.
+    """Return the paths of the files to write; raise if one exists or is a file of the original.
 
     Existing files raise without `force` only.
     """
@@ -84,7 +84,7 @@ def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> F
 
 
 def check_prefix(prefix: Prefix) -> None:
-    """Raise if a model's prefix is the name of one of its files."""
+    """Raise if a model's prefix is the full name of a file, such as model-symbol.json."""
     match = _MODEL_FILE.match(os.fspath(prefix))
     if match is not None:
         message = IS_ONNX if match[3] == "onnx" else NOT_A_PREFIX
@@ -92,7 +92,7 @@ def check_prefix(prefix: Prefix) -> None:
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
-    """Return the sorted epochs of a prefix's parameter files."""
+    """Return the epochs of the parameter files of a saved model, sorted."""
     folder, name = os.path.split(os.fspath(prefix))
     files = (path.name for path in Path(folder).glob("*.params"))
     found = (re.fullmatch(re.escape(name) + r"-(\d{4,})\.params", file) for file in files)
@@ -100,7 +100,7 @@ def epochs_of(prefix: Prefix) -> List[int]:
 
 
 def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
-    """Context with the shape semantics, NumPy's or classic, under which a model was saved.
+    """Return a context with the shape semantics (NumPy's or classic) of a saved model.
 
     MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
     under the same only.
@@ -113,7 +113,7 @@ def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
 
 
 def load_model(prefix: Prefix, epoch: int = 0) -> Model:
-    """Return the saved model with this prefix as (symbol, arg_params, aux_params).
+    """Return the saved model with a prefix and epoch as (symbol, arg_params, aux_params).
 
     Raises `ArgumentError`, with the file's name, where a file is missing or damaged, or where the
     parameters are not those of the symbol.
@@ -137,14 +137,14 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 
 
 def _left_by_kills(path: Path) -> str:
-    """Return a hint for an error message: files that killed conversions left beside `path`."""
+    """Return an error message's hint of temporary files that killed conversions have left."""
     with locked(path):  # other conversions set files aside for a moment
         left = left_beside(path) if os.access(path.parent, os.R_OK) else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
 
 
 def _read_symbol(path: Path) -> Symbol:
-    """Return the symbol in a JSON file; raise `ArgumentError` that says what is wrong with it."""
+    """Return the symbol in a JSON file; raise with the reason if the file is damaged."""
     try:
         # MXNet doesn't escape control characters.
         _check_graph_json(json.loads(path.read_bytes().decode(), strict=False))
@@ -157,7 +157,7 @@ def _read_symbol(path: Path) -> Symbol:
 
 
 def _check_graph_json(graph: Dict[str, Any]) -> None:
-    """Raise unless a symbol's parsed JSON has nodes and heads, and no cycles."""
+    """Raise unless a symbol's parsed JSON has nodes and outputs, and no cycles."""
     if not (graph["nodes"] and graph["heads"]):
         raise ValueError("it has no nodes or no heads")
     for i, node in enumerate(graph["nodes"]):
@@ -170,7 +170,7 @@ def _check_graph_json(graph: Dict[str, Any]) -> None:
 
 
 def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
-    """Return the arg_params and aux_params of a file; raise `ArgumentError` if it is damaged."""
+    """Return the arg_params and aux_params in a parameter file; raise if it is damaged."""
     try:
         named = mx.nd.load(str(path)) or {}
     except (MXNetError, OSError, ValueError, MemoryError) as error:
@@ -183,7 +183,7 @@ def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
 
 
 def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArray]) -> None:
-    """Raise if `params` lacks parameters that the symbol needs, or has some of other shapes."""
+    """Raise if a symbol needs parameters that `params` lacks or has in other shapes."""
     graph, read, wrong = Graph.from_symbol(symbol), set(symbol.list_inputs()), ""
     missing = _certain_param_names(graph).union(symbol.list_auxiliary_states()) - params.keys()
     unread = sorted(params.keys() - read)
@@ -202,7 +202,7 @@ def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArr
 
 
 def _certain_param_names(graph: Graph) -> Set[str]:
-    """Return the names of variables that can't be data: those of Gluon, and `fc_weight` etc."""
+    """Return the names of variables that are parameters for sure, by name or attributes."""
     found = {one.name for one in graph.variables if "__lr_mult__" in one.attrs}
     for node in graph.nodes:
         layers = node.name, node.name.partition("_fwd")[0]  # Gluon adds _fwd
@@ -214,7 +214,7 @@ def _certain_param_names(graph: Graph) -> Set[str]:
 
 
 def write_model(model: Model, files: Files, force: bool = True) -> None:
-    """Write a model to its two files, which are replaced together or not at all.
+    """Write a model's two files; after an error, both old files are unchanged.
 
     Without `force`, raises `ArgumentError` if a file exists. Raises `WriteError` if writing fails.
     """
@@ -245,7 +245,7 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
 
 
 def _fingerprint(model: Model) -> object:
-    """Return a symbol's JSON, and the shape, dtype and CRC-32 of each parameter by name."""
+    """Return a model's symbol as JSON, and shape, dtype and checksum of each parameter."""
     symbol, *params = model
 
     def described(array: NDArray) -> object:

@@ -1,4 +1,4 @@
-"""Conversion of one symbol: casts inserted, parameters cast offline, dtypes recorded."""
+"""Conversion of one symbol: insert casts, cast parameters offline, and record dtypes."""
 
 import functools
 import logging
@@ -45,7 +45,7 @@ NOT_FINITE = "parameter %r of the model holds %s of NaN or infinity, among %d"
 
 
 class _KeepsCasts:
-    """A symbol that keeps its casts when it is saved.
+    """Mixin for symbols whose `save` and `tojson` keep `amp_cast` nodes, which MXNet's strip.
 
     By default MXNet's `Symbol.save` and `tojson`, and so `export` and `save_checkpoint`, strip
     `amp_cast`. A converted model saved that way is float32 again, and can't be loaded where
@@ -55,24 +55,24 @@ class _KeepsCasts:
     __slots__ = ()
 
     def save(self, fname: str, remove_amp_cast: bool = False) -> None:
-        """Save the symbol with its casts; `remove_amp_cast` is ignored."""
+        """Save the symbol with its `amp_cast` nodes; `remove_amp_cast` is ignored."""
         super().save(fname, remove_amp_cast=False)  # type: ignore[misc]
 
     def tojson(self, remove_amp_cast: bool = False) -> str:
-        """Return the symbol as JSON with its casts; `remove_amp_cast` is ignored."""
+        """Return the symbol as JSON with its `amp_cast` nodes; `remove_amp_cast` is ignored."""
         return str(super().tojson(remove_amp_cast=False))  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=None)
 def _cast_keeping_class(cls: Type[Any]) -> Type[Any]:
-    """Return the subclass of a symbol class whose symbols keep their casts when saved."""
+    """Return a subclass of a symbol class whose symbols keep `amp_cast` nodes when saved."""
     if issubclass(cls, _KeepsCasts):
         return cls
     return type("Converted" + cls.__name__, (_KeepsCasts, cls), {"__slots__": ()})
 
 
 class Converted(NamedTuple):
-    """A converted symbol with its new dtypes, and the graph, parameters and policy it came from."""
+    """The result of a conversion: symbol, parameters and new dtypes, and the original graph."""
 
     symbol: Symbol
     narrowed: Dict[str, str]  #: new dtypes of the inputs that were cast offline
@@ -84,7 +84,7 @@ class Converted(NamedTuple):
 
 @collector_paused()
 def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -> Converted:
-    """Convert a symbol as `options` say: alone or, given `params`, as the graph of a model.
+    """Convert a symbol, or with `params` the symbol and parameters of a model.
 
     With `params`, all other inputs are data, and the shapes of parameters decide precisions too.
     """
@@ -131,7 +131,7 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
 
 
 def _uncast(graph: Graph, data: Collection[str], options: Options) -> Set[str]:
-    """Return the inputs that keep their dtype: parameters and data, unless `options` say not."""
+    """Return the names of inputs that a conversion must not cast offline."""
     params = () if options.cast_optional_params or options.fuse else {*graph.input_names} - {*data}
     return {*options.not_offline, *params, *(data if options.keep_io_types else ())}
 
@@ -143,7 +143,7 @@ def widened_for(
     params: Optional[Mapping[str, NDArray]],
     keep_io_types: bool,
 ) -> Widened:
-    """Return a model's graph with half precision widened: what every conversion starts from.
+    """Return a model's graph with all half precision converted to float32, before any casts.
 
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
     `params` is None, all inputs do. Parameters that nothing reads become float32 too.
@@ -165,7 +165,7 @@ def widened_for(
 
 
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return parameters by name, cast where `dtypes` has their name."""
+    """Return parameters by name, those in `dtypes` cast to the dtype given there."""
     with suspended():
         # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
         lowered = {n: cast(copy(params[n]), dtypes[n]) for n in params.keys() & dtypes.keys()}
@@ -173,7 +173,7 @@ def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Par
 
 
 def _warn_of_bad_values(params: Params, graph: Graph, lowered: Collection[str], dtype: str) -> None:
-    """Log the parameters with NaN or Inf, and the `lowered` ones that lose values in `dtype`."""
+    """Warn of parameters with NaN or Inf, and of those too large or small for `dtype`."""
     readers = {graph.nodes[i].name: node.name for node in graph.nodes for i, _ in node.inputs}
     lossy = []
     with suspended():
