@@ -1,1 +1,1 @@
-"""The command line, one module a subcommand. Imports everything but `mxamp` itself."""
+"""The command line: a module for each subcommand. Imports all packages but `mxamp` itself."""

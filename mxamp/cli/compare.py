@@ -1,4 +1,4 @@
-"""The command `mxamp compare`: the errors and the speed of a saved model against another one."""
+"""The command `mxamp compare`: errors and speed of a saved model against another one."""
 
 import time
 from typing import Any

@@ -75,7 +75,7 @@ def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -
 
 
 def _form_options(policy: Optional[str]) -> Dict[str, bool]:
-    """Return the arguments of `convert_files` for the form that was tuned, in a policy file."""
+    """Return arguments of `convert_files` for the way to run that a tuned policy file names."""
     form = read_toml(policy).get("form", "") if policy else ""
     if form not in ("", CONVERTED, FUSED):
         raise click.UsageError(NO_FORM.format(form))

@@ -1,4 +1,4 @@
-"""`mxamp doctor`: a report about an installation, which imports no MXNet."""
+"""The command `mxamp doctor`: a report on an installation, made without importing MXNet."""
 
 import json
 import sys
@@ -35,6 +35,6 @@ def doctor(as_json: bool) -> None:
 
 
 def _print(head: str, text: str) -> None:
-    """Print a heading and a text, wrapped at 100 columns."""
+    """Print a heading and a text, with lines wrapped at 100 columns."""
     indent = " " * (3 if head[0] == "\n" else _COLUMN)
     click.echo(textwrap.fill(text, _WIDTH, initial_indent=head, subsequent_indent=indent))

@@ -1,4 +1,4 @@
-"""`mxamp explain`: the precision of a saved model's operators, and why."""
+"""The command `mxamp explain`: the precision of a saved model's operators, and why."""
 
 from typing import Any, Optional
 

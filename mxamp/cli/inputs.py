@@ -1,4 +1,4 @@
-"""Values for the inputs of a model, from the options --input, --input-dtype and --data."""
+"""Values for a model's inputs, read from the options --input, --input-dtype and --data."""
 
 import zipfile
 import zlib
@@ -21,19 +21,19 @@ READ = "mxamp.read"
 
 
 def record_files(ctx: click.Context, _: object, paths: Union[None, str, Iterable[str]]) -> object:
-    """Record files that a command reads and must not overwrite: a callback of click options."""
+    """Record the files that a command reads, which it must not overwrite (a click callback)."""
     listed = [paths] if isinstance(paths, str) else list(paths or ())
     ctx.meta.setdefault(READ, []).extend(listed)
     return paths
 
 
 class NamedInput(click.ParamType):
-    """An input's name with its shape, or with the values in an .npy file: (name, value)."""
+    """Option type of --input: an input's name with its shape or an .npy file of values."""
 
     name = "NAME:SHAPE|NAME:FILE.npy"
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Any) -> Tuple[str, Any]:
-        """Return the input's name, and a tuple of sizes or an array."""
+        """Parse NAME:SHAPE or NAME:FILE.npy; return the name and the sizes or the array."""
         name, colon, text = value.rpartition(":")
         if text.endswith(".npy"):
             record_files(ctx, param, text)
@@ -47,12 +47,12 @@ class NamedInput(click.ParamType):
 
 
 class NamedDtype(click.ParamType):
-    """An input's name with its dtype: (name, dtype)."""
+    """Option type of --input-dtype: an input's name with its dtype."""
 
     name = "NAME:DTYPE"
 
     def convert(self, value: Any, param: Optional[click.Parameter], _: object) -> Tuple[str, str]:
-        """Return the input's name and dtype."""
+        """Parse NAME:DTYPE; return the name and the dtype."""
         name, _, dtype = value.rpartition(":")
         if not (name and dtype):
             self.fail(f"{value!r} has no dtype: write {name or dtype or 'data'}:int64", param)
@@ -67,7 +67,7 @@ def _data_names(model: Model) -> List[str]:
 def input_values(
     model: Model, inputs: Named, dtypes: Named, seed: int = 0
 ) -> Tuple[Dict[str, Any], List[str]]:
-    """Return values of all model inputs by name, and the names of inputs with random values."""
+    """Return values for a model's inputs by name, and the names of those with random values."""
     values = {name: one for name, one in inputs if isinstance(one, np.ndarray)}
     shapes: Dict[str, Any] = {name: getattr(one, "shape", one) for name, one in inputs}
     data = _data_names(model)
@@ -80,7 +80,7 @@ def input_values(
 def read_batches(
     model: Model, data: Sequence[str], inputs: Named, input_dtypes: Named, metric: object, **_: Any
 ) -> Tuple[List[Dict[str, Any]], List[Any], List[str]]:
-    """Return batches of arrays by input name, their labels, and the names of random inputs.
+    """Return batches from --data or --input, their labels, and the names of random inputs.
 
     Each .npz file in `data` holds a batch and, for a metric, its labels by the name "label".
     Without files, the batch is that of `input_values`.
@@ -107,7 +107,7 @@ def read_batches(
 def checked_batch(
     model: Model, values: Mapping[str, Any], dtypes: Mapping[str, str]
 ) -> Dict[str, Any]:
-    """Return inputs as NDArrays in `dtypes`, else in the declared dtypes; raise unless finite."""
+    """Return a batch as NDArrays in the inputs' dtypes; raise if one has Inf or NaN."""
     check_names(dtypes, _data_names(model), "input")
     wanted, batch = {**Graph.from_symbol(model[0]).recorded_dtypes, **dtypes}, {}
     for name, value in values.items():
@@ -119,7 +119,7 @@ def checked_batch(
 
 
 def _load_numpy(path: str, kind: type) -> Any:
-    """Return the content of a NumPy file; raise `ArgumentError` unless its type is `kind`."""
+    """Return the content of an .npy or .npz file; raise if it isn't of the type `kind`."""
     try:
         with open(path, "rb") as file:
             found = np.load(file)

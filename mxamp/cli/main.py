@@ -1,4 +1,4 @@
-"""The command `mxamp`: a group that loads the module of a command when it is called."""
+"""The command `mxamp`: a click group that imports a subcommand's module when it runs."""
 
 import importlib
 import logging
@@ -35,16 +35,16 @@ _EXAMPLES = examples(
 
 
 def _name_options(record: logging.LogRecord) -> bool:
-    """Name options instead of function arguments in log messages: a filter that keeps all."""
+    """Rewrite a log message to name the command's options in place of functions' arguments."""
     record.msg, record.args = in_options(record.getMessage()), ()
     return True
 
 
 class _Commands(click.Group):
-    """A group that loads a command's module when it runs, and prints mxamp's errors as one line."""
+    """Click group that imports a subcommand on demand, and prints mxamp's errors in one line."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; the exit status is 2 for bad arguments and files, 1 for other errors."""
+        """Run a subcommand; exit with 2 for bad arguments or files, with 1 for other errors."""
         logger = logging.getLogger("mxamp")
         logger.addFilter(_name_options)
         try:
@@ -61,11 +61,11 @@ class _Commands(click.Group):
             logger.removeFilter(_name_options)
 
     def list_commands(self, ctx: click.Context) -> List[str]:
-        """Return the names of all commands."""
+        """Return the names of all subcommands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
-        """Import the module of a subcommand, and return the subcommand."""
+        """Import the module of a subcommand, and return its click command."""
         if cmd_name not in COMMANDS:
             raise click.UsageError(str(unknown("command", cmd_name, COMMANDS)), ctx)
         if cmd_name not in _WITHOUT_MXNET:
@@ -77,7 +77,7 @@ class _Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of subcommands to the help, without importing their modules."""
+        """Write the subcommands and their summaries to the help, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their values."""
+"""Click options that several subcommands share, and functions that check their values."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ _FILE = re.compile(r"(?P<prefix>.+?)-(symbol\.json|(?P<epoch>\d{4,})\.params)")
 
 
 def repeatable(*names: str, text: str, **settings: Any) -> Callable[[Command], Command]:
-    """Return a click option that may be given several times; its help says so."""
+    """Return a click option that can be repeated, with a help text that says so."""
     return click.option(*names, multiple=True, help=f"{text} May be repeated.", **settings)
 
 
@@ -52,20 +52,20 @@ _KEEP = "Layers to keep in float32, by name; * and ? match any characters."
 
 
 def input_options(command: Command) -> Command:
-    """Add --input and --input-dtype to a command, as `inputs` and `input_dtypes`."""
+    """Add the options --input and --input-dtype to a subcommand."""
     dtypes = repeatable("--input-dtype", "input_dtypes", type=NamedDtype(), text=_INPUT_DTYPE)
     values = repeatable("--input", "inputs", type=NamedInput(), text=_INPUT)
     return values(dtypes(command))
 
 
 def batch_options(command: Command) -> Command:
-    """Add `input_options`, --data and --metric to a command."""
+    """Add the options --input, --input-dtype, --data and --metric to a subcommand."""
     data = repeatable("--data", metavar="FILE.npz", callback=record_files, text=_DATA)
     return data(input_options(click.option("--metric", metavar="NAME", help=_METRIC)(command)))
 
 
 def named_metric(name: Text) -> Optional[EvalMetric]:
-    """Return the metric of a name, or the Python function of a MODULE:FUNCTION; None for None."""
+    """Return the metric for --metric: one of MXNet by name, or a function as MODULE:FUNCTION."""
     module, _, function = (name or "").rpartition(":")
     found = getattr(importlib.import_module(module), function, None) if module else name
     if module and not callable(found):
@@ -74,7 +74,7 @@ def named_metric(name: Text) -> Optional[EvalMetric]:
 
 
 def model_options(command: Command) -> Command:
-    """Add PREFIX, --epoch and --import to a command, whose first arguments are prefix and epoch."""
+    """Add the argument PREFIX and the options --epoch and --import to a subcommand."""
 
     @click.argument("prefix")
     @click.option("--epoch", type=click.IntRange(min=0), help=_EPOCH)
@@ -92,13 +92,13 @@ def model_options(command: Command) -> Command:
 
 
 def saved_model_options(command: Command) -> Command:
-    """Add `model_options`, --device, --keep-fp32 and --policy to a command."""
+    """Add PREFIX, --epoch, --import, --device, --keep-fp32 and --policy to a subcommand."""
     keep = repeatable("--keep-fp32", "excluded_sym_names", metavar="PATTERN", text=_KEEP)
     return model_options(device_option(keep(policy_option(command))))
 
 
 def check_out(out: str, force: bool) -> None:
-    """Raise if `out` can't be written, is a file that is read, or exists without `force`."""
+    """Raise if --out can't be written, is an input file, or exists without --force."""
     if os.path.realpath(out) in map(os.path.realpath, click.get_current_context().meta[READ]):
         raise click.UsageError(IS_READ.format(path=out))
     if os.path.lexists(out) and not force:
@@ -107,7 +107,7 @@ def check_out(out: str, force: bool) -> None:
 
 
 def chosen_policy(target_dtype: Text, policy: Text, device: Text, **_: object) -> Policy:
-    """Return the policy in the file `policy`, or that of `target_dtype`; raise if both are given.
+    """Return the policy of --policy, else of --dtype and --device; raise if both are given.
 
     Without either, return the device's default policy.
     """
@@ -119,7 +119,7 @@ def chosen_policy(target_dtype: Text, policy: Text, device: Text, **_: object) -
 
 
 def split_prefix(prefix: str, epoch: Optional[int]) -> Tuple[str, int]:
-    """Return the prefix and epoch of a model named by its prefix or by one of its files.
+    """Return prefix and epoch of a saved model, named by its prefix or by one of its files.
 
     Without `epoch`, that is the only one there is; raises if there are several.
     """

@@ -1,4 +1,4 @@
-"""Texts that commands print: examples in their help, and tables of errors."""
+"""Output of commands: examples in their help, error tables, and progress on a terminal."""
 
 import logging
 import re
@@ -13,12 +13,12 @@ POLICY_HOLDS = "--policy holds its target dtype: give --dtype or --policy, not b
 
 
 def examples(*commands: str) -> str:
-    """Return the examples at the end of a command's help, which click doesn't rewrap."""
+    """Return examples for the end of a command's help, in a form that click does not rewrap."""
     return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])
 
 
 def in_options(text: str) -> str:
-    """Return a message with options of the running command in place of functions' arguments.
+    """Return a message with the names of functions' arguments replaced by options.
 
     An option that stands for an argument has its name: `force=True` becomes --force.
     """
@@ -37,7 +37,7 @@ def in_options(text: str) -> str:
 
 
 def print_errors(errors: Iterable[Any]) -> None:
-    """Print a table of `OutputError`s: the errors of finite elements, and the elements lost."""
+    """Print a table of the errors of a model's outputs."""
     from ..tools.tables import text_table  # `mxamp run` starts faster without NumPy
 
     headings = ("output", "shape", "relative error", "largest", "lost to Inf or NaN", "same argmax")
@@ -50,7 +50,7 @@ def print_errors(errors: Iterable[Any]) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Context that shows on a terminal which step runs: `text`, then the steps that mxamp logs."""
+    """Return a context that shows a spinner with the running step on a terminal."""
     from rich.console import Console  # other commands start faster without it
 
     steps, handler = logging.getLogger("mxamp.progress"), logging.Handler()

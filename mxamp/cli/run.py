@@ -1,4 +1,4 @@
-"""`mxamp run`: a script in mixed precision, with no change to it."""
+"""The command `mxamp run`: run an unchanged script in mixed precision."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`mxamp tune`: a policy for a saved model, found by measuring it."""
+"""The command `mxamp tune`: measure a saved model, and write the best policy for it."""
 
 import shlex
 from dataclasses import replace
@@ -36,7 +36,7 @@ _ACCURACY = "Accuracy alone skips the timing, for use elsewhere; for a GPU, add 
 @click.option("--timed/--accuracy-only", default=True, help=_ACCURACY)
 @options.force_option
 def tune(prefix: str, epoch: int, out: str, **given: Any) -> None:
-    """Find the fastest form of a saved float32 model whose outputs are within --rtol of its own.
+    """Find the fastest way to run a saved model within --rtol of its float32 outputs.
 
     The model runs in inference, on your data, in float32 and in 16 bits. Layers that cost too
     much accuracy stay in float32. Of the forms that are accurate enough, the fastest on this
