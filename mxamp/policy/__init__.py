@@ -1,1 +1,1 @@
-"""Policies: immutable values that say which precision each operator computes in."""
+"""Policies: immutable values that say in which precision each operator computes."""

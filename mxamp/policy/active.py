@@ -1,4 +1,4 @@
-"""The policy in force for the calling code: that of its innermost region, else that of `init`.
+"""The current policy of a thread or task: set by the innermost `autocast`, else by `init`.
 
 Regions are one stack for each execution context (`contextvars`): each thread and each asyncio task
 has its own. The patches call `current_policy` at every operator call.
@@ -26,7 +26,7 @@ OFF, ON = "off", "on"
 
 @dataclass(eq=False)
 class Region:
-    """An active region of code: its policy, its mark for new graph nodes, and the enclosing region.
+    """An active `autocast` region, or an internal one: its policy, and the enclosing region.
 
     Without a mark, nodes are in no region: their graph runs under the policy around its calls. A
     region of a `frame` ends with it.
@@ -44,7 +44,7 @@ _innermost: ContextVar[Region | None] = ContextVar("mxamp_region", default=None)
 
 
 def _current() -> Region | None:
-    """Return the innermost active region; drop regions whose function an interrupt has ended."""
+    """Return the innermost active `autocast` or internal region; drop those that Ctrl-C ended."""
     region = _innermost.get()
     while region is not None and region.frame is not None and not is_running(region.frame):
         region = region.outer
@@ -54,7 +54,7 @@ def _current() -> Region | None:
 
 @dataclass(eq=False)
 class _Process:
-    """Process-wide state: the policy that `init` sets, and what has happened since."""
+    """State of the process: the policy that `init` set, and what its graphs and operators did."""
 
     policy: PolicyChoice | None = None
     has_marked_nodes: bool = False  #: graphs with regions that cast may exist
@@ -67,7 +67,7 @@ process = _Process()
 
 
 def current_policy() -> Policy | None:
-    """Return the policy in force for the calling code, or None where mixed precision is off.
+    """Return the policy that applies to the calling code; None if mixed precision is off.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
@@ -83,7 +83,7 @@ def current_policy() -> Policy | None:
 
 
 def is_enabled() -> bool:
-    """Return whether mixed precision is on for the calling code; False in float32.
+    """Return whether mixed precision is on for the calling code; False under a float32 policy.
 
     >>> import mxamp as amp
     >>> with amp.autocast("bfloat16"):
@@ -97,7 +97,7 @@ def is_enabled() -> bool:
 
 
 def _regions() -> Iterator[Region]:
-    """Yield the regions around the calling code, the innermost first."""
+    """Yield the active `autocast` and internal regions around the calling code, innermost first."""
     region = _current()
     while region is not None:
         yield region
@@ -105,7 +105,7 @@ def _regions() -> Iterator[Region]:
 
 
 def nearest_policy() -> PolicyChoice | None:
-    """Return the policy of the innermost region that has one, else the policy of `init`.
+    """Return the policy of the innermost `autocast` that has one, else the policy of `init`.
 
     `PLAIN_FLOAT32` if "auto" has chosen float32 there.
     """
@@ -114,18 +114,18 @@ def nearest_policy() -> PolicyChoice | None:
 
 
 def chose_float32() -> bool:
-    """Return whether float32 is the target dtype in force: no loss is scaled then."""
+    """Return whether the program has chosen float32, in which no loss needs a scale."""
     policy = nearest_policy()
     return policy is not None and policy.target_dtype == "float32"
 
 
 def current_mark() -> str | None:
-    """Return the `autocast` region's mark for graph nodes made now, or None for no mark."""
+    """Return the text by which graph nodes created now record the `autocast` region, or None."""
     return next((region.mark for region in _regions()), None)
 
 
 class in_force:
-    """Context manager that sets the policy of the current thread or task; None turns casts off.
+    """Context manager that makes a policy the current one in this thread or task; None: no casts.
 
     Nodes get no mark.
     """
@@ -146,7 +146,7 @@ class in_force:
 
 
 def suspended() -> in_force:
-    """Return a context manager that turns casts off around mxamp's own computations.
+    """Return a context that turns casts off, for computations that mxamp itself makes.
 
     Unlike `autocast(enabled=False)` it patches nothing, and takes microseconds less.
     """
@@ -154,13 +154,13 @@ def suspended() -> in_force:
 
 
 def is_suspended() -> bool:
-    """Return whether the calling code runs inside `suspended`: in mxamp's own computations."""
+    """Return whether mxamp itself makes the current computation, inside `suspended`."""
     region = _current()
     return region is not None and region.frame is not None and region.policy is None
 
 
 def autocast_region(policy: PolicyChoice | None, mark: str) -> Region:
-    """Return a new region for an `autocast` call; a bare `autocast()` takes an enclosing mark."""
+    """Return a new `Region` for an `autocast`, nested in the current region."""
     if mark == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))
         mark = next((one for one in marks if one and one != OFF), ON)
@@ -168,23 +168,23 @@ def autocast_region(policy: PolicyChoice | None, mark: str) -> Region:
 
 
 def begin(region: Region) -> None:
-    """Make an `autocast` region the innermost one."""
+    """Make the `Region` of an `autocast` region the current one."""
     _innermost.set(region)
 
 
 def end(region: Region) -> None:
-    """End an `autocast` region and all regions inside it; do nothing if it has already ended."""
+    """End an `autocast` region and all regions inside it, unless it has ended already."""
     if region in _regions():
         _innermost.set(region.outer)
 
 
 class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
-    """Context that closes the innermost `autocast` region; `closing.__exit__` is Python's own."""
+    """Base class of `autocast`: a context whose exit closes the current `autocast` region."""
 
     thing = property(_innermost.get)
 
 
 def record_lowered(operator: str, dtype: str) -> None:
-    """Record in `process.lowered` that an operator computed in float16 or bfloat16."""
+    """Record in `process.lowered` that an operator computed in 16 bits, for a summary at exit."""
     if dtype in ("float16", "bfloat16"):
         process.lowered.add(operator)

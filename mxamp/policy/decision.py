@@ -1,4 +1,4 @@
-"""Cast decisions: which dtype each input of an operator call is cast to, and why.
+"""Cast decisions: to which dtype each input of an operator call is cast, and why.
 
 `decide` is a pure function of names and dtypes. Eager calls, graphs about to run and saved graphs
 all call it, so that they agree bit for bit.
@@ -32,7 +32,7 @@ SPARSE_GRADIENT = "sparse_grad"
 
 @dataclass(frozen=True)
 class Decision:
-    """The casts of inputs and outputs around one operator call, and the reason for them.
+    """The casts of one operator call's inputs and outputs, and the reason for them.
 
     `reads[i]` is the dtype that input i is cast to, None for no cast. An operator with a dtype
     `rounded_to` is emulated: it computes in a wider dtype on rounded values. Inputs are cast to
@@ -48,12 +48,12 @@ class Decision:
     copied: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether output `output`, computed in `dtype`, is to be cast to `rounded_to`."""
+        """Return whether output number `output` must be rounded to the dtype that is emulated."""
         return self.rounded_to is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
     def changes(self) -> bool:
-        """Whether any input or output of the call is cast."""
+        """Whether the operator call needs any cast."""
         return self.rounded_to is not None or any(dtype is not None for dtype in self.reads)
 
 
@@ -69,7 +69,7 @@ def decide(
     layer: str | None = None,
     kept_float32: Reason | None = None,
 ) -> Decision:
-    """Return the casts that `policy` requires for a call of `operator` with inputs in `dtypes`.
+    """Return the casts that a policy requires for an operator call with inputs of these dtypes.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def decide(
 def _reads(
     floats: Mapping[int, str], count: int, dtype: str, emulation: Emulation | None
 ) -> tuple[str | None, ...]:
-    """Return the dtype to cast each of `count` inputs to, or None; only `floats` are cast."""
+    """Return the dtype to which each input of an operator is cast; None for no cast."""
     wanted = dtype if emulation is None else emulation.dtype
     cast = {i for i, found in floats.items() if emulation is not None or found != dtype}
     return tuple(wanted if i in cast else None for i in range(count))
@@ -134,7 +134,7 @@ def _reads(
 def _class_and_reason(
     rule: Rule, attributes: Mapping[str, str], policy: Policy, layer: str | None, kept: str | None
 ) -> tuple[str, str]:
-    """Return the precision class of one operator call (low, fp32, ...), and the reason for it."""
+    """Return the precision class of an operator call ("low", "fp32", ...), and why."""
     sparse = is_true(attributes.get(SPARSE_GRADIENT, "False"))
     if sparse or rule.op_class == "untouched":
         return "untouched", SPARSE if sparse else rule.reason
@@ -157,7 +157,7 @@ def _class_and_reason(
 
 
 def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
-    """Return the attributes that a rule's unmet conditions test, as text such as "axis=1"."""
+    """Return the attributes that a rule's conditions read, as text such as "axis=1"."""
     values = {one.attribute: attributes.get(one.attribute, one.default) for one in rule.conditions}
     known = (f"{name}={value}" for name, value in values.items() if value not in (None, "None"))
     return ", ".join(known) or f"with this {', '.join(values)}"
@@ -166,7 +166,7 @@ def _watched_values(rule: Rule, attributes: Mapping[str, str]) -> str:
 def _compute_dtype(
     op_class: str, reason: str, leading: set[str], dtypes: set[str], target: str, given: bool
 ) -> tuple[str, str]:
-    """Return the dtype that an operator of class `op_class` computes in, and the reason.
+    """Return the dtype in which an operator of a precision class computes, and why.
 
     `leading` are the dtypes of the inputs that decide, `dtypes` those of all inputs. `given` says
     that the user gave the class.
@@ -192,7 +192,7 @@ def _compute_dtype(
 def _float_inputs(
     rule: Rule, attributes: Mapping[str, str], dtypes: Sequence[str]
 ) -> tuple[dict[int, str], set[str]]:
-    """Return the dtypes of the castable inputs, and the set of dtypes that pick the compute dtype.
+    """Return the dtypes of inputs that may be cast, and those that decide the compute dtype.
 
     Statistics, indices and mutable inputs are never cast; `follow_inputs` decide nothing.
     """
@@ -209,7 +209,7 @@ def _float_inputs(
 
 
 def _takes_diagonal(attributes: Mapping[str, str]) -> bool:
-    """Return whether the attributes of an einsum repeat an axis letter within one operand."""
+    """Return whether an einsum's attributes repeat a letter within one operand, as in "ii->i"."""
     operands = str(attributes.get("subscripts", "")).partition("->")[0].split(",")
     named = [[letter for letter in operand if letter.isalpha()] for operand in operands]
     return any(len(letters) != len(set(letters)) for letters in named)

@@ -1,4 +1,4 @@
-"""Operator lists: read TOML files and build one precision rule for each MXNet operator.
+"""Operator lists in TOML: read them, and build a precision rule for each MXNet operator.
 
 mxamp's own lists are `lists/float16.toml` and `lists/bfloat16.toml`; the tests prove what only they
 could get wrong. docs/policy-files.md describes the format.
@@ -36,7 +36,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 class OperatorList(NamedTuple):
-    """The precision rules of an operator list, for one kind of device and set of CPU features."""
+    """The precision rule of each operator, for one kind of device and its CPU features."""
 
     rules: Mapping[str, Rule]  #: by canonical operator name
     #: names (with * and ?) of graph nodes that stay in float32; eager calls have none
@@ -50,7 +50,7 @@ class OperatorList(NamedTuple):
 
 @lru_cache(maxsize=None)
 def own_data(dtype: str) -> str:
-    """Return mxamp's built-in operator list for a target dtype (lists/<dtype>.toml), as JSON."""
+    """Return mxamp's own operator list for a dtype, lists/<dtype>.toml, as JSON text."""
     return json.dumps(own_tables(dtype), sort_keys=True)
 
 
@@ -68,7 +68,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def check_data(data: Table) -> None:
-    """Raise `ArgumentError` unless a policy file has valid keys with values of the right types.
+    """Raise `ArgumentError` for unknown keys, or values of wrong types, in a policy file.
 
     The keys of [[tables]] are checked as their rules are made.
     """
@@ -81,7 +81,7 @@ def check_data(data: Table) -> None:
 
 
 def _check_keys(given: Table, keys: Table) -> None:
-    """Raise unless a TOML table has all required `keys`, no unknown ones, and valid values."""
+    """Raise for missing or unknown keys, or values of wrong types, in a TOML table."""
     known = {name.rstrip("?"): kind for name, kind in keys.items()}
     for name in given:
         if name not in known:
@@ -94,7 +94,7 @@ def _check_keys(given: Table, keys: Table) -> None:
 
 
 def _fits(value: object, kind: str | list[str]) -> bool:
-    """Return whether a value has the type `kind`, as named in lists/schema.toml."""
+    """Return whether a TOML value has a type that lists/schema.toml names."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(one, kind[0]) for one in value)
     allowed = _KINDS[kind]
@@ -104,7 +104,7 @@ def _fits(value: object, kind: str | list[str]) -> bool:
 
 
 def _words(kind: str | list[str]) -> str:
-    """Return an error message's words for the type `kind`: "a string", "'cpu' or 'gpu'"."""
+    """Return how messages name a type of lists/schema.toml: "a string", "'cpu' or 'gpu'"."""
     if isinstance(kind, list):
         return f"a list of {kind[0]}s"
     allowed = _KINDS[kind]
@@ -118,7 +118,7 @@ def _words(kind: str | list[str]) -> str:
 def list_from_json(
     text: str, device: str, features: frozenset[str], custom: CustomClasses
 ) -> OperatorList:
-    """Return the operator list for a kind of device from a list's checked tables, as JSON text.
+    """Return the `OperatorList` for a kind of device, built from a TOML list's tables as JSON.
 
     `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
     """
@@ -132,13 +132,13 @@ def list_from_json(
 
 
 def list_without_casts(gains: Mapping[str, str]) -> OperatorList:
-    """Return the operator list for float32: no operator is cast, and the substitutions `gains`."""
+    """Return the operator list for float32: no casts, only faster equivalents of operators."""
     rules = {name: Rule(name, "untouched", AS_IN_MXNET) for name in registry()}
     return OperatorList(MappingProxyType(rules), (), MappingProxyType({**gains}))
 
 
 class _RuleBuilder:
-    """Builds the rules of an operator list from its TOML tables; `by_name` holds the result."""
+    """Builder of the precision rules of an operator list, from its TOML tables."""
 
     def __init__(
         self, data: Table, device: str, features: frozenset[str], custom: CustomClasses
@@ -159,7 +159,7 @@ class _RuleBuilder:
             self._amend_rule("Custom", by_op_type=custom if lowers else not_lowered(custom))
 
     def _add_group(self, table: Table, names: list[str]) -> None:
-        """Add one rule for each operator of a [[group]] or [[conditional]] table.
+        """Add the rules of a [[group]] or [[conditional]] table, one for each operator.
 
         Several [[conditional]] tables may add conditions to the rule of one operator.
         """
@@ -192,13 +192,13 @@ class _RuleBuilder:
     _add_conditional = _add_group
 
     def _add_missing(self, table: Table, names: list[str]) -> None:
-        """Mark a [[missing]] table's operators as lacking a kernel in the target dtype."""
+        """Record that a [[missing]] table's operators have no kernel in the target dtype."""
         why = backend_of(self._device).said(table["reason"])
         for name in names:
             self._amend_rule(name, no_kernel=why, computed_in=table.get("computes", "float32"))
 
     def _add_by_shape(self, table: Table, names: list[str]) -> None:
-        """Add a [[by_shape]] table's shape rule to the rules of its operators."""
+        """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
         kind, checks = table["rule"], shape_checks()
         if kind not in checks:
             raise unknown("rule", kind, checks)
@@ -210,7 +210,7 @@ class _RuleBuilder:
             self._amend_rule(name, by_shape=(*before, rule))
 
     def _add_exceptions(self) -> None:
-        """Add the inputs and outputs of [keep_inputs], [follow_inputs], [keep_outputs] to rules."""
+        """Add the inputs and outputs that a list exempts from casts to operators' rules."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if name == "CuDNNBatchNorm" and name not in registry():
@@ -222,13 +222,13 @@ class _RuleBuilder:
                 self._amend_rule(operator.name, **{kind: tuple(kept)})
 
     def _amend_rule(self, name: str, **changes: Any) -> None:
-        """Replace fields of operator `name`'s rule, which is `UNLISTED`'s if it has none yet."""
+        """Replace fields of an operator's rule; create a default rule if it has none."""
         there = self.by_name.get(name, replace(UNLISTED, operator=name))
         self.by_name[name] = replace(there, **changes)
 
 
 def _operator_names(patterns: Iterable[str]) -> list[str]:
-    """Return the canonical names of operators given by any name, or by a prefix and *."""
+    """Return the canonical names of the operators in a TOML list; a name may end in *."""
     names: list[str] = []
     for pattern in patterns:
         if pattern.endswith("*"):

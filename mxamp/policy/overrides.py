@@ -1,4 +1,4 @@
-"""Changes to a policy: check the arguments of `Policy.override`, and compute the changed rules."""
+"""Changes to a policy: check the arguments of `Policy.override`, compute the new rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_NAMES = (
 
 
 def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
-    """Return name patterns for each item of `layers`: one for a name, several for a block."""
+    """Return layer-name patterns for each item of a list of layer names and Gluon blocks."""
     if isinstance(layers, (str, Block)):
         layers = [layers]
     if layers is None:
@@ -43,13 +43,13 @@ def layer_patterns(argument: str, layers: object) -> list[Sequence[str]]:
 
 
 def unknown_layers(patterns: Iterable[str], layers: Sequence[str]) -> list[UnknownNameError]:
-    """Return an error for each pattern in `patterns` that matches no name in `layers`."""
+    """Return an `UnknownNameError` for each pattern that matches no layer name."""
     unmatched = (pattern for pattern in patterns if not fnmatch.filter(layers, pattern))
     return [unknown("layer", pattern, layers, LAYER_NAMES) for pattern in unmatched]
 
 
 def _block_patterns(argument: str, block: Block) -> Sequence[str]:
-    """Return layer-name patterns that match the operators of a block and its children.
+    """Return patterns that match the names of all operators in a Gluon block.
 
     Gluon names an operator after the block whose code calls it: its prefix comes first.
     """
@@ -80,7 +80,7 @@ TRIPLES = "a list of (operator, attribute, [values]), as ('Activation', 'act_typ
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a policy: the arguments of an `override` call, or a flag such as `untuned`.
+    """A change to a policy: what one call of `override`, `untuned` or `in_float32` asks for.
 
     Operators are canonical names, sorted; None stands for a list that is not given.
     """
@@ -100,11 +100,11 @@ class Change:
     operator_list: str | None = None  #: a whole list in place of the one before, as JSON
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, by name."""
+        """Return the change's non-default fields by name, as policy files store them."""
         return {name: value for name, value in vars(self).items() if value != getattr(Change, name)}
 
     def apply(self, before: OperatorList, dtype: str) -> OperatorList:
-        """Return the operator list `before` with the change; raise for an operator in two lists."""
+        """Return an operator list with this change made; raise for an operator in two lists."""
         rules, layers, substitutions = before
         rules = {name: self._changed_rule(rule) for name, rule in rules.items()}
         rules.update(self._given_rules(rules, dtype))
@@ -121,12 +121,12 @@ class Change:
 
     @property
     def _lists(self) -> dict[str, tuple[str, ...]]:
-        """The operators that this change puts in class low, fp32 or widest, by class."""
+        """The operators that the change moves to "low", "fp32" or "widest", by class."""
         lists = {"low": self.low, "fp32": self.fp32, "widest": self.widest}
         return {op_class: names for op_class, names in lists.items() if names is not None}
 
     def _changed_rule(self, rule: Rule) -> Rule:
-        """Return the changed rule of an operator that the change doesn't name."""
+        """Return the new rule of an operator that the change does not name."""
         if self.untuned:
             needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
             return replace(rule, by_shape=needed)
@@ -144,7 +144,7 @@ class Change:
         return rule
 
     def _given_rules(self, rules: Mapping[str, Rule], dtype: str) -> dict[str, Rule]:
-        """Return the new rules of operators that the change names; raise for one in two lists."""
+        """Return the new rules of the operators that the change names."""
         classes: dict[str, str] = {}
         result: dict[str, Rule] = {}
         for op_class, names in self._lists.items():
@@ -167,23 +167,23 @@ class Change:
 
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
-    """Return `rule` moved to class `op_class`, without conditions but with missing kernels."""
+    """Return an operator's rule in another precision class, without its conditions."""
     fields = {"conditions": (), "by_shape": _missing_kernels(rule), **more}
     return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
 def _missing_kernels(rule: Rule) -> tuple[ShapeRule, ...]:
-    """Return the shape rules of `rule` that stand for kernels missing in the target dtype."""
+    """Return the shape rules of an operator that stand for kernels MXNet lacks."""
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 
 def checked_substitutions(names: Names) -> tuple[str, ...] | None:
-    """Return names of substitutions, sorted; only `Change.apply` raises for unknown ones."""
+    """Return the argument `substitutions` as a sorted tuple of names; None for None."""
     return None if names is None else tuple(sorted(set(_listed("substitutions", names)), key=str))
 
 
 def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
-    """Return the canonical names of operators listed for `op_class`; raise for unknown ones."""
+    """Return an argument's operators under their canonical names; raise for unknown operators."""
     if names is None:
         return None
     listed = _listed(f"the {op_class} operators", names)
@@ -191,7 +191,7 @@ def checked_operators(op_class: str, names: Names) -> tuple[str, ...] | None:
 
 
 def _listed(argument: str, names: object, kind: str = "a list of names") -> list[Any]:
-    """Return an argument as a list; raise for a string or a non-iterable."""
+    """Return an argument as a list; raise if it is a string or not iterable."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise ArgumentError(f"{argument} must be {kind}, not {shown(names)}")
     return list(names)
@@ -200,7 +200,7 @@ def _listed(argument: str, names: object, kind: str = "a list of names") -> list
 def checked_conditional(
     conditional: Iterable[Conditional] | None,
 ) -> tuple[tuple[str, str, tuple[str, ...]], ...] | None:
-    """Return the argument `conditional` with operators' canonical names, and values as text."""
+    """Return the argument `conditional` with canonical operator names and values as text."""
     if conditional is None:
         return None
     checked = []

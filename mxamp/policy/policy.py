@@ -1,4 +1,4 @@
-"""Policies: an immutable value says in which precision each operator computes."""
+"""`Policy`: an immutable value that says in which precision each operator computes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Policy:
 
     @cached_property
     def _list(self) -> OperatorList:
-        """The operator list in effect: mxamp's built-in list with all changes applied."""
+        """The policy's operator list: mxamp's own one with all changes made."""
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None and self.target_dtype == "float32":
@@ -88,17 +88,17 @@ class Policy:
 
     @cached_property
     def rules(self) -> Mapping[str, Rule]:
-        """The precision rule of each operator (its class and exceptions), by canonical name."""
+        """The precision rule of each operator, by canonical operator name."""
         return self._list.rules
 
     @cached_property
     def fp32_layers(self) -> tuple[str, ...]:
-        """The names of layers that stay in float32; * and ? are wildcards."""
+        """The names of layers to keep in float32; they may contain the wildcards * and ?."""
         return self._list.fp32_layers
 
     @cached_property
     def substitutions(self) -> Mapping[str, str]:
-        """The faster operator equivalents that graphs may use, each with its measured gain."""
+        """The faster equivalents that may replace operators in graphs, with measured gains."""
         return self._list.substitutions
 
     def rule(self, operator: str) -> Rule:
@@ -118,22 +118,22 @@ class Policy:
         return found if found is not None else self.rules.get(resolve(operator).name, UNLISTED)
 
     def keeps_layer(self, name: str) -> bool:
-        """Return whether `fp32_layers` keeps the graph node `name` in float32."""
+        """Return whether `fp32_layers` keeps the layer `name` in float32."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.fp32_layers)
 
     @cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether the rewrite of a graph depends on its operators' shapes and neighbors."""
+        """Whether the precision of an operator in a graph may depend on shapes and neighbors."""
         return bool(self.substitutions) or any(rule.by_shape for rule in self.rules.values())
 
     @cached_property
     def lowers(self) -> bool:
-        """Whether any operator computes in the target dtype; False after `in_float32`."""
+        """Whether the policy runs any operator in 16 bits."""
         return self.target_dtype != "float32" and any(rule.lowers for rule in self.rules.values())
 
     @property
     def precision(self) -> str:
-        """The dtype of the operators of class low: float32 if the policy lowers none."""
+        """The lowest dtype in which the policy runs operators: float32 if none runs in 16 bits."""
         return self.target_dtype if self.lowers else "float32"
 
     def operators(self, op_class: str) -> list[str]:
@@ -164,7 +164,7 @@ class Policy:
     @classmethod
     @checked_call
     def default(cls, target_dtype: Dtype = "float16", device: Device | None = None) -> Policy:
-        """Return mxamp's own policy for a dtype and a kind of device ("cpu", "gpu", a Context).
+        """Return mxamp's own policy for a dtype and a kind of device.
 
         >>> Policy.default("float16", device="gpu").target_dtype
         'float16'
@@ -244,17 +244,17 @@ class Policy:
         write_file(path, self.to_toml().encode())
 
     def to_toml(self) -> str:
-        """Return the text that `save` writes to a policy file."""
+        """Return the policy as TOML text, which `save` writes to a file."""
         return HEAD + tomli_w.dumps(self._data)
 
     @cached_property
     def text(self) -> str:
-        """The policy as one line of JSON, which `policy_from_data` reads back."""
+        """The policy as one line of JSON, which `autocast(policy=...)` records in graph nodes."""
         return json.dumps(self._data)
 
     @property
     def _data(self) -> dict[str, Any]:
-        """The content of the policy's TOML file, as a dict."""
+        """The tables of the policy's TOML file, as a dict."""
         changes = [one.given() for one in self.changes]
         data: dict[str, Any] = {"format": 2, "dtype": self.target_dtype, "device": self.device}
         if changes and "operator_list" in changes[0]:
@@ -318,7 +318,7 @@ class Policy:
         return self.changed(change)
 
     def untuned(self) -> Policy:
-        """Return the policy without substitutions and shape rules that serve only speed.
+        """Return the policy without faster equivalents of operators, and without speed rules.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -328,7 +328,7 @@ class Policy:
         return self.changed(Change(untuned=True))
 
     def in_float32(self) -> Policy:
-        """Return the policy with every operator of class low moved to class fp32.
+        """Return the policy with every operator that runs in 16 bits moved to float32.
 
         >>> Policy.default("bfloat16").in_float32().operators("low")
         []
@@ -339,7 +339,7 @@ class Policy:
         return self.changed(Change(in_float32=True))
 
     def changed(self, change: Change) -> Policy:
-        """Return the policy with one more change applied, or itself if that alters nothing."""
+        """Return the policy with one more change; itself if the change alters nothing."""
         changes = *self.changes, change
         policy = policy_of(self.target_dtype, self.device, changes, self._surroundings)
         return self if policy._list == self._list else policy
@@ -350,13 +350,13 @@ Policy.__init__ = checked_call(Policy.__init__)  # type: ignore[method-assign]
 
 
 class PerPolicy(Generic[Value]):
-    """A cache of a value derived from each policy: made on first use, freed with the policy."""
+    """A cache of one value for each policy, computed on first use and freed with the policy."""
 
     def __init__(self, make: Callable[[Policy], Value]) -> None:
         self._make, self._name = make, f"_derived_{id(self)}"
 
     def __call__(self, policy: Policy) -> Value:
-        """Return the value derived from `policy`, made on first use."""
+        """Return the cached value for a policy; compute it on first use."""
         # In the policy itself: a value may refer to the policy, and so would keep a weak key alive.
         try:
             return policy.__dict__[self._name]  # type: ignore[no-any-return]
@@ -367,7 +367,7 @@ class PerPolicy(Generic[Value]):
 def policy_of(
     dtype: str, device: str, changes: tuple[Change, ...] = (), now: Surroundings | None = None
 ) -> Policy:
-    """Return the policy with these fields; reuse the existing object if there is one."""
+    """Return the policy with these fields; an equal policy in use is the same object."""
     key = (dtype, device, changes, surroundings(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
@@ -378,7 +378,7 @@ _own_policy = lru_cache(maxsize=None)(policy_of)
 
 
 def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Policy:
-    """Return the policy that a policy file's tables or `Policy.text` describe; raise if invalid.
+    """Return the policy in a policy file's parsed TOML; raise if it is invalid.
 
     `device` is the kind of device that is asked for. A file may hold a whole operator list.
     """
@@ -407,7 +407,7 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
 
 
 class _PlainFloat32:
-    """The type of `PLAIN_FLOAT32`, which "auto" chooses where neither half precision is fast."""
+    """Type of `PLAIN_FLOAT32`, the choice of "auto" if no 16-bit dtype is fast: plain MXNet."""
 
     target_dtype, lowers = "float32", False
 
@@ -426,7 +426,7 @@ PolicyChoice = Union[Policy, _PlainFloat32]
 
 
 def float32_choice(device: str) -> PolicyChoice:
-    """Return the float32 policy for `device`, or `PLAIN_FLOAT32` if it has no substitutions."""
+    """Return the float32 policy of a kind of device; `PLAIN_FLOAT32` if it changes nothing."""
     policy = Policy.default("float32", device)
     return policy if policy.substitutions else PLAIN_FLOAT32
 
@@ -434,7 +434,7 @@ def float32_choice(device: str) -> PolicyChoice:
 def requested_policy(
     target_dtype: Dtype, *lists: Any, policy: Policy | None = None, ctx: Device | None = None
 ) -> Policy:
-    """Return the policy that the arguments of a `convert_*` function describe.
+    """Return the policy for the dtype, operator lists or `policy` passed to `convert_*`.
 
     That is `policy` if given; else the default policy for `target_dtype` and the kind of device of
     `ctx`, with each given operator list (low, fp32, widest, conditional) in place of its own.
@@ -457,7 +457,7 @@ def requested_policy(
 def chosen_policy(
     target_dtype: Dtype, *lists: object, policy: Policy | None = None, ctx: Device | None = None
 ) -> PolicyChoice:
-    """Return the policy that the arguments of `init` describe, or `PLAIN_FLOAT32`.
+    """Return the policy for the dtype, operator lists or `policy` passed to `init`.
 
     Like `requested_policy`, but `target_dtype` may be "auto". Arguments are checked even where
     "auto" means float32, under which they have no meaning.

@@ -1,4 +1,4 @@
-"""`autocast` regions in a model's own code, recorded as attributes of graph nodes.
+"""`autocast` regions in a model's own code, which graph nodes record as an attribute.
 
 `autocast` inside `hybrid_forward`, or around code that builds a symbol, is in force while nodes are
 made, not while they run. So each node made in a region gets a mark, an attribute that names the
@@ -36,7 +36,7 @@ _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "p
 
 
 def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> str:
-    """Return the mark for graph nodes made in an `autocast` region with these arguments."""
+    """Return the text by which graph nodes record an `autocast` region with these arguments."""
     if not enabled:
         return OFF
     return _POLICY + given.text if isinstance(given, Policy) else dtype or ON
@@ -46,7 +46,7 @@ def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> str
 
 
 def policy_inside(dtype: str | None, outer: PolicyChoice | None) -> PolicyChoice:
-    """Return the policy inside `autocast(dtype)` where the policy around it is `outer`."""
+    """Return the policy that applies inside `autocast(dtype)` if `outer` applies around it."""
     dtype = backend_of(default_device()).fast_dtype() if dtype == AUTO else dtype
     if outer is not None and dtype in (None, outer.target_dtype):
         return outer
@@ -60,7 +60,7 @@ _policies_inside: PerPolicy[dict[str, Policy]] = PerPolicy(lambda _policy: {})
 
 
 def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool = False) -> Policy:
-    """Return the policy for a node with attributes `attrs`, in a graph that runs under `policy`.
+    """Return the policy for a graph node: that of the `autocast` it records, else the graph's.
 
     With `regions_only`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
@@ -80,7 +80,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
 
 
 def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool) -> str | None:
-    """Return the dtype that a node casts a `float_function` (or similar) argument to.
+    """Return the dtype to which a node casts an argument of a `half_function` or similar.
 
     None where mixed precision is off.
     """
@@ -91,7 +91,7 @@ def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool)
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
-    """Return the policy that a region's mark means in a graph under `policy`; None for no casts."""
+    """Return the policy for a recorded `autocast` in a graph under `policy`; None for no casts."""
     if mark.startswith(_POLICY):
         given = _policy_in_mark(mark, surroundings(policy.device))
         return given if given.device == policy.device else None
@@ -105,12 +105,12 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
 
 @lru_cache(maxsize=64)
 def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
-    """Return the policy whose text a region's mark contains."""
+    """Return the policy that a recorded `autocast(policy=...)` contains as text."""
     return policy_from_data(json.loads(mark[len(_POLICY) :]))
 
 
 def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision:
-    """Return `decision` with its reason naming the `autocast` region of the graph node."""
+    """Return a node's cast decision with a reason that names the `autocast` around the node."""
     mark = attrs.get(REGION)
     if CAST in attrs and mark != OFF:
         reason = f"{_DECORATORS[attrs[CAST].split()[0]]}_function in the model's code"
@@ -126,7 +126,7 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision
 
 
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
-    """Return a policy for a graph's `autocast` regions while mixed precision is off around them.
+    """Return a policy for `autocast` inside a graph's code, if mixed precision is off around it.
 
     None if mixed precision is on, and if no region casts anything.
     """

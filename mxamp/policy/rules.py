@@ -1,4 +1,4 @@
-"""Precision rules: the class of each operator (low, fp32, ...), its exceptions and reasons."""
+"""Precision rules: each operator's precision class, its exceptions and the reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CustomClasses = Tuple[Tuple[str, str], ...]
 
 
 def not_lowered(custom: CustomClasses) -> CustomClasses:
-    """Return `custom`, the classes of custom operators, with class low replaced by fp32."""
+    """Return the precision classes of custom operators, with float32 in place of 16 bits."""
     return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
 
 
@@ -23,7 +23,7 @@ custom_operators: dict[str, str] = {}
 
 
 def custom_classes() -> CustomClasses:
-    """Return the sorted pairs (`op_type`, class) of all custom operators with a class set."""
+    """Return (`op_type`, precision class) of each registered custom operator, sorted."""
     return tuple(sorted(custom_operators.items()))
 
 
@@ -32,7 +32,7 @@ Surroundings = Tuple[FrozenSet[str], CustomClasses]
 
 
 def surroundings(device: str) -> Surroundings:
-    """Return what a policy's rules depend on beside its fields: features, custom operators."""
+    """Return what else rules depend on: the device's features, and registered custom operators."""
     return backend_of(device).features(), custom_classes()
 
 
@@ -46,7 +46,7 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 
 @dataclass(frozen=True)
 class Condition:
-    """An attribute test that makes an operator call compute in float32: its value is in `values`.
+    """A test of an attribute's value (in `values`): calls that meet it compute in float32.
 
     With `beyond_range` instead: its number is beyond the range of `dtype`.
     """
@@ -59,7 +59,7 @@ class Condition:
     reason: str | None = None  #: None: the rule's reason
 
     def holds(self, attributes: Mapping[str, str]) -> bool:
-        """Return whether a call with these attributes meets the condition; defaults fill gaps."""
+        """Return whether an operator call with these attributes meets the condition."""
         value = attributes.get(self.attribute, self.default)
         if value is None:
             return False
@@ -69,7 +69,7 @@ class Condition:
 
 
 class Reason(NamedTuple):
-    """Why an operator call stays in float32, for its shapes or its neighbors in the graph."""
+    """The reason why shapes or neighbors in the graph keep an operator call in float32."""
 
     kind: str  #: the name of a rule by shape, or "substitution"
     text: str  #: for reports; never compared
@@ -78,7 +78,7 @@ class Reason(NamedTuple):
 
 
 class ShapeRule(NamedTuple):
-    """A rule that keeps an operator in float32, by its shapes and its neighbors in the graph."""
+    """A rule that keeps an operator in float32 depending on its shapes or graph neighbors."""
 
     name: str  #: in operator lists, such as "long_sums"
     reason: Reason
@@ -87,7 +87,7 @@ class ShapeRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """The precision class of one operator, with its exceptions and reason."""
+    """The precision rule of one operator: its precision class, exceptions and reason."""
 
     operator: str
     op_class: str  #: one of `CLASSES`
@@ -104,11 +104,11 @@ class Rule:
 
     @property
     def lowers(self) -> bool:
-        """Whether the operator may compute in the target dtype on float32 inputs."""
+        """Whether the operator may compute in 16 bits on float32 inputs."""
         return self.op_class == "low" or any(one == "low" for _, one in self.by_op_type)
 
     def has_shape_rule(self, shape_rule: str) -> bool:
-        """Return whether the operator has a shape rule named `shape_rule`."""
+        """Return whether the rule contains the shape rule named `shape_rule`."""
         return any(one.name == shape_rule for one in self.by_shape)
 
 

@@ -1,4 +1,4 @@
-"""Check arguments that name target dtypes, kinds of devices, or `ctx`."""
+"""Checks of the arguments `target_dtype`, `device` and `ctx` of public functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_POLICY = "; give a policy by its keyword, policy="
 
 
 class _Default(str):
-    """A str that marks an argument left at its default: compared by identity, not by value."""
+    """Type of `DEFAULT_TARGET`: a str that tells an omitted argument from "float16"."""
 
     __slots__ = ()
 
@@ -36,17 +36,17 @@ DEFAULT_TARGET: str = _Default("float16")
 
 
 def default_dtype(device: str | None = None) -> str:
-    """Return the preferred half precision of a kind of device, by default the default device."""
+    """Return the default 16-bit dtype of a kind of device: float16 or bfloat16."""
     return backend_of(device or default_device()).dtypes[0]
 
 
 def is_auto(dtype: object) -> bool:
-    """Return whether the target dtype `dtype` is "auto"."""
+    """Return whether the argument `target_dtype` is "auto"."""
     return isinstance(dtype, str) and dtype == AUTO
 
 
 def check_target(dtype: object, allowed: Sequence[str] = DTYPES) -> str:
-    """Return the name of a target dtype; raise `ArgumentError` if it is not in `allowed`.
+    """Return the name of a target dtype; raise `ArgumentError` unless it is allowed.
 
     `dtype` is a string, a NumPy type, MXNet's bfloat16, or "auto", which is returned as it is.
     """
@@ -68,7 +68,7 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_device(dtype: str, device: str | None) -> str:
-    """Return "cpu" or "gpu" for a policy in `dtype`; raise if the device lacks that dtype."""
+    """Return the kind of device for a policy in `dtype`; raise if it can't run that dtype."""
     if device is None:
         kinds = (default_device(), *DEVICES)
         return next(kind for kind in kinds if dtype in (*backend_of(kind).dtypes, "float32"))
@@ -79,7 +79,7 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def device_type(ctx: object, argument: str = "ctx") -> str | None:
-    """Return "cpu" or "gpu" for a context, a device name, or a list of either; None for None.
+    """Return "cpu" or "gpu" for a Context, a device's name, or a list of them; None for None.
 
     `argument` is the name of the public argument, for messages.
     """
@@ -94,7 +94,7 @@ def device_type(ctx: object, argument: str = "ctx") -> str | None:
 
 
 def check_same_target(own_dtype: str, own_device: str, target_dtype: object, ctx: object) -> None:
-    """Raise if `target_dtype` or `ctx` contradicts the policy passed with it."""
+    """Raise if `target_dtype` or `ctx` contradicts a policy that is passed with it."""
     dtype = own_dtype if target_dtype is DEFAULT_TARGET else check_target(target_dtype)
     for given, own in ((dtype, own_dtype), (device_type(ctx) or own_device, own_device)):
         if given != own:

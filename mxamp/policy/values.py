@@ -1,4 +1,4 @@
-"""Parse and compare operators' attribute values, which MXNet keeps as text."""
+"""Attribute values of operators, which MXNet stores as text: parse and compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS: Mapping[str, Any] = {"true": 1, "false": 0, "none": None}
 
 
 def same_value(one: str, other: str) -> bool:
-    """Return whether MXNet parses two attribute texts to the same value.
+    """Return whether two texts of an attribute mean the same value to MXNet.
 
     >>> same_value("True", "1"), same_value("(1, 1)", "[1,1]"), same_value("0.1", "0.100000001")
     (True, True, True)
@@ -31,7 +31,7 @@ def same_value(one: str, other: str) -> bool:
 
 
 def is_true(text: str) -> bool:
-    """Return whether an attribute's text is true to MXNet: "True", "true" or "1".
+    """Return whether the text of an attribute means True to MXNet.
 
     >>> is_true("True"), is_true("true"), is_true("1"), is_true("False")
     (True, True, True, False)
@@ -45,7 +45,7 @@ def flattens_data(attrs: Mapping[str, str]) -> bool:
 
 
 def out_of_range(text: str, dtype: str) -> bool:
-    """Return whether `text` is a number that overflows, vanishes or loses digits in `dtype`.
+    """Return whether `text` is a number that overflows or loses digits in `dtype`.
 
     Below the smallest normal number, digits are lost: float16 makes 1.19e-7 of 1e-7. Infinity,
     zero and texts that are not numbers are not out of range.
@@ -59,7 +59,7 @@ def out_of_range(text: str, dtype: str) -> bool:
 
 
 def _parse_value(text: str) -> object:
-    """Parse an attribute's text to None, a number (booleans are 0 and 1), a tuple, or a string."""
+    """Return an attribute's text as None, a number, a tuple or, failing these, a string."""
     text = text.strip()
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -72,7 +72,7 @@ def _parse_value(text: str) -> object:
 
 
 def _as_in_mxnet(value: object) -> object:
-    """Return a list as a tuple, a one-item list as its item, and a fraction in float32."""
+    """Return a parsed attribute value as MXNet reads it: lists as tuples, fractions in float32."""
     if isinstance(value, (list, tuple)):
         items = tuple(_as_in_mxnet(item) for item in value)
         return items[0] if len(items) == 1 else items
@@ -82,7 +82,7 @@ def _as_in_mxnet(value: object) -> object:
 
 
 def parse_integers(text: str) -> list[int]:
-    """Return the integers in the text of a shape or a list of axes; an empty list for "None".
+    """Return the integers in an attribute's text, such as those of a shape "(1, 3)".
 
     >>> parse_integers("(0, 1)"), parse_integers("[2L,]"), parse_integers("None")
     ([0, 1], [2], [])
