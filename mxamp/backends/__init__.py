@@ -1,4 +1,4 @@
-"""Device backends: the missing, wrong and slow kernels of CPUs and GPUs, behind one registry.
+"""Device backends: workarounds for missing, wrong and slow kernels of CPUs and GPUs.
 
 The core asks `backend_of(device)`, and neither names a device nor imports one of the packages
 below. `Backend` itself has no quirks: with it in place of the others, the core computes what the
@@ -44,7 +44,7 @@ NOT_FUSIBLE = (
 
 
 class DecidedCall(NamedTuple):
-    """An operator call whose dtype the policy decides, as the device backend sees it."""
+    """An operator call with its rule and dtypes, about which a policy asks a device backend."""
 
     rule: Rule
     attributes: Mapping[str, str]
@@ -53,7 +53,7 @@ class DecidedCall(NamedTuple):
 
 
 class Site(NamedTuple):
-    """An operator call with its neighbors in the graph, as rules by shape see it."""
+    """An operator call with its shapes and its neighbors in the graph, as shape rules read it."""
 
     operator: str
     attrs: Mapping[str, str]
@@ -69,13 +69,13 @@ class Site(NamedTuple):
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The shapes of the operator's data and weight; None unless both are known."""
+        """The shapes of the operator's data and weight, or None if one of them is unknown."""
         data, weight = (*self.shapes, None, None)[:2]
         return None if data is None or weight is None else (data, weight)
 
 
 class Emulation(NamedTuple):
-    """The wider dtype in which an operator emulates a missing kernel, and the reason."""
+    """The wider dtype in which an operator without a kernel in its own dtype computes, and why."""
 
     dtype: str
     reason: str
@@ -87,7 +87,7 @@ Action = Callable[[Invoke, Sequence[Any]], Any]
 
 
 class EagerOperator(Protocol):
-    """An operator in eager calls under a policy, as the steps of a device backend see it."""
+    """Interface of an operator in eager calls under a policy, for a backend's wrappers."""
 
     operator: Operator
     rule: Rule
@@ -96,10 +96,10 @@ class EagerOperator(Protocol):
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> Any:
-        """Call the operator named `op` under the policy; `np`: it belongs to `mx.np`."""
+        """Call another operator, named `op`, under the policy; `np` if it is one of `mx.np`."""
 
     def write(self, outputs: object, out: object) -> object:
-        """Return `outputs`; with `out`, cast them into the arrays of `out` and return `out`."""
+        """Cast `outputs` into the arrays `out`; without `out`, return `outputs` as they are."""
 
 
 #: Returns an action that does something, and then the given action.
@@ -107,7 +107,7 @@ Step = Callable[[Action, EagerOperator], Action]
 
 
 class Backend:
-    """Base class of device backends; its methods describe a device without special cases."""
+    """Base class of device backends, which describes a device without special cases."""
 
     name: ClassVar[str] = ""  #: begins the reasons that the backend gives, in `explain`
     #: The target dtypes that the device computes in, or that are emulated; the default first.
@@ -120,114 +120,114 @@ class Backend:
     substitutions: ClassVar[frozenset[str]] = frozenset()
 
     def said(self, text: str) -> str:
-        """Return the text of a reason, prefixed with the name of this device backend."""
+        """Return a reason's text, prefixed with the name of this backend, such as "oneDNN: "."""
         return f"{self.name}: {text}" if self.name else text
 
     # ------------------------------------------------------------------ the machine
 
     def features(self) -> frozenset[str]:
-        """Return the CPU or GPU features, among `FEATURES`, that the device has."""
+        """Return the features in `FEATURES`, such as "avx512", that this device has."""
         return frozenset()
 
     def fast_dtype(self) -> str:
-        """Return the dtype of "auto" on this device: float32 if no half precision is fast."""
+        """Return the dtype that "auto" stands for on this device."""
         return "float32"
 
     def why_float32(self) -> str:
-        """Return the reason why "auto" is float32 on this device, for a log line."""
+        """Return a text that says why "auto" is float32 on this device, for a log line."""
         return "no half precision is known to be fast here"
 
     def float32_substitutions(self) -> Mapping[str, str]:
-        """Return faster float32 equivalents of operators by name, each with its measured gain."""
+        """Return the faster float32 equivalents of operators by name, with measured gains."""
         return {}
 
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-        """Return (key, log line, *values) if `policy` is slow on this device, else None."""
+        """Return (key, log line, *values) if a policy is slow on this device, else None."""
         return None
 
     # ------------------------------------------------------------------ decisions
 
     def reason_to_widen(self, call: DecidedCall) -> str | None:
-        """Return why the attributes of an operator call force float32, in any class; else None."""
+        """Return why the attributes of an operator call require float32; None if they don't."""
         return None
 
     def emulation(self, call: DecidedCall, dtype: str) -> Emulation | None:
-        """Return the emulation of an operator without a kernel in `dtype`; else None."""
+        """Return how to emulate an operator that has no kernel in `dtype`; None if it has one."""
         return None
 
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
-        """Return the positions of inputs to copy before the cast to the dtypes `reads`."""
+        """Return the positions of inputs that must be copied before they are cast."""
         return frozenset()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
-        """Return why the input shapes of an eager call keep it in float32; None if they do not."""
+        """Return why the shapes of an eager call keep it in float32; None if they don't."""
         return None
 
     # ------------------------------------------------------------------ graphs
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return which nodes of a graph stay in float32 and which get a faster equivalent.
+        """Return which nodes of a graph to keep in float32, and which to replace by faster ones.
 
         Graphs of equal choices share a compiled graph; `NONE` if there is nothing to do.
         """
         return NONE
 
     def leaves_as_is(self, graph: Graph, policy: Policy) -> bool:
-        """Return whether a graph runs as in plain MXNet under `policy`, whatever its inputs."""
+        """Return whether a graph runs exactly as in plain MXNet under a policy."""
         return policy.target_dtype == "float32" and not policy.changes
 
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
-        """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
+        """Return the graph with nodes replaced or kept in float32 as `choose` has decided."""
         return graph
 
     def with_ordered_inputs(self, graph: Graph) -> Graph:
-        """Return the graph with its inputs in the order that needs the least memory."""
+        """Return the graph with its inputs in the order that takes the least memory."""
         return graph
 
     def without_wrong_fusion(self, graph: Graph) -> Graph:
-        """Return an inference graph in which MXNet cannot fuse operators incorrectly."""
+        """Return an inference graph in which MXNet fuses no operators incorrectly."""
         return graph
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return a block's CachedOp flags, without those that make `graph` compute wrongly."""
+        """Return the flags of a block's CachedOp, without those that give wrong results."""
         return flags
 
     def binding(self, groups: object) -> AbstractContextManager[Any]:
-        """Return a context manager for binding an executor; `groups` is its `group2ctx`."""
+        """Return a context to bind an executor in, given its argument `group2ctx`."""
         return nullcontext()
 
     # ------------------------------------------------------------------ saved models
 
     def fuse(self, graph: Graph, params: Params, policy: Policy) -> tuple[Graph, Params, Policy]:
-        """Return a model with fused operators: its graph, its parameters, and its policy."""
+        """Return a model with operators fused for inference: graph, parameters and policy."""
         raise ArgumentError(NOT_FUSIBLE.format(dtype=policy.precision, device=policy.device))
 
     def check_fused(self, graph: Graph, policy: Policy) -> None:
-        """Raise if a graph has fused operators that `policy` would leave in float32."""
+        """Raise if a graph has fused operators that can't run in the policy's dtype."""
 
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
-        """Return the steps of an operator's eager calls to take before its inputs are cast."""
+        """Return wrappers around an operator's eager calls, inside which its inputs are cast."""
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return patches of MXNet that the device needs: (owner, attribute, builder) rows."""
+        """Return patches of MXNet that this device needs, as rows (owner, attribute, builder)."""
         return ()
 
 
 @lru_cache(maxsize=None)
 def backend_of(device: str) -> Backend:
-    """Return the device backend of "cpu" or "gpu"."""
+    """Return the backend of a kind of device, "cpu" or "gpu"."""
     module, _, name = _CLASSES[device].partition(":")
     backend: Backend = getattr(import_module(module), name)()
     return backend
 
 
 def prepare_import() -> None:
-    """Load the CUDA libraries that MXNet needs, before MXNet is imported."""
+    """Load the CUDA libraries that MXNet needs; call it before importing MXNet."""
     import_module("mxamp.backends.cuda.libraries").preload()
 
 
@@ -239,7 +239,7 @@ Holds = Callable[[Site, int], bool]
 
 
 class ShapeCheck(NamedTuple):
-    """A rule of operator lists that keeps an operator in float32 depending on its shapes."""
+    """A shape rule: a test of an operator's shapes that keeps the operator in float32."""
 
     holds: Holds
     changes_results: bool = False  #: it is not only about speed
@@ -252,7 +252,7 @@ _shape_checks: dict[str, ShapeCheck] = {}
 
 
 def rule(name: str, **traits: bool) -> Callable[[Holds], Holds]:
-    """Return a decorator that registers a function (site, limit) as a shape rule called `name`.
+    """Return a decorator that registers a test of operator calls as the shape rule `name`.
 
     `traits` are fields of `ShapeCheck`.
     """
@@ -265,12 +265,12 @@ def rule(name: str, **traits: bool) -> Callable[[Holds], Holds]:
 
 
 def substitutions() -> frozenset[str]:
-    """Return the names of the faster equivalents of operators, of all device backends."""
+    """Return the names of all faster equivalents of operators that device backends have."""
     return frozenset().union(*(backend_of(device).substitutions for device in DEVICES))
 
 
 def shape_checks() -> Mapping[str, ShapeCheck]:
-    """Return the shape rules of all device backends by their names in operator lists."""
+    """Return the shape rules of all device backends, by their names in operator lists."""
     for device in DEVICES:
         backend_of(device)
     return _shape_checks

@@ -1,4 +1,4 @@
-"""Choices for a graph before casts are added: nodes kept in float32, and faster equivalents.
+"""Choices for a graph before casts: which nodes stay in float32, and which are replaced.
 
 A backend says what it chooses for the operators of one graph; the rest is here: the shapes that
 rules and passes read, bodies of loops, and the graph with what was chosen.
@@ -35,7 +35,7 @@ Match = Tuple[str, Detail]  #: the name of a substitution, and the detail of the
 
 
 class Choices(NamedTuple):
-    """The choices of a backend for a graph: nodes to keep in float32, and nodes to substitute.
+    """A backend's choices for a graph: nodes to keep in float32, and nodes to replace.
 
     `bodies` hold the choices for bodies of loops, by (index of the loop, position of the body).
     """
@@ -51,7 +51,7 @@ Chosen = Union[Choices, Tuple[()]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A graph with its policies, usage and input shapes, for which a backend makes choices."""
+    """A graph with the policy and known input shapes of each node, for a backend to choose by."""
 
     graph: Graph
     policies: Sequence[Policy]  #: of each node
@@ -61,19 +61,19 @@ class Setting:
 
     @cached_property
     def dtypes(self) -> Mapping[Output, str]:
-        """The dtypes of the graph's outputs in MXNet without mxamp."""
+        """The dtypes of all nodes' outputs without mxamp, as MXNet infers them."""
         return infer_dtypes(self.graph, self.usage)
 
 
 class Sites:
-    """The `Site` of each operator of a graph: shapes, and uses of its weight."""
+    """Maker of the `Site` (operator call, shapes, neighbors) of each node of a graph."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._readers = Counter(output for node in setting.graph.nodes for output in node.inputs)
 
     def at(self, i: int) -> Site:
-        """Return the `Site` of node i: its operator, shapes and neighbors."""
+        """Return the `Site` of node i: its operator call, shapes and neighbors."""
         graph, usage, policy = self.setting.graph, self.setting.usage, self.setting.policies[i]
         node, uses, casts_weight = graph.nodes[i], 0, False
         if node.inputs[1:]:
@@ -88,7 +88,7 @@ class Sites:
 
 
 class Passes:
-    """The table of a device backend's substitutions; the first that matches a call applies."""
+    """The table of a backend's faster equivalents, by name and by replaced operator."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.by_name: Mapping[str, Pass] = {str(one.name): one for one in passes}
@@ -98,7 +98,7 @@ class Passes:
                 self.by_operator.setdefault(operator, []).append(one)
 
     def match(self, call: Call) -> Match | None:
-        """Return (name, detail) of the substitution for a call; None if no allowed one matches.
+        """Return the faster equivalent of a call as (name, its sizes); None if none applies.
 
         A user who sets the class of an operator turns its substitutions off.
         """
@@ -116,7 +116,7 @@ class Passes:
         return None
 
     def match_in(self, setting: Setting, call: Call) -> Match | None:
-        """Return the `match` of a call in a graph; None if it doesn't suit the inputs' dtypes."""
+        """Return the faster equivalent of a node as (name, its sizes); None if none applies."""
         match = None if setting.usage.converting else self.match(call)
         if match is None:
             return None
@@ -127,7 +127,7 @@ class Passes:
         return match if castable and one.fits(read) else None
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
-        """Return the tensors that substitutions of a node read in place of its inputs."""
+        """Return the tensors that a node's faster equivalent reads instead of its inputs."""
         passes = self.by_operator.get(node.operator)
         return passes[0].inputs(graph, node) if passes else node.inputs
 
@@ -135,7 +135,7 @@ class Passes:
 def _input_shapes(
     graph: Graph, policies: Sequence[Policy], usage: Usage, passes: Passes
 ) -> Mapping[int, Shapes]:
-    """Return the input shapes, by node index, that shape rules and substitutions need.
+    """Return the input shapes of nodes, by index, where rules or equivalents depend on them.
 
     A conversion knows no shapes of data: it reads those of weights.
     """
@@ -161,19 +161,19 @@ def _input_shapes(
 
 
 def last_reason(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
-    """Return the reason of the last shape rule that keeps an operator in float32; else None."""
+    """Return the reason of the last shape rule that keeps a call in float32, or None."""
     checks = shape_checks()
     kept = (one.reason for one in reversed(rules) if checks[one.name].holds(site, one.limit))
     return next(kept, None)
 
 
 class ChoosingBackend(Backend):
-    """A device backend that keeps or replaces operators by their shapes and neighbors."""
+    """Base class of backends that keep operators in float32 or replace them by shape."""
 
     passes: ClassVar[Passes] = Passes(())  #: for graphs that run
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-        """Return two dicts by node index: reasons to stay in float32, and substitutions."""
+        """Return two dicts by node index: reasons to stay in float32, and faster equivalents."""
         sites, kept = Sites(setting), {}
         for i, (node, policy) in enumerate(zip(setting.graph.nodes, setting.policies)):
             rules = () if node.is_variable else policy.rule(node.operator).by_shape
@@ -183,7 +183,7 @@ class ChoosingBackend(Backend):
         return kept, {}
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return the `Choices` for a graph and its loop bodies; `NONE` if nothing changes."""
+        """Return the `Choices` for a graph and its loops' bodies; `NONE` without any."""
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
             return NONE
@@ -203,13 +203,13 @@ class ChoosingBackend(Backend):
         return choices if any(choices) else NONE
 
     def leaves_as_is(self, graph: Graph, policy: Policy) -> bool:
-        """Return whether a graph runs as in plain MXNet under `policy`, whatever its inputs."""
+        """Return whether a graph runs exactly as in plain MXNet under a policy."""
         passes = (self.passes.by_operator.get(node.operator, ()) for node in graph.all_nodes)
         replaced = any(one.name in policy.substitutions for some in passes for one in some)
         return super().leaves_as_is(graph, policy) and not (replaced or graph.marks)
 
     def with_choices(self, graph: Graph, choices: Chosen, training: bool) -> Graph:
-        """Return the graph with the equivalents and the float32 reasons of `choices` applied."""
+        """Return the graph with nodes replaced or marked float32 as `choices` says."""
         if not choices:
             return graph
         edit = Edit(graph, {})
@@ -228,12 +228,12 @@ class ChoosingBackend(Backend):
         return edit.applied()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
-        """Return why the input shapes of an eager call keep it in float32; None if they do not."""
+        """Return why the shapes of an eager call keep it in float32, or None."""
         checks = shape_checks()
         return last_reason(site, [one for one in rule.by_shape if checks[one.name].in_calls])
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return a block's CachedOp flags, without static_shape if an RNN would run wrong.
+        """Return a CachedOp's flags, without static_shape if an RNN would go wrong.
 
         It leaves the RNN's training flag unset.
         """
@@ -241,7 +241,7 @@ class ChoosingBackend(Backend):
         return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def reads_unset_flag(self, rnn: Node) -> bool:
-        """Return whether an RNN computes wrongly if MXNet leaves its training flag unset.
+        """Return whether an RNN needs its training flag, which static_shape leaves unset.
 
         If the memory of the flag says training, an LSTM with a projection fails in inference with
         "No training support", and an LSTM with dropout drops elements.

@@ -1,4 +1,4 @@
-"""Graph passes that replace operators by faster equivalents, before casts are added.
+"""Passes that replace operators of a graph with faster equivalents, before casts.
 
 A pass is two functions. `match` returns the detail of a call that the equivalent fits, else None.
 The detail is the numbers that `apply` needs to add the equivalent's operators, so that graphs with
@@ -33,7 +33,7 @@ FLOAT32_PART = "the substitution {name!r} computes this part in float32"
 
 @dataclass
 class Call:
-    """An operator call that a substitution may replace, with its policy, shapes and neighbors."""
+    """An operator call that a faster equivalent may replace, with its policy and shapes."""
 
     node: Node
     policy: Policy  #: in the call's region
@@ -54,23 +54,23 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the call's first input, None where unknown."""
+        """The shape of the call's first input; None if unknown."""
         return self.shapes[0] if self.shapes else None
 
     @property
     def weight(self) -> tuple[int, ...] | None:
-        """The shape of the call's second input, None where unknown."""
+        """The shape of the call's second input; None if unknown."""
         return self.shapes[1] if self.shapes[1:] else None
 
     def lowers(self, operator: str) -> bool:
-        """Return whether `operator`, in place of this call, would compute in the target dtype."""
+        """Return whether `operator`, instead of this call, would run in the target dtype."""
         rule = self.policy.rule(operator)
         low = rule.op_class == "low" and not rule.no_kernel
         return low and not self.policy.keeps_layer(self.node.name)
 
 
 class Parts:
-    """Builder of the operators that replace node i of a graph with a faster equivalent."""
+    """Builder of the operators that replace a graph's node with a faster equivalent."""
 
     def __init__(
         self, edit: Edit, i: int, one: Pass, inputs: Sequence[Output], training: bool
@@ -83,7 +83,7 @@ class Parts:
         self.float32 = FLOAT32_PART.format(name=one.name)  #: why some operators stay in float32
 
     def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
-        """Add an operator to the equivalent; return its output.
+        """Add an operator of the faster equivalent; return its output.
 
         Without a suffix it takes the name and the outputs of the replaced operator. `keep` is the
         reason to compute in float32, whatever the operator's class.
@@ -93,7 +93,7 @@ class Parts:
     def add_all(
         self, op: str, suffix: str, count: int, *inputs: Tensor, keep: str = "", **attrs: str
     ) -> Sequence[Tensor]:
-        """Add an operator with `count` outputs to the equivalent being built; return those."""
+        """Add an operator with `count` outputs to the faster equivalent; return the outputs."""
         node, why = self._node, self._why or keep
         kept = Reason(SUBSTITUTION, why) if why else None
         fields: dict[str, Any] = {"op": op, "attrs": {**node.hidden_attrs, **attrs}}
@@ -108,17 +108,17 @@ class Parts:
         return [(made, k) for k in range(count)]
 
     def add_float32(self, op: str, suffix: str, *inputs: Tensor, **attrs: str) -> Tensor:
-        """Add an operator that computes in float32 whatever its class; return its output."""
+        """Add an operator that always computes in float32; return its output."""
         return self.add(op, suffix, *inputs, keep=self.float32, **attrs)
 
 
 def are_float32(dtypes: Sequence[str]) -> bool:
-    """Return whether all of these dtypes are float32."""
+    """Return whether all dtypes in a list are float32."""
     return set(dtypes) == {"float32"}
 
 
 def has_elements(call: Call) -> bool:
-    """Return whether the first input of a call has elements and axes, or an unknown shape.
+    """Return whether a call's first input is neither empty nor a scalar; True if unknown.
 
     oneDNN fails on empty arrays and on arrays without axes, both of which `mx.np` allows.
     """
@@ -126,7 +126,7 @@ def has_elements(call: Call) -> bool:
 
 
 class Pass(NamedTuple):
-    """A substitution of the operators `ops` by a faster equivalent, or a whole-graph fusion pass.
+    """A faster equivalent of the operators `ops`, or a pass that prepares a graph for fusion.
 
     `apply(parts, detail)` adds the equivalent to the graph. The operator without a suffix takes the
     place of the call, or `apply` returns the values in place of the call's outputs. In fusion it is

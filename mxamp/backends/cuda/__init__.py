@@ -1,1 +1,1 @@
-"""The backend of GPUs. `backend` is the entry; `libraries` runs before MXNet is imported."""
+"""The backend of GPUs: `backend` has its class; `libraries` runs before MXNet is imported."""

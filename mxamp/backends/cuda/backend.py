@@ -1,4 +1,4 @@
-"""The backend of GPUs: float16 sums, and MXNet's operator fusion.
+"""The backend of GPUs: which dtype is fast, and workarounds for MXNet's CUDA kernels.
 
 float16 alone: MXNet has no bfloat16 kernel on GPUs.
 """
@@ -24,7 +24,7 @@ NO_GPU = (
 
 
 class Cuda(ChoosingBackend):
-    """The backend of GPUs, on CUDA kernels."""
+    """The backend of GPUs, whose kernels are CUDA's."""
 
     name = "CUDA"
     dtypes = ("float16",)

@@ -1,4 +1,4 @@
-"""CUDA requirements of mxnet-cu112: libraries to preload, driver version, GPU capability."""
+"""CUDA for mxnet-cu112: preload the libraries, and read driver version and GPU capability."""
 
 import ctypes
 import importlib.util
@@ -53,7 +53,7 @@ NO_FUSION = (
 
 
 def preload() -> None:
-    """Load CUDA 11 from the nvidia-*-cu11 wheels, so that mxnet-cu112 needs no system CUDA.
+    """Load CUDA 11's libraries from the nvidia-*-cu11 wheels, in place of a system-wide CUDA.
 
     Turns MXNet's fusion of operators off if the driver can't load fused kernels. Raises
     `InstallError` if mxnet-cu112 is installed without the NVIDIA driver.
@@ -105,12 +105,12 @@ def capability() -> Optional[Tuple[int, int]]:
 
 
 def fast_dtype() -> str:
-    """Return float16 on a GPU with tensor cores or of unknown capability, else float32."""
+    """Return float16 if the GPU has tensor cores or its capability is unknown, else float32."""
     return "float32" if (capability() or TENSOR_CORES) < TENSOR_CORES else "float16"
 
 
 def why_float32() -> str:
-    """Return the reason why "auto" is float32 on this GPU, for a log line."""
+    """Return a text that says why "auto" is float32 on this GPU, for a log line."""
     return SLOW_GPU.format(*capability() or (), *TENSOR_CORES)
 
 
@@ -119,7 +119,7 @@ def _has_wheel() -> bool:
 
 
 def _is_loaded(name: str) -> bool:
-    """Load a shared library with its symbols global; return whether that succeeded."""
+    """Try to load a shared library with global symbols; return whether it succeeded."""
     try:
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         return True

@@ -1,4 +1,4 @@
-"""Matrix products on GPUs: float32 for long sums in half precision."""
+"""A shape rule for matrix products on GPUs: long sums in float32, not in float16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .. import Site, rule
 
 @rule("long_sums", changes_results=True, in_calls=True, reads_weight=True)
 def has_long_sums(site: Site, limit: int) -> bool:
-    """Return whether a matrix product may add more than `limit` terms; True for unknown shapes.
+    """Return whether a matrix product may sum more than `limit` terms; True if unknown.
 
     Some kernels sum in half precision, which loses digits in long sums. A product of M by K and K
     by N sums K terms, and its gradients sum N and M.

@@ -1,1 +1,1 @@
-"""The backend of CPUs, on oneDNN's kernels. `backend` is the entry; `cpu` needs no MXNet."""
+"""The backend of CPUs, on oneDNN: `backend` has its class; `cpu` doesn't import MXNet."""

@@ -1,4 +1,4 @@
-"""Self-attention on oneDNN's bfloat16 matrix products, in models fused for inference.
+"""Self-attention on oneDNN's fused bfloat16 matrix products, in models for inference.
 
 MXNet's `batch_dot` has no bfloat16 kernel. oneDNN's matrix product has one, and two operators of
 MXNet call it: `_sg_mkldnn_selfatt_qk` for the scores, `_sg_mkldnn_selfatt_valatt` for the mixed
@@ -37,7 +37,7 @@ _SWAPPED = {"axes": "(1, 0, 2)"}  # (batch, length, units) to (length, batch, un
 
 
 class _Projection(NamedTuple):
-    """Queries, keys or values: the output of a dense layer, or a third of it, split into heads."""
+    """The queries, keys or values of an attention: a dense layer's output, split into heads."""
 
     dense: int  #: the node
     third: int | None  #: None for the whole output
@@ -46,7 +46,7 @@ class _Projection(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The scaled attention scores: their node, the product of queries and keys, and the scale."""
+    """The attention scores: their node, the product of queries and keys, and its scale."""
 
     node: int
     product: int
@@ -54,7 +54,7 @@ class _Scores(NamedTuple):
 
 
 def fuse_attention(view: FusionView, edit: Edit) -> None:
-    """Before: self-attention's matrix products. After: oneDNN's fused ones, in bfloat16.
+    """Replace the matrix products of self-attention with oneDNN's fused ones in bfloat16.
 
     Conditions: queries, keys and values come from dense layers that read the same data, or from one
     layer. They are merged to one, in float32, with the scale of the scores in its weight. An
@@ -84,7 +84,7 @@ def fuse_attention(view: FusionView, edit: Edit) -> None:
 
 
 def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
-    """Return the scores that node i, an attention's second product, reads; None for other nodes."""
+    """Return the attention scores that node i multiplies with the values; None if it doesn't."""
     nodes = view.graph.nodes
     if _transposes(nodes[i]) != (False, False) or not _is_lowered(view, i):
         return None
@@ -109,19 +109,19 @@ def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
 
 
 def _transposes(product: Node) -> tuple[bool, bool]:
-    """Return whether a batch_dot transposes its first, and its second input."""
+    """Return, for both inputs of a batch_dot, whether it transposes the input."""
     first, second = (product.attrs.get(f"transpose_{name}", "False") for name in "ab")
     return is_true(first), is_true(second)
 
 
 def _is_lowered(view: FusionView, i: int) -> bool:
-    """Return whether matrix product i is cast to bfloat16 by the model's policy, not a region's."""
+    """Return whether the model's policy runs matrix product i in bfloat16."""
     node = view.graph.nodes[i]
     return policy_for_node(view.policy, node.attrs) is view.policy and not view.stays_float32(node)
 
 
 def _projection(view: FusionView, product: int, position: int) -> _Projection | None:
-    """Return the projection (queries, keys or values) that a product alone reads; else None."""
+    """Return the queries, keys or values that a product reads; None for other inputs."""
     nodes = view.graph.nodes
     chain: list[Node] = []
     source, third = nodes[product].inputs[position]
@@ -153,14 +153,14 @@ def _projection(view: FusionView, product: int, position: int) -> _Projection | 
 
 
 def _makes_thirds(split: Node) -> bool:
-    """Return whether a SliceChannel splits the last of three axes into three equal slices."""
+    """Return whether a SliceChannel splits the last axis into three parts."""
     squeezes = is_true(split.attrs.get("squeeze_axis", "False"))
     on_last = split.attrs.get("axis", "1") in ("-1", "2")
     return split.attrs["num_outputs"] == "3" and on_last and not squeezes
 
 
 def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bool:
-    """Return whether projections are the queries, keys and values of one self-attention."""
+    """Return whether these queries, keys and values belong to one self-attention."""
     sources = {view.graph.nodes[one.dense].inputs[0] for one in projections}
     sizes = {one[2:] for one in projections}
     layers = {one.dense for one in projections}
@@ -170,7 +170,7 @@ def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bo
 
 
 def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | None:
-    """Return the node that joins the heads of product i, if it is the only consumer; else None."""
+    """Return the node that joins the heads of product i; None if there is none."""
     chain = []
     for _ in range(3):
         if not view.is_read_once(i):
@@ -187,7 +187,7 @@ def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | 
 
 
 def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return the shapes after a Reshape, a transpose of the middle axes and a Reshape; else [].
+    """Return the output shapes of Reshape, transpose, Reshape that swap axes 1 and 2; else [].
 
     The first Reshape makes four axes then, as the transpose needs.
     """
@@ -198,7 +198,7 @@ def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
 
 
 def _shapes_behind(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return the output shape of each operator of a chain on data of `shape`; [] if unknown."""
+    """Return the output shapes of a chain of operators on data of `shape`; [] if unknown."""
     linked = [node.with_inputs([(k, 0)]) for k, node in enumerate(chain)]
     graph = Graph([Node("null", "data"), *linked], [(k + 1, 0) for k in range(len(chain))], VERSION)
     try:
@@ -242,7 +242,7 @@ def _replace(
 
 
 def _lower_interleaved(view: FusionView, edit: Edit) -> None:
-    """Replace float32 interleaved_matmul operators with oneDNN's bfloat16 products."""
+    """Replace MXNet's float32 interleaved_matmul operators with oneDNN's in bfloat16."""
     low: dict[Output, Output] = {}
     for i, node in enumerate(view.graph.nodes):
         if node.op not in _INTERLEAVED or view.policy.rule(node.op).given:
@@ -265,7 +265,7 @@ def _lower_interleaved(view: FusionView, edit: Edit) -> None:
 
 
 def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> Output:
-    """Add oneDNN's bfloat16 product of interleaved queries and keys; return the scores."""
+    """Add oneDNN's product of queries and keys in bfloat16; return the attention scores."""
     wide = mx.sym.amp_cast(mx.sym.var("heads"), dtype="float32")
     body = Graph.from_symbol(mx.sym.contrib.interleaved_matmul_selfatt_qk(wide, **count))
     return edit.add_node(Node(_SCORES, name, count, [heads], [body]))
@@ -274,7 +274,7 @@ def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> 
 def _add_mixed(
     edit: Edit, name: str, heads: Output, shares: Output, count: dict[str, str]
 ) -> Output:
-    """Add oneDNN's product of float32 attention weights and interleaved values; return it."""
+    """Add oneDNN's product of attention weights and values in bfloat16; return the product."""
     read = [mx.sym.var("heads"), mx.sym.var("shares")]
     mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*read, **count)
     body = Graph.from_symbol(mx.sym.amp_cast(mixed, dtype="float32"))
@@ -283,14 +283,14 @@ def _add_mixed(
 
 
 def _add_low(edit: Edit, name: str, output: Output) -> Output:
-    """Add a cast to bfloat16, which the policy does not add before fused operators."""
+    """Add a cast to bfloat16 in front of a fused operator; return its output."""
     return edit.add("amp_cast", f"{name}_low", [output], dtype="bfloat16")
 
 
 def _interleaved(
     view: FusionView, projections: Sequence[_Projection], position: int, scales: Sequence[float]
 ) -> NDArray:
-    """Return scaled weights (`position` 1) or biases (2) of projections, interleaved by head."""
+    """Return the weights (`position` 1) or biases (2) of queries, keys and values, by head."""
     thirds = []
     for one, scale in zip(projections, scales):
         name = view.own_parameter(view.graph.nodes[one.dense], position)

@@ -1,4 +1,4 @@
-"""The backend of CPUs: oneDNN workarounds, shape rules, faster equivalents, fused models."""
+"""The backend of CPUs: oneDNN's workarounds, shape rules, faster equivalents, fusion."""
 
 # ruff: noqa: D102  # `Backend` says what the methods do
 
@@ -30,12 +30,12 @@ HALF_WEIGHT = (
 
 
 def _is_dilated(attributes: Mapping[str, str]) -> bool:
-    """Return whether a convolution with these attributes has a dilated kernel."""
+    """Return whether a convolution's attributes set a dilation other than 1."""
     return any(step != 1 for step in parse_integers(attributes.get("dilate", "()")))
 
 
 class OneDNN(ChoosingBackend):
-    """The backend of CPUs, on the kernels of oneDNN."""
+    """The backend of CPUs, whose kernels are oneDNN's."""
 
     name = "oneDNN"
     dtypes = ("bfloat16", "float16")

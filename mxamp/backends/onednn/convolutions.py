@@ -1,4 +1,4 @@
-"""Faster equivalents of convolutions whose channels don't fit oneDNN's blocks of 16.
+"""Faster equivalents of convolutions whose channels do not fill oneDNN's blocks of 16.
 
 A first layer has 3 input channels, for which oneDNN has no blocked bfloat16 kernel. A grouped
 convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNorm next to it falls
@@ -21,7 +21,7 @@ _LEAST, _LEAST_WHEN_TRAINING = 2**22, 2**19
 
 
 def match_narrow_groups(call: Call) -> Detail | None:
-    """Return the weight shape of a convolution that `merged_groups` makes faster; else None."""
+    """Return the weight's shape if `merged_groups` makes a convolution faster; else None."""
     weight = _planar_weight(call)
     if weight is None or (call.training and call.behind_concat):
         return None
@@ -37,7 +37,7 @@ def match_narrow_groups(call: Call) -> Detail | None:
 
 
 def merged_groups(parts: Parts, detail: Detail) -> None:
-    """Before: a convolution with narrow groups. After: with groups of 16 channels, zero-padded.
+    """Replace a convolution of narrow groups with one of groups of 16 zero-padded channels.
 
     Conditions: float32 inputs. In training it is not behind a Concat of channels, since the
     gradient of its data is in blocks of 16 channels.
@@ -63,13 +63,13 @@ def merged_groups(parts: Parts, detail: Detail) -> None:
 
 
 def _planar_weight(call: Call) -> tuple[int, ...] | None:
-    """Return the weight shape of a 2-D convolution in NCHW layout; None for other calls."""
+    """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
     plain = call.attrs.get("layout", "None") in ("None", "NCHW")
     return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
 
 
 def match_image_convolution(call: Call) -> Detail | None:
-    """`Pass.match` of `image_convolution`: () for color images that it speeds up, else None."""
+    """Return () if `image_convolution` makes a convolution of color images faster; else None."""
     weight = _planar_weight(call)
     fits = (
         weight is not None
@@ -83,7 +83,7 @@ def match_image_convolution(call: Call) -> Detail | None:
 
 
 def image_convolution(parts: Parts, _detail: Detail) -> list[Tensor]:
-    """Before: a convolution of 3 channels. After: of 4, the last all zeros in images and weight.
+    """Replace a convolution of 3 channels with one of 4: add zeros to images and weight.
 
     Conditions: the number of filters is a multiple of 16, and convolutions compute in bfloat16.
 
@@ -96,7 +96,7 @@ def image_convolution(parts: Parts, _detail: Detail) -> list[Tensor]:
 
 
 def _add_zero_channel(parts: Parts, name: str, tensor: Tensor) -> Tensor:
-    """Append a channel of zeros to a tensor; return the result."""
+    """Add operators that append a channel of zeros to a tensor; return the result."""
     channel = parts.add("slice_axis", f"{name}_red", tensor, axis="1", begin="0", end="1")
     zeros = parts.add("zeros_like", f"{name}_zeros", channel)
     return parts.add("Concat", f"{name}_four", tensor, zeros, num_args="2", dim="1")

@@ -1,4 +1,4 @@
-"""The CPU as oneDNN sees it: its instruction sets, and the dtype that is fast."""
+"""The CPU as oneDNN uses it: instruction sets, and whether bfloat16 is fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOR_GPUS = ". For GPUs (--device gpu, Policy.default('float16', 'gpu')) a check 
 
 
 def onednn_features() -> frozenset[str]:
-    """Return the CPU features (such as avx512) that `DNNL_MAX_CPU_ISA` lets oneDNN use."""
+    """Return the CPU's features, such as avx512, that DNNL_MAX_CPU_ISA lets oneDNN use."""
     # oneDNN ignores unknown names, lower-case ones included.
     limit, flags = os.environ.get(_MAX_ISA, "ALL"), machine.cpu_features()
     if limit in _BELOW_AVX512:
@@ -50,13 +50,13 @@ def onednn_features() -> frozenset[str]:
 
 @lru_cache(maxsize=None)
 def _may_use_amx() -> bool:
-    """Request AMX tiles from Linux and return success; without them AMX kernels end the process."""
+    """Ask Linux for permission to use AMX tiles; return whether it is granted."""
     # The system call arch_prctl with ARCH_REQ_XCOMP_PERM and the number of the tiles' state.
     return platform.system() == "Linux" and not ctypes.CDLL(None).syscall(158, 0x1023, 18)
 
 
 def computes_bfloat16() -> bool:
-    """Return whether oneDNN computes faster in bfloat16 than in float32 on this CPU.
+    """Return whether bfloat16 is faster than float32 on this CPU.
 
     With AMX, avx512_bf16 takes 1.5 to 1.9 times as long as float32 (Xeon, 5th generation).
     """
@@ -65,19 +65,19 @@ def computes_bfloat16() -> bool:
 
 
 def fast_dtype() -> str:
-    """Return bfloat16 on a CPU with bfloat16 arithmetic, else float32."""
+    """Return the dtype that "auto" stands for: bfloat16 if this CPU computes it, else float32."""
     return "bfloat16" if computes_bfloat16() else "float32"
 
 
 def float32_substitutions() -> Mapping[str, str]:
-    """Return faster float32 equivalents and their gains on this CPU, from lists/float32.toml."""
+    """Return the faster float32 equivalents of operators and their gains on this CPU."""
     instructions = "avx512" if "avx512" in onednn_features() else "avx2"
     gains: Mapping[str, str] = own_tables("float32")[instructions]
     return gains
 
 
 def why_float32() -> str:
-    """Return the reason why "auto" is float32 on this CPU, for a log line."""
+    """Return a text that says why "auto" is float32 on this CPU, for a log line."""
     cpu = f"this CPU ({machine.cpu_name()})"
     if "amx_bf16" in machine.cpu_features():
         return f"{cpu} is fast in bfloat16 if {FOR_AMX} is set before Python starts"
@@ -88,7 +88,7 @@ def why_float32() -> str:
 
 
 def speed_warning(policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-    """Return (key, log line, *values) for a policy in float16 or slow bfloat16; else None."""
+    """Return (key, log line, *values) for a policy that is slow on this CPU; else None."""
     if policy.target_dtype == "float16":
         return "float16", ONLY_TRUE, fast_dtype(), FOR_GPUS if of_model else ""
     if computes_bfloat16():

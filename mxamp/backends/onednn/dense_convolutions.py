@@ -1,4 +1,4 @@
-"""Large dense layers replaced by 1x1 convolutions, in models fused for inference.
+"""Large dense layers turned into 1x1 convolutions, in models fused for inference.
 
 The rows of the data become the pixels of one image. oneDNN packs the weight of a convolution once,
 but the weight of a dense layer in each call, which takes longer than the product with a few rows.
@@ -28,7 +28,7 @@ _IMAGE, _MATRIX = "(-4, 1, -1, -4, -1, 1)", "(-3, -3)"
 
 
 def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
-    """Before: dense layers with large weights. After: 1x1 convolutions in bfloat16.
+    """Replace dense layers with large weights by 1x1 convolutions in bfloat16.
 
     Conditions: the policy does not keep the layer in float32, it flattens its data, and its weight
     has no other consumer. Activations between two convolutions read the image. Float32 models stay
@@ -51,7 +51,7 @@ def make_dense_convolutions(view: FusionView, edit: Edit) -> None:
 
 
 def _large_weight(view: FusionView, node: Node) -> NDArray | None:
-    """Return the weight of a dense layer if large enough to replace the layer; else None."""
+    """Return a dense layer's weight if it is large enough for a convolution; else None."""
     if node.op != "FullyConnected" or not flattens_data(node.attrs):
         return None
     name = view.own_parameter(node, 1)
@@ -64,7 +64,7 @@ def _large_weight(view: FusionView, node: Node) -> NDArray | None:
 
 
 def _as_convolution(dense: Node) -> Node:
-    """Return a 1x1 convolution node with the inputs and units of a dense layer."""
+    """Return the 1x1 convolution that is equivalent to a dense layer, as a node."""
     attrs = {**dense.attrs, "kernel": "(1, 1)", "num_filter": dense.attrs["num_hidden"]}
     for name in ("num_hidden", "flatten"):  # a convolution has neither
         attrs.pop(name, None)
@@ -72,13 +72,13 @@ def _as_convolution(dense: Node) -> Node:
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether a node applies the same function to each element."""
+    """Return whether a node applies one function to each element, such as an activation."""
     kind = node.attrs.get("act_type", "leaky")
     return node.op in with_trait("elementwise") or (node.op == "LeakyReLU" and kind in _LEAKY)
 
 
 class _Images:
-    """Matrices reshaped to images for 1x1 convolutions, and back where consumers need matrices."""
+    """Matrices reshaped to images for 1x1 convolutions, and back for other consumers."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit
@@ -87,7 +87,7 @@ class _Images:
         self._on_images: set[int] = set()  # nodes of the source graph that read an image
 
     def restore_matrices(self) -> None:
-        """Reshape images back to matrices for consumers that were not replaced."""
+        """Add reshapes of images to matrices for consumers that are no convolutions."""
         for output, image in self.by_output.items():
             readers = self._view.consumers.get(output, [])
             if all(i in self._on_images and k == 0 for i, k in readers):
@@ -97,13 +97,13 @@ class _Images:
             self._edit.redirect(output, self._edit.add("transpose", f"{name}_rows", [matrix]))
 
     def replace(self, i: int, node: Node, inputs: list[Output]) -> None:
-        """Replace node i of the original graph with `node`, whose output is an image."""
+        """Replace node i with a node whose output is an image instead of a matrix."""
         self._on_images.add(i)
         self.by_output[i, 0] = self._edit.add_node(node.with_inputs(inputs))
         self._edit.redirect((i, 0), self.by_output[i, 0])
 
     def of_matrix(self, data: Output, node: Node) -> Output:
-        """Return the matrix `data` as an image, adding the reshape on its first use."""
+        """Return a matrix reshaped to an image; add the reshape on first use."""
         if data in self.by_output:
             return self.by_output[data]
         if data not in self._read:

@@ -1,4 +1,4 @@
-"""Wrappers of eager calls on CPUs, around the casts of the policy: see `patches.eager`.
+"""Wrappers of eager operator calls on CPUs, which run before inputs are cast.
 
 Each step takes the action that follows it, and the operator that it is made for, and returns an
 action: a function of MXNet's own `_imperative_invoke` and the arguments of a call.
@@ -39,7 +39,7 @@ VIEWS = (
 
 
 def build_view(original: Original) -> Original:
-    """Return a replacement of an array method that marks the bfloat16 views it returns."""
+    """Wrap an array method that returns views, to record which bfloat16 arrays are views."""
 
     @functools.wraps(original)
     def method(self: NDArray, *args: object, **keywords: object) -> NDArray:
@@ -54,7 +54,7 @@ def build_view(original: Original) -> Original:
 
 
 def copy_views(then: Action, _eager: EagerOperator) -> Action:
-    """Copy inputs that are bfloat16 views: oneDNN may fall back to kernels that read no views."""
+    """Wrap an eager operator to copy inputs that are bfloat16 views, which oneDNN misreads."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         views = [hasattr(array.handle, _IS_VIEW) for array in arguments[1]]
@@ -69,7 +69,7 @@ def copy_views(then: Action, _eager: EagerOperator) -> Action:
 
 
 def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
-    """Call `elemwise_add` in place of `broadcast_add` on two bfloat16 arrays of one shape.
+    """Wrap eager `broadcast_add` to call `elemwise_add` on bfloat16 arrays of equal shapes.
 
     It gives the same bits, without casts to float32 and back, in oneDNN's layouts.
     """
@@ -88,7 +88,7 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
 
 
 class _Calls(Parts):
-    """Builder of a faster equivalent that calls its operators at once, without a graph."""
+    """Builder of a faster equivalent in eager calls: it runs each operator at once."""
 
     def __init__(self, eager: EagerOperator, original: Invoke, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments
@@ -96,12 +96,12 @@ class _Calls(Parts):
         self._eager, self._original = eager, original
 
     def add(self, op: str, suffix: str, *inputs: Tensor, keep: str = "", **attrs: str) -> Tensor:
-        """Call an operator of the equivalent under the policy; return its output."""
+        """Run an operator of the faster equivalent at once; return its output."""
         return self._eager.call(self._original, op, inputs, attrs, self._is_np_op)
 
 
 def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
-    """Convolve color images in bfloat16 with a fourth channel of zeros, on a faster kernel."""
+    """Wrap eager convolutions to add a zero channel to color images, for a faster kernel."""
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         _, arrays, _, _, out, *_ = arguments
@@ -120,7 +120,7 @@ def add_fourth_channel(then: Action, eager: EagerOperator) -> Action:
 
 
 def keep_layout(then: Action, eager: EagerOperator) -> Action:
-    """Call convolutions on a cast weight in training mode, so that oneDNN leaves the weight alone.
+    """Wrap eager convolutions so that oneDNN does not change the layout of a cast weight.
 
     In inference oneDNN also writes the weight back in its own layout, for later calls. They never
     read this array, since each call casts the weight anew.

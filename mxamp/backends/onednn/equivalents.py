@@ -1,4 +1,4 @@
-"""Faster equivalents of single operators, made of operators with faster CPU kernels."""
+"""Faster equivalents of single operators, built from operators with faster kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_PRODUCT = 2**23
 
 
 def match_relu6(call: Call) -> Detail | None:
-    """Return (whether to keep NaN,) for a `clip` from 0 to 6 that `relu6` replaces; else None."""
+    """Return (whether to keep NaN,) for a clip from 0 to 6 that `relu6` replaces; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     is_safe = not call.training or call.feeds_products
     fits = bounds == (0, 6) and is_safe and has_elements(call)
@@ -25,7 +25,7 @@ def match_relu6(call: Call) -> Detail | None:
 
 
 def relu6(parts: Parts, detail: Detail) -> None:
-    """Before: clip(x, 0, 6). After: min(relu(x), 6), or min(max(x, 0), 6), which keeps NaN.
+    """Replace clip(x, 0, 6) with min(relu(x), 6), or min(max(x, 0), 6) to keep NaN.
 
     Conditions: x has elements. In training the result leads only to layers with weights, because
     the gradient of the minimum multiplies an infinite gradient by 0, where `clip` returns 0. An
@@ -43,7 +43,7 @@ def relu6(parts: Parts, detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return (times to center,) for a LayerNorm over the last axis, unless too small; else None."""
+    """Return (times to center,) for a LayerNorm that `layer_norm` makes faster; else None."""
     if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
         return None
     attrs = call.attrs
@@ -52,7 +52,7 @@ def match_layer_norm(call: Call) -> Detail | None:
 
 
 def layer_norm(parts: Parts, detail: Detail) -> None:
-    """Before: LayerNorm(x). After: its sums and broadcasts as matrix products with vectors.
+    """Replace a LayerNorm with matrix products that compute its sums and broadcasts.
 
     Conditions: training, the last axis, and nobody reads mean and variance.
 
@@ -87,7 +87,7 @@ def layer_norm(parts: Parts, detail: Detail) -> None:
 
 
 def match_masked_softmax(call: Call) -> Detail | None:
-    """Return () for a softmax along the last axis with a length for each row; else None."""
+    """Return () for a softmax with a length per row that `masked_softmax` replaces; else None."""
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
     masked = is_true(attrs.get("use_length", "False"))
@@ -95,12 +95,12 @@ def match_masked_softmax(call: Call) -> Detail | None:
 
 
 def has_integer_lengths(dtypes: Sequence[str]) -> bool:
-    """Return whether the dtypes of a softmax are a castable float, and int32 or int64 lengths."""
+    """Return whether a softmax has float data and int32 or int64 lengths, given the dtypes."""
     return dtypes[0] in CASTABLE and dtypes[1] in ("int32", "int64")
 
 
 def masked_softmax(parts: Parts, _detail: Detail) -> None:
-    """Before: softmax(x, lengths). After: oneDNN's softmax, between two masks for the lengths.
+    """Replace softmax(x, lengths) with oneDNN's softmax between two masks.
 
     Conditions: inference, the last axis, no temperature and no other dtype.
 
@@ -125,7 +125,7 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
 
 
 def match_split(call: Call) -> Detail | None:
-    """Return (number of axes or 0, *slice bounds) for a split along the last axis; else None.
+    """Return (number of axes or 0, *bounds) for a split of the last axis to replace; else None.
 
     Along the last axis, MXNet copies element by element. In training, equal parts are split along a
     new axis before the last one, so that the gradient is copied row by row: the gradient of slices
@@ -149,7 +149,7 @@ def match_split(call: Call) -> Detail | None:
 
 
 def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
-    """Before: a split along the last axis. After: slices, or a split along a new outer axis.
+    """Replace a split along the last axis with slices, or a split along a new axis.
 
     Conditions: no part is empty.
     """
@@ -168,7 +168,7 @@ def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
 
 
 def match_large_products(call: Call) -> Detail | None:
-    """Return (pairs, output columns) for a batch_dot of large matrices; else None.
+    """Return (pairs, output columns) for a batch_dot to replace by dense layers; else None.
 
     The units are the columns of a product.
     """
@@ -182,7 +182,7 @@ def match_large_products(call: Call) -> Detail | None:
 
 
 def dense_products(parts: Parts, detail: Detail) -> None:
-    """Before: a batch_dot. After: a dense layer without bias for each pair of matrices.
+    """Replace a batch_dot with a dense layer for each pair of matrices.
 
     Conditions: training, large matrices, and dense layers compute in bfloat16.
     """
@@ -195,7 +195,7 @@ def dense_products(parts: Parts, detail: Detail) -> None:
     one_by_one = {"num_outputs": str(pairs), "axis": "0", "squeeze_axis": "True"}
 
     def split(name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Add a bfloat16 cast of a batch and its split into matrices; return the matrices."""
+        """Add operators that split a batch into bfloat16 matrices; return the matrices."""
         low = parts.add("amp_cast", f"{name}_low", tensor, dtype="bfloat16")
         return parts.add_all("SliceChannel", f"{name}s", pairs, low, **one_by_one)
 

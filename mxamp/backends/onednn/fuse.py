@@ -32,7 +32,7 @@ from .substitutions import PASSES as RUNNING_PASSES
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
 ) -> tuple[Graph, Params, Policy]:
-    """Return a float32 model with oneDNN's fused operators, and a policy that casts them.
+    """Return a float32 model with its operators fused for oneDNN, and a policy that casts them.
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
@@ -60,7 +60,7 @@ def fused(
 def apply_pass(
     fusion_pass: Pass, graph: Graph, params: Params, policy: Policy
 ) -> tuple[Graph, Params]:
-    """Return the graph after a fusion pass, and the parameters that it still reads."""
+    """Return a model's graph after a fusion pass, and the parameters that it still needs."""
     if fusion_pass.name is not None and fusion_pass.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
@@ -71,7 +71,7 @@ def apply_pass(
 
 
 def _without_shared_weights(graph: Graph) -> Graph:
-    """Return the graph with dense layers that share a weight unfused again.
+    """Return the graph with fused dense layers that share a weight unfused again.
 
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
@@ -86,7 +86,7 @@ def _without_shared_weights(graph: Graph) -> Graph:
 
 
 def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: copies and Dropouts, no-ops in inference. After: their inputs.
+    """Remove copies and Dropouts, which do nothing in inference.
 
     Conditions: one output is read, and no graph output would become an input itself.
 
@@ -106,7 +106,7 @@ def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: parameters reshaped or joined at each call. After: the result as a parameter.
+    """Replace reshapes and joins of parameters with parameters that hold the result.
 
     Conditions: the array is no graph output.
 
@@ -132,7 +132,7 @@ def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: a relu, sigmoid or tanh node. After: an `Activation` node, which oneDNN fuses.
+    """Replace relu, sigmoid and tanh nodes with `Activation` nodes, which oneDNN fuses.
 
     Conditions: an operator of `mx.nd`, whose arrays are never empty.
     """
@@ -145,7 +145,7 @@ def _rename_activations(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: a BatchNorm behind a convolution or dense layer. After: folded into its weights.
+    """Fold each BatchNorm into the weights of the convolution or dense layer before it.
 
     Conditions: the layer and the parameters have no other consumer, and the policy does not keep
     the BatchNorm in float32 by name.
@@ -169,13 +169,13 @@ def fold_into_producers(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _normalizes_channels(norm: Node, product: Node) -> bool:
-    """Return whether a BatchNorm normalizes the output channels of a convolution or dense layer."""
+    """Return whether a BatchNorm normalizes the output channels of the layer before it."""
     rows = product.op == "FullyConnected" and not flattens_data(product.attrs)
     return product.op in fusible.PRODUCTS and norm.attrs.get("axis", "1") == "1" and not rows
 
 
 def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> tuple[Any, Any]:
-    """Return scale and shift per channel of a BatchNorm with these `attrs` and `statistics`.
+    """Return the scale and the shift of each channel to which a BatchNorm is equivalent.
 
     `statistics` are gamma, beta, mean and variance.
     """
@@ -187,7 +187,7 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
 
 
 def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shift: Values) -> None:
-    """Fold a scale and a shift per output channel into the parameters of layer i.
+    """Fold a scale and a shift of each output channel into layer i's parameters.
 
     `names` are the names of its weight and, if it has one, its bias.
     """
@@ -207,7 +207,7 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shif
 
 
 def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: convolutions of color images. After: the images get a fourth channel of zeros.
+    """Give color images a fourth channel of zeros before convolutions, for faster kernels.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -230,7 +230,7 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
-    """Before: convolutions with narrow groups. After: with groups of 16 channels, zero-padded.
+    """Replace convolutions of narrow groups with groups of 16 zero-padded channels.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -247,7 +247,7 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:
-    """Yield the index and the weight of each convolution that `substitution` matches.
+    """Yield index and weight of each convolution that the equivalent `substitution` replaces.
 
     The weights have no other consumers.
     """

@@ -1,4 +1,4 @@
-"""Limits of MXNet's fusion for oneDNN: models it can't fuse, and barriers against its errors."""
+"""Limits of MXNet's fusion for oneDNN: models that it can't fuse, and guards against errors."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _BARRIER = "BlockGrad"  # the identity in inference; MXNet runs it in place
 
 @dataclass(frozen=True)
 class FusionView(View):
-    """A float32 model during fusion, with the policy that decides what stays in float32."""
+    """A float32 model during fusion, and the policy that says what stays in float32."""
 
     policy: Policy
 
     @cached_property
     def _kept_by_shape(self) -> frozenset[str]:
-        """The names of the layers that shape rules keep in float32."""
+        """The names of layers that the policy keeps in float32 because of their shapes."""
         shapes = {name: array.shape for name, array in self.params.items()}
         usage = Usage(shapes=shapes, converting=True)
         chosen = backend_of(self.policy.device).choose(self.graph, self.policy, usage)
         return frozenset(self.graph.nodes[i].name for i, _ in (chosen or Choices()).kept_float32)
 
     def stays_float32(self, node: Node) -> bool:
-        """Return whether the policy keeps a layer in float32, by class, shape or name."""
+        """Return whether the policy keeps a layer in float32 for its class, shape or name."""
         if node.name in self._kept_by_shape or self.policy.keeps_layer(node.name):
             return True
         if node.op not in PRODUCTS:
@@ -80,14 +80,14 @@ def float32_array(values: Values) -> NDArray:
 
 
 def set_parameter(edit: Edit, i: int, values: Values) -> None:
-    """Set the parameter of variable i to `values` in float32, which may have another shape."""
+    """Set the value of the parameter at node i, in float32 and in any shape."""
     variable = edit.node(i)
     edit.params[variable.name] = float32_array(values)
     edit.change(i, attrs=without_shape(variable))
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
-    """Raise if the device or dtype has no fused operators, or a parameter is float64."""
+    """Raise if a model can't be fused: for its device, its dtype or a float64 parameter."""
     if policy.device != "cpu" or policy.precision == "float16":
         raise ArgumentError(NOT_FUSIBLE.format(dtype=policy.precision, device=policy.device))
     if policy.lowers and policy.rule("Convolution").no_kernel:
@@ -98,7 +98,7 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 
 
 def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
-    """Raise if a graph has fused operators outside `layers` without a bfloat16 kernel.
+    """Raise if a graph has fused operators without a bfloat16 kernel, except `layers`.
 
     The graph may have contained such operators before the conversion. In float32 they would run,
     but silently slower than the caller expects. With `layers` None, nothing lowers any of them.
@@ -114,7 +114,7 @@ def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = No
 
 
 def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
-    """Return whether a node is a fused operator, not in `layers`, without a bfloat16 kernel."""
+    """Return whether a node is a fused operator without a bfloat16 kernel."""
     # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
     fixed = any(is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized"))
     return fixed and node.op in FUSED and node.name not in layers
@@ -146,7 +146,7 @@ def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, Abst
 
 
 def without_barriers(graph: Graph, barriers: AbstractSet[str]) -> Graph:
-    """Return the graph without the no-op nodes named in `barriers`."""
+    """Return the graph without the no-op nodes that `with_barriers` inserted."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.name in barriers:

@@ -1,4 +1,4 @@
-"""The order of graph inputs, which decides how early MXNet frees gradients."""
+"""The order of a graph's inputs, by which MXNet frees gradients early or late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...graph.ir import Graph, Node
 
 
 def with_reversed_inputs(graph: Graph) -> Graph:
-    """Return the graph with its inputs in reverse order, so that MXNet frees gradients early.
+    """Return the graph with its inputs in reverse order: MXNet frees gradients earlier then.
 
     It is equal to `graph` but for the attributes of its inputs, such as initializers. A cached op
     reads none of them, and MXNet's JSON reader takes a third of its time for them.

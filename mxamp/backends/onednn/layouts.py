@@ -1,4 +1,4 @@
-"""Memory layouts that oneDNN gives tensors of a graph: blocked channels, and views of volumes.
+"""Memory layouts of tensors in a graph on CPUs: which ones oneDNN stores in blocks.
 
 From them, `shape_rules` decides which operators stay in float32 and which get a faster equivalent.
 """
@@ -33,7 +33,7 @@ _VOLUME_KERNEL_AXES = 3
 
 
 def channel_counts(site: Site) -> tuple[int, int] | None:
-    """Return the numbers of input and output channels of a convolution; None if unknown."""
+    """Return a convolution's numbers of input and output channels; None if unknown."""
     weight = site.shapes[1] if site.shapes[1:] else None
     if weight is None:
         return None
@@ -43,7 +43,7 @@ def channel_counts(site: Site) -> tuple[int, int] | None:
 
 
 def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
-    """Return whether oneDNN has a blocked kernel for a convolution with these channel counts."""
+    """Return whether oneDNN has a fast (blocked) kernel for a convolution of these channels."""
     read, written = counts
     groups = int(site.attrs.get("num_group", "1"))
     if groups not in (1, read, written):
@@ -56,7 +56,7 @@ def has_blocked_kernel(site: Site, counts: tuple[int, int]) -> bool:
 def has_blocked_output(
     site: Site, running: Node, op_class: str, blocked: Mapping[Output, bool]
 ) -> bool:
-    """Return whether an operator, if in bfloat16, has an output in a blocked memory layout.
+    """Return whether an operator's bfloat16 output is in oneDNN's blocked memory layout.
 
     `running` is the node of the site, or the single operator that replaces it. `blocked` holds
     which outputs before it are blocked.
@@ -71,13 +71,13 @@ def has_blocked_output(
 
 
 def _keeps_layout(node: Node) -> bool:
-    """Return whether the output of a node has the memory layout of its input."""
+    """Return whether a node's output has the same memory layout as its input."""
     # The rewrite removes the casts of an earlier conversion.
     return node.operator in with_trait("keeps_layout") or node.is_inserted_cast
 
 
 def follows_concat(node: Node, concats: AbstractSet[int]) -> bool:
-    """Return whether a node is a Concat of channels, or keeps the layout of one in `concats`.
+    """Return whether a node concatenates channels, or has the memory layout of such a Concat.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
@@ -88,12 +88,12 @@ def follows_concat(node: Node, concats: AbstractSet[int]) -> bool:
 
 
 def nodes_before_norms(nodes: Sequence[Node]) -> frozenset[int]:
-    """Return the indexes of nodes whose output reaches a BatchNorm in an unchanged layout."""
+    """Return the indexes of nodes whose output reaches a BatchNorm in unchanged memory layout."""
     return _nodes_before(nodes, NORMS, _keeps_layout)
 
 
 def nodes_of_plain_layout(graph: Graph) -> frozenset[int]:
-    """Return the indexes of nodes whose output a blocked layout would make unreadable.
+    """Return the indexes of nodes whose consumers can't read oneDNN's blocked layout.
 
     An RNN, a softmax or a slice reads it, or the program gets it from a graph with convolutions.
     Operators that work in place keep the layout of their input, whatever their kernel.
@@ -114,7 +114,7 @@ def _nodes_before(
     keeps: Callable[[Node], bool],
     heads: AbstractSet[int] = frozenset(),
 ) -> frozenset[int]:
-    """Return `heads` and the indexes of nodes that operators in `ends` read, also by `keeps`."""
+    """Return indexes of nodes before operators `ends`, through nodes for which `keeps` is true."""
     reaching = {*heads}
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
@@ -127,7 +127,7 @@ def _nodes_before(
 
 
 def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) -> frozenset[int]:
-    """Return the indexes of nodes that are no graph outputs and whose consumers all satisfy `fits`.
+    """Return the indexes of nodes, no graph outputs, whose consumers all satisfy `fits`.
 
     `fits(consumer, position, found)` gets a consumer, the position of the input that it reads, and
     whether the consumer is itself one of the nodes to return.
@@ -141,7 +141,7 @@ def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) 
 
 
 def nodes_before_products(graph: Graph) -> frozenset[int]:
-    """Return the indexes of nodes that lead only to layers with weights, not to a graph output."""
+    """Return the indexes of nodes that only lead to convolutions and dense layers."""
     ends = with_trait("spreads_infinity")
     passing = with_trait("passes_gradient") | with_trait("keeps_finite")
     return nodes_with_consumers(
@@ -157,7 +157,7 @@ def nodes_before_products(graph: Graph) -> frozenset[int]:
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
-    """Return the indexes of nodes that may read a 3-D convolution's output in a blocked layout.
+    """Return the indexes of nodes that may read a 3-D convolution's output in blocked layout.
 
     Operators that follow their inputs may keep the layout, whatever the shape. An input of five
     axes may be the result of an eager call.
@@ -193,7 +193,7 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
 def _volumes(
     nodes: Sequence[Node], usage: Usage, keeps: Callable[[Node], bool]
 ) -> tuple[set[int], set[int]]:
-    """Return the indexes of nodes that may hold a 3-D convolution's output, and of their readers.
+    """Return the indexes of nodes that may hold a 3-D convolution's result, and of their readers.
 
     `keeps` says whether an input of five axes, or a node that reads a volume, may hold one.
     """
@@ -210,7 +210,7 @@ def _volumes(
 
 
 def _is_volume_product(node: Node) -> bool:
-    """Return whether a node is a 3-D convolution, including one fused by oneDNN."""
+    """Return whether a node is a 3-D convolution, fused or not."""
     if node.operator not in CONVOLUTIONS:
         return False
     # An operator fused by oneDNN holds its convolution in a subgraph.

@@ -1,4 +1,4 @@
-"""A faster SGD step on CPUs, computed by NumPy block by block.
+"""A faster SGD update on CPUs, computed in NumPy on blocks that fit the cache.
 
 MXNet's kernel runs at a fraction of the memory's speed on one core. In-place work on blocks that
 fit the cache is up to 3 times as fast, and equal bit for bit: each operation rounds to float32 in
@@ -41,7 +41,7 @@ _float = np.float32
 def patched_update_impl(
     original: Original, self: SGD, indices: Any, *arrays: Any, multi_precision: bool = False
 ) -> None:
-    """Do an SGD update in NumPy where faster; `arrays` are weights, gradients and states."""
+    """Run `SGD._update_impl`, in NumPy for the weights for which NumPy is faster."""
     policy = current_policy()
     if policy is None or SGD_STEP not in policy.substitutions:
         original(self, indices, *arrays, multi_precision)
@@ -60,7 +60,7 @@ def patched_update_impl(
 
 
 def _is_large(weight: NDArray) -> bool:
-    """Return whether a weight has at least `_LEAST` elements, cached on its handle."""
+    """Return whether a weight is large enough for NumPy's SGD update, cached on its handle."""
     handle = weight.handle
     if not hasattr(handle, "is_large"):
         handle.is_large = math.prod(shape_of(weight)) >= _LEAST
@@ -68,7 +68,7 @@ def _is_large(weight: NDArray) -> bool:
 
 
 def _is_faster(optimizer: SGD, *arrays: NDArray | None) -> bool:
-    """Return whether NumPy can do the SGD step on these arrays, and faster than MXNet."""
+    """Return whether NumPy can do an SGD update of these arrays faster than MXNet."""
     used = [array for array in arrays if array is not None]
     return (
         type(optimizer) is SGD  # a subclass may compute something else
@@ -81,7 +81,7 @@ def _is_faster(optimizer: SGD, *arrays: NDArray | None) -> bool:
 
 
 def _blocks(*arrays: machine.Values) -> Iterator[list[machine.Values]]:
-    """Yield the arrays block by block, followed by two scratch blocks of the same size."""
+    """Yield blocks of all arrays at the same place, with two scratch blocks each time."""
     buffers = [np.empty(min(_BLOCK, arrays[0].size), _float) for _ in range(2)]
     for start in range(0, arrays[0].size, _BLOCK):
         parts = [array[start : start + _BLOCK] for array in arrays]
@@ -89,7 +89,7 @@ def _blocks(*arrays: machine.Values) -> Iterator[list[machine.Values]]:
 
 
 def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDArray | None) -> None:
-    """Update `weight` in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
+    """Update a weight in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
 
     With momentum, m is kept in `state`.
     """
@@ -120,7 +120,7 @@ def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDAr
 
 @functools.lru_cache(maxsize=256)
 def _parsed_number(value: float) -> np.float32:
-    """Return a number as MXNet's operators parse it from text to float32: the last bit may differ.
+    """Return a number as MXNet's text parser reads it: in float32, the last bit may differ.
 
     An operator computes 0 - value * -1, which is slow: cached.
     """

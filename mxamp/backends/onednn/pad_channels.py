@@ -1,4 +1,4 @@
-"""Pad the output channels of convolutions to oneDNN's blocks of 16, for inference.
+"""Pad output channels of convolutions to multiples of 16 in inference, for faster kernels.
 
 For other numbers of output channels oneDNN falls back to slower kernels: in bfloat16 to a matrix
 product per image in the plain layout, between two reorders. A padded convolution gets filters of
@@ -30,7 +30,7 @@ _LARGEST = 1e4
 
 
 class Channels(NamedTuple):
-    """The channels of a tensor (axis 1): original ones, with padding channels between or after."""
+    """The channels of a tensor, each an original one or padding with zeros or constants."""
 
     mask: Mask
     added_by: frozenset[int] = frozenset()  #: the padded convolutions
@@ -38,12 +38,12 @@ class Channels(NamedTuple):
 
     @property
     def own(self) -> int:
-        """The number of the tensor's own channels, without those that padding has added."""
+        """The number of original channels, without padding."""
         return sum(self.mask)
 
     @property
     def added(self) -> int:
-        """The number of channels that padding has added to the tensor."""
+        """The number of padding channels."""
         return len(self.mask) - self.own
 
 
@@ -52,14 +52,14 @@ Inputs = Sequence[Channels]  #: the channels of a node's inputs
 
 
 def concatenated_channels(parts: Inputs) -> Channels:
-    """Return the channels of tensors concatenated along the channel axis."""
+    """Return the `Channels` of tensors concatenated along the channel axis."""
     mask = tuple(own for part in parts for own in part.mask)
     added_by: frozenset[int] = frozenset().union(*(part.added_by for part in parts))
     return Channels(mask, added_by, max(part.bound for part in parts))
 
 
 def padded_weight(values: Any, axis: int, mask: Mask, fill: float) -> Any:
-    """Return a weight with padding channels of value `fill` inserted along `axis`."""
+    """Return a parameter with padding channels of value `fill` inserted along an axis."""
     places = np.repeat(mask, values.shape[axis] // sum(mask))
     shape = list(values.shape)
     shape[axis] = len(places)
@@ -78,7 +78,7 @@ _ENLARGED_BY = {
 
 
 def _scalar(attrs: Attributes) -> float:
-    """Return the magnitude of the attribute `scalar` of an operator."""
+    """Return the magnitude of an operator's attribute `scalar`."""
     return abs(float(attrs.get("scalar", "1")))
 
 
@@ -128,7 +128,7 @@ _ELEMENTWISE: Mapping[str, Callable[[Attributes, float], float]] = {
 
 
 def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
-    """Return the output channels of an operator that treats all channels alike; else `_UNKNOWN`."""
+    """Return the output's `Channels` of an elementwise operator; else `_UNKNOWN`."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
     if operator in with_trait("sums"):
@@ -156,7 +156,7 @@ _FLAT = frozenset({"Flatten", "Dropout"})
 
 
 def pad_channels(view: FusionView, edit: Edit) -> None:
-    """Before: convolutions of any filter count. After: multiples of 16, and padded consumers.
+    """Pad convolutions' output channels to multiples of 16, and adapt their consumers.
 
     Conditions: inference, and convolutions compute in the target dtype. Graph outputs and operators
     that reorder axes get a slice without the padding. A convolution with any other consumer that
@@ -172,7 +172,7 @@ def pad_channels(view: FusionView, edit: Edit) -> None:
 
 
 class _Padding:
-    """Plan for padding: the channels of each tensor, and changes of parameters and attributes."""
+    """The plan for padding channels in a graph: new parameters, attributes and slices."""
 
     def __init__(self, view: View, unpadded: AbstractSet[int]) -> None:
         self.view, self.graph, self.unpadded = view, view.graph, unpadded
@@ -195,7 +195,7 @@ class _Padding:
             self._refuse_inner_padding(output)
 
     def write(self, edit: Edit) -> None:
-        """Apply the planned padding of parameters and attributes to the graph `edit`."""
+        """Apply the plan: pad parameters, set attributes, and add slices to the graph."""
         for i, paddings in self._paddings.items():
             array = self.view.params[self.graph.nodes[i].name].asnumpy()
             for padding in paddings:
@@ -211,7 +211,7 @@ class _Padding:
                 edit.set_head(place, self._sliced(edit, slices, output))
 
     def _sliced(self, edit: Edit, slices: dict[Output, Output], output: Output) -> Output:
-        """Return a slice of an output without padding channels, cached in `slices`."""
+        """Return a slice of an output without its padding channels; add it on first use."""
         if output not in slices:
             name = f"{self.graph.nodes[output[0]].name}_channels"
             end = str(self._channels[output].own)
@@ -221,7 +221,7 @@ class _Padding:
     # ------------------------------------------------------------------ the walk over nodes
 
     def _propagate(self, i: int, node: Node) -> None:
-        """Record the output channels of node i; slice or refuse padding that it can't read."""
+        """Record node i's output channels; give up padding that the node can't read."""
         inputs = [self._channels[output] for output in node.inputs]
         channels_after = self._CHANNELS_AFTER.get(node.operator, _Padding._channels_after_other)
         outputs = channels_after(self, i, node, inputs)
@@ -236,7 +236,7 @@ class _Padding:
                 self._refuse_inner_padding(output)
 
     def _refuse_inner_padding(self, output: Output) -> None:
-        """Refuse padding between the original channels of `output`: one slice can't remove it."""
+        """Give up padding between original channels, which one slice can't remove."""
         channels = self._channels[output]
         if not all(channels.mask[: channels.own]):
             self.refused |= channels.added_by
@@ -246,7 +246,7 @@ class _Padding:
     # where the operator can't read its input's padding.
 
     def _channels_after_other(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of an operator that has no weight."""
+        """Return the output's `Channels` of an operator without a weight."""
         if not inputs or not all(one.mask for one in inputs):
             return _UNKNOWN
         if node.operator == "Flatten":
@@ -257,7 +257,7 @@ class _Padding:
         return _channels_after_elementwise(node, inputs)
 
     def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of any convolution, grouped or not."""
+        """Return the output's `Channels` of a convolution of any kind."""
         data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
@@ -269,7 +269,7 @@ class _Padding:
         return _UNKNOWN if data.added else Channels((True,) * own)
 
     def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the output channels of an ungrouped convolution, padded to a multiple of 16."""
+        """Pad an ungrouped convolution to a multiple of 16; return its output's `Channels`."""
         if data.added:
             self._pad_input(node, 1, 1, data.mask)
         own, read = int(node.attrs["num_filter"]), len(data.mask)
@@ -282,7 +282,7 @@ class _Padding:
         return outputs
 
     def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
-        """Return the output channels of a depthwise convolution, padded like its input."""
+        """Pad a depthwise convolution like its input; return the output's `Channels`."""
         each = int(node.attrs["num_filter"]) // data.own
         mask = tuple(own for own in data.mask for _ in range(each))
         outputs = Channels(mask, data.added_by)
@@ -292,7 +292,7 @@ class _Padding:
         return outputs
 
     def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of a dense layer, which get no padding."""
+        """Adapt a dense layer to padded input; return its output's `Channels`."""
         data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
         if data.added:
@@ -302,7 +302,7 @@ class _Padding:
         return Channels((True,) * int(node.attrs["num_hidden"])) if flatten else _UNKNOWN
 
     def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output channels of a BatchNorm, padded like its input."""
+        """Pad a BatchNorm like its input; return the output's `Channels`."""
         data = inputs[0]
         changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
         if node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
@@ -321,18 +321,18 @@ class _Padding:
     # ------------------------------------------------------------------ parameters
 
     def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: dict[str, str]) -> None:
-        """Pad the filters and bias of convolution i to match `outputs`, and set its `attrs`."""
+        """Plan padding of convolution i's filters and bias to the channels `outputs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
             self._pad_input(node, k, 0, outputs.mask)
 
     def _weight_shape(self, node: Node) -> tuple[int, ...] | None:
-        """Return the shape of a node's weight if no other node shares its parameters; else None."""
+        """Return the shape of a node's weight; None if another node shares its parameters."""
         names = self.view.own_parameters(node)
         return self.view.params[names[0]].shape if names else None
 
     def _pad_input(
         self, node: Node, position: int, axis: int, mask: Mask, fill: float = 0.0
     ) -> None:
-        """Record padding, along `axis`, of the parameter at input `position` of a node."""
+        """Plan padding of the parameter at an input of a node, along `axis` with `fill`."""
         self._paddings.setdefault(node.inputs[position][0], []).append((axis, mask, fill))

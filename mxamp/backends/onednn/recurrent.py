@@ -1,4 +1,4 @@
-"""The fused `RNN` operator replaced by an `RNN` per layer, or an LSTM by unrolled steps.
+"""Faster equivalents of the fused `RNN` operator: an `RNN` per layer, or unrolled LSTM steps.
 
 MXNet's RNN has no bfloat16 kernel. The unrolled LSTM, for large states in inference, computes one
 product for the inputs of all steps, and one product per step for the state. Gates and cells are
@@ -34,7 +34,7 @@ _WIDE_ROW = 16
 
 
 def opened_inputs(graph: Graph, node: Node) -> list[Output]:
-    """Return a node's inputs; for an RNN, the separate parameters in place of the joined vector.
+    """Return a node's inputs; for an RNN, separate parameters in place of their joined vector.
 
     A parameter that is only reshaped to be joined is read before the reshape.
     """
@@ -69,7 +69,7 @@ def match_rnn(call: Call) -> Detail | None:
 
 
 def match_layers(call: Call) -> Detail | None:
-    """Return (rows, width) of an RNN that is faster split by layer; else None.
+    """Return (rows, width) of an RNN that is faster with one `RNN` per layer; else None.
 
     Each layer's parameters are tensors of their own, which rows can hold.
     """
@@ -98,13 +98,13 @@ def _is_special(attrs: Attributes) -> bool:
 
 
 def _are_apart(call: Call) -> bool:
-    """Return whether an RNN's parameters are matrices and biases, not one vector."""
+    """Return whether an RNN's parameters are separate matrices and biases, not one vector."""
     found = list(call.shapes[1 : -_state_count(call.attrs)])
     return found == _shapes(call.attrs, (call.shape or ())[-1])
 
 
 def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
-    """Return the row width of a matrix that holds a layer's weights and biases without padding.
+    """Return the width of rows in which a layer's weights and biases fit without padding.
 
     It is the width of the weights if that fits, so that they need no other shape.
     """
@@ -114,7 +114,7 @@ def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
 
 
 def _directions(attrs: Attributes) -> int:
-    """Return the number of directions of an RNN: 2 if it is bidirectional."""
+    """Return the number of directions of an RNN: 2 if it is bidirectional, else 1."""
     return 2 if is_true(attrs.get("bidirectional", "False")) else 1
 
 
@@ -124,7 +124,7 @@ def _state_count(attrs: Attributes) -> int:
 
 
 def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
-    """Return the shapes of an RNN's parameters in MXNet's order, for data of `width` features.
+    """Return the shapes of an RNN's parameters in MXNet's order, for `width` input features.
 
     Each direction of a layer has a weight for the input and one for the state. The biases of all
     layers follow.
@@ -137,7 +137,7 @@ def _shapes(attrs: Attributes, width: int) -> list[tuple[int, ...]]:
 
 
 def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
-    """Before: an LSTM. After: a dense layer for the inputs of all steps, and one per step's state.
+    """Replace an LSTM with unrolled steps, whose dense layers compute in bfloat16.
 
     Conditions: inference, large states, few steps, and dense layers compute in bfloat16. `detail`
     is that of `match_rnn`.
@@ -153,7 +153,7 @@ def rnn(parts: Parts, detail: Detail) -> _Tensors | None:
 
 
 def layers(parts: Parts, detail: Detail) -> _Tensors | None:
-    """Before: an RNN of several layers or directions. After: one RNN per layer and direction.
+    """Replace an RNN of several layers or directions with one RNN for each.
 
     Conditions: each parameter is a tensor of its own, and no elements drop between layers.
     `detail` is that of `match_layers`.
@@ -181,7 +181,7 @@ def _add_layers(
     sizes: Sequence[int],
     add_layer: Callable[[int, Tensor, _Tensors, _Tensors], tuple[Tensor, _Tensors]],
 ) -> _Tensors | None:
-    """Add all layers of an RNN; return its output and last states, None for an output alone.
+    """Add an RNN's layers by calls of `add_layer`; return the outputs, None for a single one.
 
     `sizes` are rows and width of the data. `add_layer(k, below, own, begin)` adds layer
     k, directions counted as layers, which reads `below`. Its parameters are `own`, and `begin` is
@@ -221,12 +221,12 @@ def _add_layers(
 
 
 def _has_ends(attrs: Attributes) -> bool:
-    """Return whether an RNN returns its last states too."""
+    """Return whether an RNN also outputs its last states."""
     return is_true(attrs.get("state_outputs", "False"))
 
 
 def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[Shape]) -> Tensor:
-    """Add the single vector of a layer's parameters `own`, joined row by row; return the vector.
+    """Add operators that join a layer's parameters to one vector; return the vector.
 
     MXNet joins vectors one element after the other. `weights` are the shapes of the weights.
     """
@@ -242,14 +242,14 @@ def _add_vector(parts: Parts, name: str, own: _Tensors, weights: Sequence[Shape]
 
 
 def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor:
-    """Add a Concat and return its output; return a single tensor as it is."""
+    """Add a Concat of tensors and return its output; return a single tensor as it is."""
     if len(tensors) == 1:
         return tensors[0]
     return parts.add("Concat", name, *tensors, num_args=str(len(tensors)), dim=str(axis))
 
 
 def _add_parameters(parts: Parts, tensors: _Tensors, shapes: Sequence[Shape]) -> _Tensors:
-    """Add an RNN's parameters in their `shapes`, which they have, or slices of one vector.
+    """Return an RNN's parameters; add operators that slice them from one vector, if joined.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
@@ -270,26 +270,26 @@ def _add_parameters(parts: Parts, tensors: _Tensors, shapes: Sequence[Shape]) ->
 
 
 def _add_element(parts: Parts, name: str, tensor: Tensor) -> Tensor:
-    """Add a vector of one element of a weight, without a gradient; return the vector."""
+    """Add operators that extract one element of a weight as a constant; return the element."""
     element = parts.add("slice", f"{name}_element", tensor, begin="(0, 0)", end="(1, 1)")
     element = parts.add("BlockGrad", f"{name}_constant", element)
     return parts.add("Reshape", name, element, shape="(1,)")
 
 
 def _bounds(begin: int, end: int) -> Attributes:
-    """Return the attributes of a slice_axis from `begin` to `end` on the first axis."""
+    """Return the attributes of a slice_axis along axis 0 from `begin` to `end`."""
     return {"axis": "0", "begin": str(begin), "end": str(end)}
 
 
 class _LayerSteps:
-    """Unroller of one direction of an LSTM layer into operators on (1, rows, units) tensors."""
+    """Unroller of one direction of an LSTM layer into operators for each time step."""
 
     def __init__(self, parts: Parts, name: str, weights: _Tensors) -> None:
         self._parts, self._name, self._size = parts, name, int(parts.attrs["state_size"])
         self._read, self._recur, self._read_bias, self._bias = weights
 
     def steps(self, data: Tensor, order: Sequence[int], begin: _Tensors) -> tuple[Any, _Tensors]:
-        """Add the operators of all time steps; return the states by time, and the last state.
+        """Add operators for all time steps; return the outputs by time, and the last state.
 
         `data` is the layer's input, and `begin` the state and cell before the first step.
         """
@@ -307,7 +307,7 @@ class _LayerSteps:
         return [states[t] for t in sorted(states)], state
 
     def _step(self, gates: Tensor, state: _Tensors) -> _Tensors:
-        """Add an LSTM step, given the pre-activation gates; return the new state and cell."""
+        """Add an LSTM step after the sums of its gates; return the new state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
         new = self._add_activation(self._gate(gates, 2), "tanh")
@@ -316,19 +316,19 @@ class _LayerSteps:
         return self._add("elemwise_mul", "state", out, self._add_activation(cell, "tanh")), cell
 
     def _add(self, op: str, name: str, *inputs: Tensor, **attrs: str) -> Tensor:
-        """Add a float32 operator, its name prefixed with the layer's; return its output."""
+        """Add a float32 operator, named after the layer; return its output."""
         return self._parts.add_float32(op, f"{self._name}_{name}", *inputs, **attrs)
 
     def _add_activation(self, tensor: Tensor, act_type: str) -> Tensor:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: Tensor, k: int) -> Tensor:
-        """Add the slice of gate k from the tensor of all gates; return the slice."""
+        """Add a slice that takes gate number k out of all gates; return its output."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
     def _product(self, name: str, tensor: Tensor, *parameters: Tensor) -> Tensor:
-        """Add a dense layer that computes all gates, with an optional bias; return its output."""
+        """Add a dense layer that computes all gates; return its output."""
         attrs = {"num_hidden": str(self._size * _GATES["lstm"]), "flatten": "False"}
         attrs["no_bias"] = str(len(parameters) == 1)
         name = f"{self._name}_{name}"
@@ -336,5 +336,5 @@ class _LayerSteps:
 
 
 def is_divided(node: Node) -> bool:
-    """Return whether `rnn_layers` may split a node: an RNN of several layers or directions."""
+    """Return whether `layers` may split a node: an RNN of several layers or directions."""
     return node.op == "RNN" and int(node.attrs["num_layers"]) * _directions(node.attrs) > 1

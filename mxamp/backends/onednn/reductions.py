@@ -1,4 +1,4 @@
-"""Sums, means and broadcasts replaced by faster matrix products with vectors of ones.
+"""Faster equivalents of sums, means and broadcasts: matrix products with ones.
 
 MXNet's own kernels add one element after the other, in sums and in the gradients of broadcasts.
 BLAS is about 20 times as fast.
@@ -25,7 +25,7 @@ _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
 def match_sum(call: Call) -> Detail | None:
-    """Return (first axis, end axis, *shape) of a sum or mean to replace by a product; else None.
+    """Return (first axis, end axis, *shape) for a sum or mean to replace; else None.
 
     The axes are adjacent, the array has at least `_LEAST_ELEMENTS` elements, and each sum has at
     most `_MOST_TERMS` terms. The shape has a 0 for a batch of any size.
@@ -49,7 +49,7 @@ def match_sum(call: Call) -> Detail | None:
 
 
 def _summed_span(attrs: Attributes, axis_count: int) -> tuple[int, int] | None:
-    """Return the start and the end of the summed axes; None if they are not adjacent."""
+    """Return the first and the end axis of a sum; None if its axes are not adjacent."""
     summed = sorted(axis % axis_count for axis in parse_integers(attrs.get("axis", "()")))
     if not summed:
         return 0, axis_count
@@ -58,7 +58,7 @@ def _summed_span(attrs: Attributes, axis_count: int) -> tuple[int, int] | None:
 
 
 def total(parts: Parts, detail: Detail) -> None:
-    """Before: a sum over axes. After: a matrix product with a vector of ones.
+    """Replace a sum over axes with a matrix product with ones.
 
     Conditions: those of `match_sum`.
     """
@@ -66,7 +66,7 @@ def total(parts: Parts, detail: Detail) -> None:
 
 
 def mean(parts: Parts, detail: Detail) -> None:
-    """Before: a mean over axes. After: a product with a vector of ones, divided by the count.
+    """Replace a mean over axes with a matrix product with ones, divided by the count.
 
     Conditions: those of `match_sum`.
     """
@@ -74,7 +74,7 @@ def mean(parts: Parts, detail: Detail) -> None:
 
 
 def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
-    """Add operators that compute a mean with the attributes `attrs` by a product with ones."""
+    """Add operators that compute a mean as a matrix product with ones."""
     first, last, *shape = detail
     count = str(math.prod(shape[first:last]))
     means = parts.add_float32("_div_scalar", "mean", _add_sums(parts, detail), scalar=count)
@@ -82,7 +82,7 @@ def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
 
 
 def _add_sums(parts: Parts, detail: Detail) -> Tensor:
-    """Add a product with ones that sums the input over the axes in `detail`; return the sums."""
+    """Add a matrix product with ones that sums over the axes in `detail`; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
     add = parts.add_float32
@@ -99,7 +99,7 @@ def _add_sums(parts: Parts, detail: Detail) -> Tensor:
 
 
 def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -> None:
-    """Add a Reshape of `sums` to the output shape of the sum or mean being replaced."""
+    """Add a Reshape of `sums` to the output shape of the sum or mean that is replaced."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
     kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
@@ -108,7 +108,7 @@ def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -
 
 
 def match_pool(call: Call) -> Detail | None:
-    """Return (height, width) of tiles to average first in a global average Pooling; else None.
+    """Return the tiles' (height, width) for a global average Pooling to replace; else None.
 
     The call is a global average Pooling with a slow gradient. Where parts don't help, return the
     shape without the batch: `pool_in_parts` then uses a product.
@@ -130,7 +130,7 @@ def match_pool(call: Call) -> Detail | None:
 
 
 def pool_in_parts(parts: Parts, detail: Detail) -> None:
-    """Before: a global average. After: an average of tile averages, else a product with ones.
+    """Replace a global average Pooling with averages of tiles, or with a product with ones.
 
     Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
     """
@@ -144,7 +144,7 @@ def pool_in_parts(parts: Parts, detail: Detail) -> None:
 
 
 def _least_divisor(side: int) -> int:
-    """Return the least divisor of `side` above 1; 1 for 1."""
+    """Return the smallest divisor of `side` that is above 1; 1 for 1."""
     return next((count for count in range(2, side) if side % count == 0), side)
 
 
@@ -164,7 +164,7 @@ _LEAST_RESULT = 2**15
 
 
 def match_broadcast(call: Call) -> Detail | None:
-    """Return the `detail` of a broadcast that repeats one input along outer axes; else None.
+    """Return the `detail` that `broadcast` needs if it makes an operator faster; else None.
 
     The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats
     along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
@@ -186,7 +186,7 @@ def match_broadcast(call: Call) -> Detail | None:
 
 
 def broadcast(parts: Parts, detail: Detail) -> None:
-    """Before: a broadcast. After: an elementwise operator on the input repeated by products.
+    """Replace a broadcast with products that repeat an input, and an elementwise operator.
 
     Conditions: training, float32 inputs, and a large result.
 
@@ -216,7 +216,7 @@ def broadcast(parts: Parts, detail: Detail) -> None:
 
 
 def _add_constant(parts: Parts, name: str, count: int, value: int) -> Tensor:
-    """Add a constant column vector with `count` entries of `value`; return the vector."""
+    """Add a constant column vector of `count` entries; return the vector."""
     return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 

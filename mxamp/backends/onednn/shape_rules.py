@@ -1,4 +1,4 @@
-"""Shape rules for oneDNN: operators kept in float32, and operators replaced by faster ones.
+"""Shape rules of CPUs: which operators of a graph stay in float32, which get replaced.
 
 Some bfloat16 kernels are fast or slow depending on shapes and on the memory layout of their input.
 The rules here keep a slow operator in float32, and the few that change results one that oneDNN gets
@@ -46,7 +46,7 @@ _TIMES_IN_CALLS = 8
 
 
 def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-    """Return two dicts by node index: reasons to stay in float32, and substitutions."""
+    """Return two dicts by node index: reasons to stay in float32, and faster equivalents."""
     substituted = _matches(setting)
     sites = _Sites(setting, substituted)
     kept, small, excess = sites.walk({})
@@ -60,7 +60,7 @@ def choose_nodes(setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, M
 
 
 def _matches(setting: Setting) -> dict[int, Match]:
-    """Return the substitution of each node that gets one, by node index; none when converting."""
+    """Return the faster equivalents of a graph's nodes, by node index."""
     graph, policies, usage = setting.graph, setting.policies, setting.usage
     found: dict[int, Match] = {}
     if usage.converting or not any(one.substitutions for one in policies):
@@ -83,12 +83,12 @@ def _matches(setting: Setting) -> dict[int, Match]:
 
 
 def _running(node: Node, match: Match | None) -> Node:
-    """Return the node, or an `Activation` if the substitution replaces the node with one."""
+    """Return a node, as an `Activation` if its faster equivalent is one."""
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
 class _Sites(Sites):
-    """The `Site` of each operator of a graph, with the blocked memory layouts of its inputs."""
+    """Maker of each node's `Site`, with the memory layouts that oneDNN gives its inputs."""
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
         super().__init__(setting)
@@ -100,7 +100,7 @@ class _Sites(Sites):
     def walk(
         self, small_layers: Mapping[int, Reason]
     ) -> tuple[dict[int, Reason], dict[int, Reason], float]:
-        """Return the reasons of kept nodes and of small layers, and how far these exceed the limit.
+        """Return float32 reasons by node, the small layers, and their excess over the limit.
 
         The layers of the argument stay in float32. Their excess is that of the multiplications over
         the limit of the rule, relative to it.
@@ -130,7 +130,7 @@ class _Sites(Sites):
         return kept, small, excess
 
     def _in_layouts(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
-        """Return the `Site` of node i, given which earlier outputs are `blocked`."""
+        """Return node i's `Site`, given which outputs are in oneDNN's blocked layout."""
         return self.at(i)._replace(
             feeds_norm=i in self._norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
@@ -143,13 +143,13 @@ class _Sites(Sites):
 
 
 def _row_count(site: Site, data: tuple[int, ...]) -> int:
-    """Return the number of rows of the data that a dense layer multiplies."""
+    """Return the number of rows of a dense layer's input."""
     return data[0] if flattens_data(site.attrs) else math.prod(data[:-1])
 
 
 @rule("few_rows", in_calls=True)
 def has_few_rows(site: Site, _limit: int = 0) -> bool:
-    """Return whether the weight of a dense layer is large for the number of rows.
+    """Return whether a dense layer's input has too few rows for bfloat16 to be faster.
 
     In training, the backward pass moves and casts the gradient of the weight. Measured: slower
     with up to 32 rows at 1024x1024, 64 at 768x3072 and 256 at 4096x4096. The layers of an unrolled
@@ -171,7 +171,7 @@ def has_few_rows(site: Site, _limit: int = 0) -> bool:
 
 @rule("few_columns", in_calls=True)
 def has_few_columns(site: Site, _limit: int = 0) -> bool:
-    """Return whether a dense layer has few outputs for many rows.
+    """Return whether a dense layer has too few outputs for bfloat16 to be faster.
 
     Casting the data costs more than bfloat16 saves. Measured on 64 to 2048 rows of 64 to 1024
     features: 1.1 to 3 times slower than float32 with 1 to 16 outputs, even at 24 to 32.
@@ -184,12 +184,12 @@ def has_few_columns(site: Site, _limit: int = 0) -> bool:
 
 @rule(SMALL_LAYERS, in_calls=True)
 def is_small(site: Site, limit: int) -> bool:
-    """Return whether a layer has few multiplications. In graphs, all layers count together."""
+    """Return whether a layer has too few multiplications for bfloat16 to be faster."""
     return _relative_size(site, limit * (_TIMES_IN_CALLS if site.in_call else 1)) < 1
 
 
 def _relative_size(site: Site, limit: int) -> float:
-    """Return the multiplications of a layer divided by `limit`; infinity for unknown shapes.
+    """Return a layer's number of multiplications divided by `limit`; inf if unknown.
 
     Of a convolution it is an upper bound, exact for strides of 1. It is at least 1 if the weight
     needs no cast, or many layers share its cast and the sum of its gradients.
@@ -206,7 +206,7 @@ def _relative_size(site: Site, limit: int) -> float:
 
 @rule("odd_channels")
 def has_odd_channels(site: Site, _limit: int = 0) -> bool:
-    """Return whether a convolution's channels rule out a blocked kernel, where that costs most.
+    """Return whether a convolution's channels rule out oneDNN's fast bfloat16 kernels.
 
     If a number of channels is not a multiple of 16, the output has the plain layout, in which a
     BatchNorm is several times slower. With 3 input channels, as in a first layer, the convolution
@@ -227,7 +227,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
 
 @rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
-    """Return whether weights of a convolution's kernel may read only padding, in training.
+    """Return whether some weights of a convolution may read only padding, in training.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
     stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
@@ -249,7 +249,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
 
 
 def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
-    """Return whether kernel weights read only padding, or the stride exceeds `size`, on an axis."""
+    """Return whether weights of a kernel read only padding along an axis."""
     starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
     missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
     return stride > size or any(missed)
@@ -257,13 +257,13 @@ def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
 
 @rule("plain_layout")
 def has_plain_layout(site: Site, _limit: int = 0) -> bool:
-    """Return whether a normalization reads a tensor that is not in oneDNN's blocked layout."""
+    """Return whether a BatchNorm's input is not in oneDNN's blocked layout: it is slow then."""
     return not site.blocked
 
 
 @rule("cast_weight", changes_results=True, in_calls=True, reads_weight=True)
 def casts_weight(site: Site, _limit: int = 0) -> bool:
-    """Return whether a call would cast its weight while gradients may be computed.
+    """Return whether a transposed convolution's weight would be cast in training.
 
     oneDNN's gradient for such a weight of a transposed convolution writes out of bounds.
     """
@@ -272,5 +272,5 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
 
 @rule("volume_views", changes_results=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
-    """Return whether a view may be of a blocked 3-D convolution output: oneDNN can't read that."""
+    """Return whether a node may view a 3-D convolution's output, which oneDNN can't read."""
     return site.reads_volume

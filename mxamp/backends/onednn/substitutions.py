@@ -1,4 +1,4 @@
-"""The table of substitutions: operators that graphs on CPUs replace by faster equivalents.
+"""The table of operators that graphs on CPUs replace with faster equivalents.
 
 Some of MXNet's kernels are slow where oneDNN or BLAS has a fast one: `relu` against `Activation`,
 `clip(0, 6)`, LayerNorm in training, the mean over an axis. A graph gets the fast equivalents when
@@ -30,7 +30,7 @@ _ONE_TO_ONE = 2**11
 
 
 def _activation(act_type: str) -> Pass:
-    """Return the substitution of relu, sigmoid or tanh (`mx.nd` and `mx.np`) by `Activation`."""
+    """Return the replacement of relu, sigmoid or tanh by the faster operator `Activation`."""
 
     def match(call: Call) -> Detail | None:
         # Only arrays of mx.np may be empty.
@@ -38,7 +38,7 @@ def _activation(act_type: str) -> Pass:
         return () if known and has_elements(call) else None
 
     def apply(parts: Parts, _detail: Detail) -> None:
-        """Before: relu, sigmoid or tanh. After: Activation. Conditions: x has elements."""
+        """Replace relu, sigmoid or tanh with `Activation`."""
         parts.add("Activation", "", *parts.inputs, act_type=act_type)
 
     operators = frozenset(ACTIVATIONS[act_type])
