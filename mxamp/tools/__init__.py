@@ -1,1 +1,1 @@
-"""Tools for debugging, tuning, export and diagnosis: no module of the core imports them."""
+"""Tools for debugging, tuning, export and diagnosis, which mxamp's core never imports."""

@@ -1,4 +1,4 @@
-"""Problems of an installation, and what to do about each: the report of `mxamp doctor`."""
+"""The checks of `mxamp doctor`: problems of an installation, with advice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Gpu = Tuple[str, ...]
 
 
 class Diagnosis(NamedTuple):
-    """A problem or a note about an installation, and what to do about it."""
+    """A problem of an installation, or a note about it, with advice."""
 
     level: str  #: "problem", or "note": with a note, mxamp works
     what: str
@@ -66,7 +66,7 @@ class Diagnosis(NamedTuple):
 
 
 def examine() -> tuple[dict[str, str], list[Diagnosis]]:
-    """Return facts about this machine and installation by name, and findings, problems first.
+    """Return facts about the machine and the installation, and diagnoses, problems first.
 
     If the driver or MXNet hangs, the call takes 80 s.
     """
@@ -93,7 +93,7 @@ def examine() -> tuple[dict[str, str], list[Diagnosis]]:
 
 
 def _installation(wheels: dict[str, str], error: str) -> Iterator[Diagnosis]:
-    """Yield problems of MXNet's import, its wheels and environment variables."""
+    """Yield diagnoses of MXNet's import, its wheels and environment variables."""
     if error:
         advice = next(text for part, text in _IMPORT_ADVICE.items() if part in error)
         yield Diagnosis(PROBLEM, f"MXNet can't be imported: {error}", advice)
@@ -111,7 +111,7 @@ def _installation(wheels: dict[str, str], error: str) -> Iterator[Diagnosis]:
 
 
 def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
-    """Yield findings on what MXNet's wheel can do with each GPU."""
+    """Yield diagnoses of GPUs that the installed MXNet wheel can't use, or not fully."""
     cuda = WHEEL in wheels
     for name, _, capability in dict.fromkeys(gpus):
         if capability[:1].isdigit() and release(capability)[0] not in MAJORS:
@@ -124,7 +124,7 @@ def _gpus(gpus: list[Gpu], wheels: dict[str, str]) -> Iterator[Diagnosis]:
 
 
 def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Diagnosis]:
-    """Yield findings on which GPUs nvidia-smi and MXNet (with or without `cuda`) see.
+    """Yield diagnoses of the NVIDIA driver, and of GPUs that MXNet does not see.
 
     `error` is that of nvidia-smi, and `device` is MXNet's default one.
     """
@@ -141,7 +141,7 @@ def _driver(gpus: list[Gpu], error: str, cuda: bool, device: str) -> Iterator[Di
 
 
 def _cpu() -> Iterator[Diagnosis]:
-    """Yield findings on MXNet's threads, and on the instructions that oneDNN may use."""
+    """Yield diagnoses of the number of threads, and of disabled CPU instructions."""
     usable, threads = processors(), machine.threads()
     cores = max(1, int(min(machine.processors() // machine.threads_per_core(), usable)))
     too_many = threads > max(usable, 1)
@@ -155,7 +155,7 @@ def _cpu() -> Iterator[Diagnosis]:
 
 
 def import_mxnet() -> tuple[str, str]:
-    """Import MXNet in another process; return the default device, or "" and why that failed."""
+    """Import MXNet in a subprocess; return (default device, "") or ("", error message)."""
     status, output, errors = _run([sys.executable, "-c", _IMPORT], _IMPORT_SECONDS)
     # oneDNN and MXNet may print lines of their own.
     device = re.search(r"^mxamp (\w+)$", output, re.M)
@@ -163,7 +163,7 @@ def import_mxnet() -> tuple[str, str]:
 
 
 def failure_reason(status: int, stderr: str) -> str:
-    """Return in one line why a process failed, from its exit status and standard error."""
+    """Return one line that says why a subprocess failed."""
     # Clean-up code may print lines after the error's.
     messages = re.findall(r"^\s*(?:what\(\)|[\w.]*(?:Error|Exception)): +(.+)$", stderr, re.M)
     if not messages:
@@ -175,7 +175,7 @@ def failure_reason(status: int, stderr: str) -> str:
 
 
 def query_gpus() -> tuple[list[Gpu], str]:
-    """Return the GPUs that nvidia-smi lists, and an error message, "" if it succeeded.
+    """Return the GPUs that nvidia-smi lists, and its error message or "".
 
     A machine without nvidia-smi has no GPU, and that is no error.
     """
@@ -190,7 +190,7 @@ def query_gpus() -> tuple[list[Gpu], str]:
 
 
 def _run(command: list[str], seconds: float) -> tuple[int, str, str]:
-    """Run a program; return its exit status, its output and its errors."""
+    """Run a command; return its exit status, standard output and standard error."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -199,14 +199,14 @@ def _run(command: list[str], seconds: float) -> tuple[int, str, str]:
 
 
 def installed_wheels() -> dict[str, str]:
-    """Return the version of each installed MXNet distribution by name, sorted."""
+    """Return the installed MXNet distributions as a sorted dict from name to version."""
     named = [(one.metadata["Name"] or "", one.version) for one in metadata.distributions()]
     found = {name.lower().replace("_", "-"): version for name, version in named}
     return {name: found[name] for name in sorted(found) if re.match(r"mxnet(-|$)", name)}
 
 
 def processors() -> float:
-    """Return the processors that this process may use, by its affinity and its container's limit.
+    """Return the number of processors that affinity and container let this process use.
 
     The limit is that of cgroup 2.
     """
@@ -218,7 +218,7 @@ def processors() -> float:
 
 
 def without_folders(text: str) -> str:
-    """Return `text` with each absolute path cut to its last part: reports are made to be shared.
+    """Return `text` with folders cut from absolute paths, since users share reports.
 
     >>> without_folders("/home/ann/libmxnet.so: cannot open")
     'libmxnet.so: cannot open'

@@ -1,4 +1,4 @@
-"""Export to ONNX in float32: a file checked in ONNX Runtime, or a model that runs on OpenVINO."""
+"""Export of models to ONNX in float32, checked in ONNX Runtime, and to OpenVINO."""
 
 from importlib import import_module
 from pathlib import Path
@@ -40,7 +40,7 @@ _PRECISIONS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 def export_onnx(
     model: Union[Model, HybridBlock], path: Union[str, Path], inputs: Data, *, check: bool = True
 ) -> Tuple[OutputError, ...]:
-    """Write a model as ONNX, in float32, for ONNX Runtime, OpenVINO and others.
+    """Write a model as an ONNX file in float32, for ONNX Runtime, OpenVINO and others.
 
     ::
 
@@ -93,7 +93,7 @@ def export_onnx(
 
 
 def packages(*names: str) -> List[Any]:
-    """Import packages by name; raise, saying how to install them, if one is missing."""
+    """Import packages by name; if one is missing, raise an error that says how to install it."""
     try:
         return [import_module(name) for name in names]
     except ImportError as error:
@@ -102,7 +102,7 @@ def packages(*names: str) -> List[Any]:
 
 
 def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params], List[str]]:
-    """Return a saved model in float32, its inputs for each call, and the arguments of a block.
+    """Return a model converted to float32, its inputs for each call, and argument names.
 
     The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
     are names; the inputs lack those that the block does not use.
@@ -125,7 +125,7 @@ def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params]
 
 
 def _float32_inputs(model: Model, call: Mapping[str, Any]) -> Params:
-    """Return the inputs of a call: floats in float32, and zeros for labels that it leaves out."""
+    """Return a call's inputs by name: floats as float32, zeros for labels that are missing."""
     params = {**model[1], **model[2]}
     check_names([*call], [n for n in model[0].list_inputs() if n not in params], "input")
     given = {name: outputs.finite_input(name, value) for name, value in call.items()}
@@ -134,7 +134,7 @@ def _float32_inputs(model: Model, call: Mapping[str, Any]) -> Params:
 
 
 def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
-    """Return the content of the ONNX file; raise, naming all operators that can't be exported."""
+    """Return a model as the bytes of an ONNX file; raise if operators can't be exported."""
     make, params = onnx.helper, {**model[1], **model[2]}
     graph = without_fused_operators(Graph.from_symbol(model[0]))
     arrays = [{name: {**params, **one}[name] for name in graph.input_names} for one in examples]
@@ -159,7 +159,7 @@ def exported(onnx: Any, model: Model, examples: List[Params]) -> bytes:
 def _translated(
     onnx: Any, graph: Graph, tensors: Mapping[Output, TensorType]
 ) -> Tuple[List[Any], List[Any], Dict[Output, str]]:
-    """Return ONNX's nodes and constants for the operators of a graph, and the names of outputs.
+    """Return the ONNX nodes and constants for a graph, and the names of their outputs.
 
     Raises `ArgumentError` for the operators that can't be exported, all in one message.
     """
@@ -187,7 +187,7 @@ def _translated(
 
 
 def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
-    """Return an ONNX input's or output's type: sizes that differ in `tensors` are dynamic."""
+    """Return the ONNX type of an input or output; sizes that vary in `tensors` are dynamic."""
     shapes = [one.shape for one in tensors]
     sizes = None if None in shapes else [n[0] if len({*n}) == 1 else None for n in zip(*shapes)]
     code = make.np_dtype_to_tensor_dtype(np.dtype(tensors[0].dtype))
@@ -195,7 +195,7 @@ def _described(make: Any, name: str, tensors: Sequence[Any]) -> object:
 
 
 def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -> List[OutputError]:
-    """Return the errors of ONNX Runtime's outputs; raise if an error is too large."""
+    """Return the errors of an ONNX model's outputs in ONNX Runtime; raise if one is too large."""
     expected = outputs.run_model(model, given, mx.cpu())
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors only: MXNet's translations write unused constants
@@ -211,7 +211,7 @@ def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -
 
 
 class OpenVINO:
-    """A float32 block in OpenVINO, called as the block is; the outputs come as a flat list.
+    """A block that runs in OpenVINO: called as the original, it returns a list of outputs.
 
     `calls` are arguments of calls, of all sizes that it takes. `precision` is the dtype that it
     computes in: bfloat16 only if that is asked for, on a CPU that has it.

@@ -1,4 +1,4 @@
-"""MXNet's operators as ONNX's: by MXNet's own translations, corrected where those are wrong."""
+"""Translation of MXNet's operators to ONNX, with MXNet's own translations corrected."""
 
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Sequence
@@ -16,7 +16,7 @@ OPSET, IR_VERSION = 13, 7
 
 
 class OnnxCall:
-    """An MXNet operator call, and the ONNX nodes and constants that replace it.
+    """An MXNet operator call to translate, and the ONNX nodes and constants made for it.
 
     `names` are its inputs, `shape` is the shape of the first, which may vary but for its length,
     and `attrs` are its attributes as texts, defaults included.
@@ -32,27 +32,27 @@ class OnnxCall:
         self.constants: List[Any] = []
 
     def __call__(self, op: str, *inputs: object, outputs: int = 1, **attrs: object) -> Any:
-        """Add an ONNX node that reads `inputs`, names or constants; return its output names."""
+        """Add an ONNX node that reads names or constants; return the names of its outputs."""
         names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
         made = [f"{self.name}:{len(self.nodes)}.{k}" for k in range(outputs)]
         self.nodes.append(self.onnx.helper.make_node(op, names, made, **attrs))
         return made[0] if outputs == 1 else made
 
     def constant(self, value: object) -> str:
-        """Add an ONNX constant in float32 or int64; return its name."""
+        """Add an ONNX constant, in float32 or int64; return its name."""
         name, array = f"{self.name}:c{len(self.constants)}", np.asarray(value)
         array = array.astype("float32") if array.dtype.kind == "f" else array
         self.constants.append(self.onnx.numpy_helper.from_array(array, name))
         return name
 
     def require(self, holds: object, reason: str) -> None:
-        """Raise `ArgumentError` with `reason` unless the operator call meets a condition."""
+        """Raise `ArgumentError` unless a condition for exporting the operator holds."""
         if not holds:
             raise ArgumentError(reason)
 
 
 def translate(call: OnnxCall, count: int) -> List[str]:
-    """Add the ONNX nodes for an operator call; return its output names, `count` of them used."""
+    """Translate an operator call to ONNX nodes; return the names of its outputs."""
     made = _CORRECTIONS.get(call.node.operator, _by_mxnet)(call) or _by_mxnet(call)
     made = [made] if isinstance(made, str) else made
     call.require(len(made) >= count, f"its output {count - 1}, counted from 0")

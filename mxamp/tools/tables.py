@@ -1,4 +1,4 @@
-"""Tables of results as text."""
+"""Text tables for the results of tools."""
 
 from typing import Any, Dict, List, Sequence
 
@@ -7,13 +7,13 @@ _FORMATS: Dict[type, str] = {float: "{:.4g}", int: "{:,}", type(None): ""}
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as plain text, with numbers right-aligned, and without empty columns."""
+    """Return rows as a text table, with numbers aligned right and without empty columns."""
     columns = [_column(*one) for one in zip(headings, *rows) if one.count(None) < max(1, len(rows))]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
 def _column(heading: str, *cells: Any) -> List[str]:
-    """Return the lines of one column, all of the same width."""
+    """Return the heading and cells of a table's column as lines of equal width."""
     texts = [heading, *(_FORMATS.get(type(cell), "{}").format(cell) for cell in cells)]
     width = max(map(len, texts))
     align = str.rjust if any(isinstance(cell, (int, float)) for cell in cells) else str.ljust

@@ -1,1 +1,1 @@
-"""Tools to debug mixed precision: `mxamp.debugging` has their public names."""
+"""Debugging tools, public as `mxamp.debugging`: finding NaN, comparing, counting operators."""

@@ -1,4 +1,4 @@
-"""The cause of Inf and NaN: precision, the learning rate, the data, or the operator itself."""
+"""Causes of Inf and NaN: precision, a learning rate, the data, or an operator itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAY_FAIL = f"train some steps without mixed precision: if they fail too, {_FAIL
 
 
 class Causes:
-    """The weights, data and operators of a run, as far as they explain Inf and NaN."""
+    """Record of weights, data and operators of a run, to find the cause of Inf and NaN."""
 
     def __init__(self) -> None:
         #: A step, the largest magnitude of an array with a gradient then, and the array, by name.
@@ -37,7 +37,7 @@ class Causes:
         self.at_zero = ""
 
     def add_input(self, step: int, name: str, array: NDArray, is_weight: bool) -> None:
-        """Record the magnitude of a weight, or of the first other array that a step reads."""
+        """Record the magnitude of an operator's input: of a weight, or of the step's data."""
         if not is_weight:
             if self._data[0] < step:
                 self._data = step, max(self._data[1], Observed(array).largest)
@@ -45,7 +45,7 @@ class Causes:
             self.weights[name] = step, Observed(array).largest, array
 
     def add_output(self, site: Place, output: Observed) -> None:
-        """Record whether an operator computes in float16, and whether its gradient is infinite."""
+        """Record whether an operator computes in float16, or has an infinite gradient at 0."""
         self.has_float16 |= output.dtype == "float16"
         write = own_tables("operators")["infinite_gradient_at_zero"].get(site.operator)
         is_root = write and float(site.attributes.get("scalar", 0)) < 1
@@ -53,7 +53,7 @@ class Causes:
             self.at_zero = f"{site.operator} in {site.node!r} has no gradient at 0: write {write}"
 
     def cure(self, site: Place, inputs: Inputs | None, overflows: bool) -> str:
-        """Return what to change against Inf or NaN; "" if the precision is the cause.
+        """Return advice on what to change against Inf or NaN; "" if precision is the cause.
 
         `inputs` are those of an operator in a forward pass, and None in a backward pass.
         """
@@ -69,7 +69,7 @@ class Causes:
         return self._cure_of_values() or _cure_in_float32(site, inputs)
 
     def _cure_of_values(self) -> str:
-        """Return what to change if the data or a weight was too large, or a weight has grown."""
+        """Return advice if the data or a weight is too large, or a weight has grown; else ""."""
         if self._data[1] > _LARGE_VALUE:
             return _DATA
         for name, (step, first, weight) in self.weights.items():
@@ -83,7 +83,7 @@ class Causes:
 
 
 def _cure_in_float32(site: Place, inputs: Inputs) -> str:
-    """Return what to change if an operator fails in float32 too, run again outside the record."""
+    """Run an operator again in float32; return advice if that fails too, else ""."""
     read = [one for one in inputs if one is not None]
     if any(one.largest > _LARGE_VALUE for one in read):
         return _DATA

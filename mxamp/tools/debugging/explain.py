@@ -1,4 +1,4 @@
-"""`explain`: the plan of a policy for a model, operator by operator, with reasons."""
+"""`explain`: the precision of each operator of a model under a policy, with reasons."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HINT = "Gluon adds _fwd to the name of a layer; * matches any characters, as in 
 
 
 class NodePlan(NamedTuple):
-    """One operator of the graph: the dtype it computes in ("as is": untouched), and why."""
+    """The plan for one operator in a graph: the dtype in which it computes, and the reason."""
 
     name: str
     operator: str
@@ -56,7 +56,7 @@ class NodePlan(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """One inserted cast: after which node, to which dtype."""
+    """A cast that mxamp inserts: the node that it reads, and the dtype that it casts to."""
 
     source: str
     dtype: str
@@ -64,7 +64,7 @@ class Cast(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The precision of each operator of a graph, and why; `explain` makes one and describes it.
+    """The result of `explain`: the precision of each operator in a graph, with reasons.
 
     ::
 
@@ -91,7 +91,7 @@ class Plan:
         return any(node.name == name for node in self.nodes)
 
     def __getitem__(self, name: str) -> NodePlan:
-        """Return the first operator of that name: a block called twice has two of each name.
+        """Return the first operator of that name; a block called twice has two of each name.
 
         Raises `UnknownNameError`, which is a `LookupError`, with the closest names.
         """
@@ -104,7 +104,7 @@ class Plan:
     def filter(
         self, name: str = "*", operator: str | None = None, precision: str | None = None
     ) -> Plan:
-        """Return the plan with the operators that match; `name` may hold * and ?.
+        """Return a plan with only the operators that match; `name` may contain * and ?.
 
         `operator` is any name of an MXNet operator, `precision` one of "float16", "bfloat16",
         "float32" and "as is".
@@ -118,7 +118,7 @@ class Plan:
         return replace(self, nodes=tuple(kept))
 
     def counts(self) -> dict[str, int]:
-        """Return how many operators compute in each precision."""
+        """Return the number of operators in each precision."""
         return dict(Counter(node.precision for node in self.nodes))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Plan:
     __repr__ = __str__  # for notebooks
 
     def to_dot(self) -> str:
-        """Return the plan in Graphviz's DOT: colors show precisions, edge labels show casts.
+        """Return the plan as a Graphviz DOT graph, with precisions as colors and casts on edges.
 
         Known parameters are left out.
         """
@@ -146,7 +146,7 @@ class Plan:
         return "\n".join([*lines, "}", ""])
 
     def summary(self) -> str:
-        """Return one line: the number of operators in each precision, and of casts."""
+        """Return a line with the number of operators in each precision, and of casts."""
         counts = ", ".join(f"{n} in {p}" for p, n in self.counts().items()).replace("in as", "as")
         operators = counted(len(self), "operator") + (f": {counts}" if counts else "")
         heads = {CONVERTED: f"if converted to {self.target_dtype}", AS_IT_IS: "the model as it is"}
@@ -271,7 +271,7 @@ def explain(
 
 
 class _Inputs(NamedTuple):
-    """A model's symbol, and what is known about its inputs by name."""
+    """A model's symbol, with the values, dtypes and shapes known of its inputs."""
 
     symbol: Symbol
     params: Mapping[str, NDArray]
@@ -282,7 +282,7 @@ class _Inputs(NamedTuple):
 def _inputs_of(
     model: object, params: ByName, examples: Examples, dtypes: ByName, shapes: ByName
 ) -> _Inputs:
-    """Return the symbol and the inputs of a model, from the unchecked arguments of `explain`."""
+    """Return a model's `_Inputs` from the arguments of `explain`, which are checked."""
     shapes = options.checked_shapes("input_shapes", shapes)
     options.check_mapping("input_dtypes", dtypes, "dtypes")
     options.check_mapping("params", params, "NDArrays", NDArray)
@@ -300,7 +300,7 @@ def _inputs_of(
 def _in_force(
     model: Symbol | HybridBlock, source: Source | None, mode: str | None, inputs: _Inputs
 ) -> tuple[Policy | None, str | None, _Inputs]:
-    """Return policy, mode and inputs of a model's last run, or of the run it would do now."""
+    """Return the policy, mode and inputs of a model's last run, or of a run now."""
     policy = current_policy() if source is None else source.policy
     op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
     variants: Any = op.variants if isinstance(op, PolicyCachedOp) else None
@@ -320,7 +320,7 @@ def _in_force(
 def _decided(
     graph: Graph, policy: Policy, inputs: _Inputs, source: Source | None, mode: str
 ) -> tuple[tuple[NodePlan, ...], tuple[Cast, ...]]:
-    """Return the `NodePlan` of each operator under a policy, and the casts that they need.
+    """Return the `NodePlan` of each operator under a policy, and the casts to insert.
 
     `source` is the conversion that made the model, whose graph this is, or None.
     """
@@ -343,7 +343,7 @@ def _decided(
 
 
 def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
-    """Yield the `NodePlan` of each operator of a graph as it stands, for inputs of `dtypes`."""
+    """Yield the `NodePlan` of each operator of a 16-bit or fused model that stays as it is."""
     values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
     for i, node in enumerate(graph.nodes):
         if node.is_variable or node.is_inserted_cast or node.is_inserted_copy:
@@ -361,13 +361,13 @@ def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[Node
 
 
 def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePlan:
-    """Return the `NodePlan` of a node, with the sources and casts of its inputs."""
+    """Return a node's `NodePlan`, with the names and casts of its inputs."""
     inputs = tuple(_source_and_cast(graph, i) for i, _ in node.inputs)
     return NodePlan(node.name, node.operator, precision, reason, inputs)
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
-    """Return node i's name and None; for an inserted cast, its source's name and its dtype."""
+    """Return node i's name and None; for an inserted cast, its input's name and its dtype."""
     node, dtype = graph.nodes[i], None
     while node.is_inserted_cast or node.is_inserted_copy:
         dtype = dtype or node.attrs.get("dtype")
@@ -376,7 +376,7 @@ def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
 
 
 def _inserted_casts(graph: Graph) -> Iterable[Cast]:
-    """Yield the casts that mxamp has inserted in a graph and in the bodies of its loops."""
+    """Yield the casts that mxamp inserted in a graph, in its loops' bodies too."""
     for node in graph.nodes:
         if node.is_inserted_cast:
             yield Cast(graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])

@@ -1,4 +1,4 @@
-"""Findings of `check_numerics`, with statistics of tensors."""
+"""Results of `check_numerics`: the operator with Inf or NaN, and its tensors' statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Statistics:
-    """Counts and range of a tensor; `minimum`, `maximum` and `mean` are of its finite values.
+    """Counts of Inf and NaN in a tensor, and the range and mean of its finite values.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:
@@ -58,7 +58,7 @@ class Statistics:
 
     @classmethod
     def of(cls, tensor: Observed) -> Statistics:
-        """Return the statistics of a tensor."""
+        """Return the `Statistics` of a tensor that was observed in a run."""
         values = tensor.values
         finite = values[np.isfinite(values)].astype(np.float64)
         nan = int(np.isnan(values).sum())
@@ -77,7 +77,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Finding:
-    """An operator whose values became Inf or NaN, as `check_numerics` reports it.
+    """An operator with Inf or NaN in its values, as `check_numerics` reports it.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:
@@ -137,7 +137,7 @@ class Finding:
 
 
 class NumericsError(AmpError, ArithmeticError):
-    """Raised by `check_numerics`; `finding` describes the operator with Inf or NaN.
+    """Raised by `check_numerics` at Inf or NaN; `finding` describes the operator.
 
     >>> import mxnet as mx, mxamp as amp
     >>> try:

@@ -1,4 +1,4 @@
-"""Batches, deep copies, random numbers, losses and gradients for measurements of a net."""
+"""Helpers to measure a net: batches, copies, seeds of random numbers, losses, gradients."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Data = Union[NDArray, Mapping[str, Any], Iterable[Any]]
 
 
 class Batch(NamedTuple):
-    """The inputs of one call of a net, and the label for its loss."""
+    """A batch: the arguments of one call of a net, and the label for its loss."""
 
     inputs: tuple[Any, ...]
     label: Any = None
 
 
 def batches_of(data: Data, labeled: bool) -> Iterator[Batch]:
-    """Yield one batch for an array, a tuple or a dict, else each batch of an iterable.
+    """Yield the batches in `data`: a single one, or those of an iterable.
 
     If `labeled`, the last element of a batch is its label. Raises `ArgumentError` without batches.
     """
@@ -69,13 +69,13 @@ def batches_of(data: Data, labeled: bool) -> Iterator[Batch]:
 
 
 def _refuse_numpy(value: object) -> None:
-    """Raise `ArgumentError` for a NumPy array, which MXNet takes for a number or fails on."""
+    """Raise `ArgumentError` if a batch holds a NumPy array, which MXNet would misread."""
     if isinstance(value, np.ndarray):
         raise ArgumentError(NO_NUMPY.format(given=shown(value)))
 
 
 def block_of(model: Model, batches: Iterable[Batch]) -> tuple[SymbolBlock, Iterator[Batch]]:
-    """Return a saved model as a block, and batches of dicts as tuples in the block's order."""
+    """Return a saved model as a block, and its batches with arguments in the block's order."""
     symbol, args, auxs = checked_model(model)
     values = {**args, **auxs}
     names = [name for name in symbol.list_inputs() if name not in values]
@@ -98,20 +98,20 @@ def block_of(model: Model, batches: Iterable[Batch]) -> tuple[SymbolBlock, Itera
 
 
 def require_dtype(name: str, dtype: str, refused: frozenset[str]) -> None:
-    """Raise `ArgumentError` for a layer or parameter whose dtype is one of `refused`."""
+    """Raise `ArgumentError` if a layer's or parameter's dtype is one of `refused`."""
     if dtype in refused:
         raise ArgumentError(NOT_FLOAT32.format(name=name, dtype=dtype))
 
 
 def blocks_in(net: Block) -> list[Block]:
-    """Return a net and all blocks in it, once each."""
+    """Return a net and all its descendant blocks, without repeats."""
     found: dict[int, Block] = {}
     net.apply(lambda block: found.setdefault(id(block), block))
     return list(found.values())
 
 
 def copied(net: Block, inputs: Sequence[Any], refused: frozenset[str]) -> Block:
-    """Return a deep copy of `net`, without trainers and hooks, hybridized where it can be traced.
+    """Return a deep copy of a net, without trainers and hooks, hybridized if possible.
 
     `inputs` are the arguments of a first call, of the copy. Raises `ArgumentError` if a parameter
     has one of the `refused` dtypes, or if the net does not run on the inputs.
@@ -126,7 +126,7 @@ def copied(net: Block, inputs: Sequence[Any], refused: frozenset[str]) -> Block:
 
 
 def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
-    """Return a copy of a net that has run in float32 and in inference."""
+    """Return a deep copy of a net after a first run, in float32 and inference."""
     left_out = [getattr(block, "_cached_op", None) for block in blocks_in(net)]
     left_out += [param._trainer for param in net.collect_params().values()]
     made: Block = copy.deepcopy(net, {id(one): None for one in left_out if one is not None})
@@ -148,7 +148,7 @@ def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
 
 @contextlib.contextmanager
 def alike_numbers() -> Iterator[Callable[[], None]]:
-    """Context that yields a function that restarts all generators of random numbers.
+    """Return a context that yields a function to reseed all random number generators.
 
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """
@@ -169,7 +169,7 @@ def alike_numbers() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
-    """Context that raises `ArgumentError` for errors of a `net` that does not take `inputs`.
+    """Return a context that explains errors of a net that can't run on these inputs.
 
     It raises `StateError` for a net that was not initialized.
     """
@@ -186,21 +186,21 @@ def explained_errors(net: Block, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def arrays_in(value: object) -> list[NDArray]:
-    """Return all arrays in nested lists, tuples and dicts as a flat list."""
+    """Return all NDArrays in nested lists, tuples and dicts as a flat list."""
     arrays: list[NDArray] = []
     map_arrays(value, arrays.append, lambda other: other)
     return arrays
 
 
 def in_float32(array: NDArray) -> Any:
-    """Return a dense or sparse array in float32, as a NumPy array."""
+    """Return an NDArray, dense or sparse, as a float32 NumPy array."""
     # Arrays of mx.np have no `tostype`.
     dense = array if array.stype == "default" else array.tostype("default")
     return cast(dense, "float32").asnumpy()
 
 
 def loss_of(loss: object, output: object, label: object) -> object:
-    """Return the loss of an output; raise `ArgumentError` unless `loss` returns an array."""
+    """Return the loss of a net's output; raise `ArgumentError` if it is no array."""
     found = loss(output, label) if callable(loss) else loss
     if found is loss or not arrays_in(found):
         raise ArgumentError(NO_LOSS.format(given=shown(found)))
@@ -208,7 +208,7 @@ def loss_of(loss: object, output: object, label: object) -> object:
 
 
 def gradients_of(loss: object, net: Block, scale: float) -> list[Any]:
-    """Return the gradients of a recorded loss by the net's parameters, as NumPy arrays.
+    """Return the gradients of a net's parameters for a recorded loss, as NumPy arrays.
 
     The loss is multiplied by `scale` for the backward pass, and the gradients are divided by it.
     """

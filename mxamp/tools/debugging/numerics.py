@@ -1,4 +1,4 @@
-"""`check_numerics`: finds the first operator whose values go wrong, forward and backward."""
+"""`check_numerics`: find the first operator whose output or gradient is Inf or NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COPIES = frozenset({"Concat", "_copy", "_copyto"})
 
 
 class _Reader(NamedTuple):
-    """An array with a gradient, the last call that read the array, and the array's name there."""
+    """An array with a gradient, and the last eager operator that read it."""
 
     array: NDArray
     site: Place
@@ -37,7 +37,7 @@ class _Reader(NamedTuple):
 
 
 class NumericsCheck(TensorObserver):
-    """The result of `check_numerics`: the first bad operator of each pass in `findings`.
+    """The result of `check_numerics`: `findings` are the first operators with Inf or NaN.
 
     `str(check)` has a line for each. Falsy without findings.
     """
@@ -59,7 +59,7 @@ class NumericsCheck(TensorObserver):
 
     @property
     def findings(self) -> list[Finding]:
-        """The first operator with Inf or NaN in each pass through the program.
+        """The first operator with Inf or NaN of each forward and backward pass.
 
         An overflow of a gradient that a lower loss scale has cured is none. One that it may cure
         stands last.
@@ -68,7 +68,7 @@ class NumericsCheck(TensorObserver):
 
     @property
     def first(self) -> Finding | None:
-        """The first finding; None without findings."""
+        """The first operator with Inf or NaN, as a `Finding`; None without any."""
         return next(iter(self.findings), None)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ forward
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Report an operator whose output is the first with Inf or NaN in the pass."""
+        """Report an operator if its output is the first with Inf or NaN in this pass."""
         self._causes.add_output(site, output)
         if not output.bad or self._found is not None:
             return
@@ -102,7 +102,7 @@ class NumericsCheck(TensorObserver):
             self._report(self._finding(site, "output", output, inputs))
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Record that a graph runs, and the arrays with a gradient that it or a call reads."""
+        """Record a graph or eager call that begins, and the arrays with gradients it reads."""
         if isinstance(reader, MonitoredGraph):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
                 self._end_pass()
@@ -117,40 +117,40 @@ class NumericsCheck(TensorObserver):
                 self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
-        """Raise the pass's finding after a call or graph: MXNet's monitor can't raise it."""
+        """Raise the finding of a graph or eager call that has ended, with `on="raise"`."""
         if self._on == "raise":
             self._end_pass()
 
     def _run_block(self, original: Original, block: Block, /, *args: object, **options: Any) -> Any:
-        """Call a block; the outermost call in inference begins a pass through the program."""
+        """Call a Gluon block; in inference, the outermost one begins a new pass."""
         if not self._blocks() and not autograd.is_recording():
             self._end_pass()
         return super()._run_block(original, block, *args, **options)
 
     def _is_skipped(self, site: Place) -> bool:
-        """Return whether `skip` names an operator call, whose Inf and NaN are intended."""
+        """Return whether the argument `skip` matches an operator, its block or its node."""
         # The names of the block, the node and the operator.
         return any(fnmatch.fnmatchcase(one, text) for text in self._skip for one in site[:3])
 
     # ------------------------------------------------------------------ backward
 
     def _note_read(self, key: object, read: _Reader | None) -> None:
-        """Record the last read of an array with a gradient, or that a graph has run."""
+        """Record the last read of an array with a gradient, or the run of a graph."""
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
 
     def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
-        """Record the first gradient inside a graph that is not finite."""
+        """Record a gradient inside a graph if it is the graph's first with Inf or NaN."""
         if self._reads.get(id(graph)) is None:
             self._reads[id(graph)] = self._judge_gradient(site, name, made)
 
     def _judge_gradient(self, site: Place, name: str, gradient: Observed) -> Finding | None:
-        """Return a `Finding` if a gradient has Inf or NaN that `skip` does not cover, or None."""
+        """Return a `Finding` if a gradient has Inf or NaN and `skip` does not match."""
         bad = gradient.bad and not self._is_skipped(site)
         return self._finding(site, f"gradient of {name}", gradient, None) if bad else None
 
     def _first_fault(self) -> Finding | None:
-        """Return the backward pass's first gradient with Inf or NaN: that of the latest reader."""
+        """Return the `Finding` of the first gradient with Inf or NaN in a backward pass."""
         faults = []
         for key, read in reversed(list(self._reads.items())):
             if not isinstance(read, _Reader):
@@ -162,7 +162,7 @@ class NumericsCheck(TensorObserver):
         return next((one for one in faults if one is not None), None)
 
     def _run_backward(self, original: Original, *args: object, **options: object) -> object:
-        """Run a backward pass, of autograd or an executor; report its first bad gradient."""
+        """Run a backward pass, and report its first gradient with Inf or NaN."""
         results = original(*args, **options)
         fault = self._first_fault()
         if self._found is None and "nan" not in self._purpose and fault is not None:
@@ -175,7 +175,7 @@ class NumericsCheck(TensorObserver):
         return results
 
     def _update(self, original: Original, owner: Any, *args: object, **options: object) -> Any:
-        """Update parameters and count the step; report an overflow that lower scales can't cure."""
+        """Update parameters; report an overflow that a lower loss scale would not cure."""
         # With loss scaling, a step that overflows is skipped, and lowers the scale.
         scaling = getattr(owner, "_amp_loss_scaler", None) or scale_of(owner._optimizer)
         can_lower = not getattr(getattr(scaling, "scaler", None), "is_lowest", True)
@@ -194,7 +194,7 @@ class NumericsCheck(TensorObserver):
     def _finding(
         self, site: Place, name: str, tensor: Observed, inputs: Inputs | None, kind: str = ""
     ) -> Finding:
-        """Return a `Finding` for a tensor; without `inputs`, of a backward pass."""
+        """Return a `Finding` for an operator's tensor, with statistics and advice."""
         overflows = "nan" not in tensor.bad and (site.operator in CASTS or tensor.dtype in HALVES)
         # The gradient of an eager leaf: casts behind it may have overflown.
         overflows |= inputs is None and not site.layers and self._causes.has_float16
@@ -213,12 +213,12 @@ class NumericsCheck(TensorObserver):
         return Finding(kind, phase, self._step, *place, cure or keep, layers)
 
     def _report(self, finding: Finding) -> None:
-        """Record a finding of the running pass."""
+        """Add a finding to the results of this check."""
         self._found = finding
         self._findings.append(finding)
 
     def _end_pass(self) -> None:
-        """End the running pass through the program; with `on="raise"`, raise its finding."""
+        """End the forward or backward pass; with `on="raise"`, raise its finding."""
         found, self._found = self._found, None
         if found is not None and self._on == "raise":
             raise NumericsError(found)
@@ -236,7 +236,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return `check_numerics`'s patches: operators, backward passes and updates."""
+        """Return the patches of operators, backward passes and parameter updates."""
         return [
             *super().patches(),
             *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
@@ -250,7 +250,7 @@ class NumericsCheck(TensorObserver):
 def check_numerics(
     on: str = "raise", skip: str | Iterable[str] | None = None
 ) -> ContextManager[NumericsCheck]:
-    """Find the first operator of a region whose values become Inf or NaN.
+    """Find the first operator in a `with` block whose values become Inf or NaN.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.check_numerics(on="collect") as check:

@@ -1,4 +1,4 @@
-"""Observers of eager calls, and of the graphs of hybridized blocks and executors.
+"""Observers of operator calls: eager ones, and those in graphs of blocks and executors.
 
 An `Observer` sees calls and graphs as a whole. A `TensorObserver` sees each operator in them, with
 the values of its inputs and outputs: MXNet's monitor names the outputs inside of graphs.
@@ -51,19 +51,19 @@ _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: Non
 
 
 def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
-    """Return an outermost patch, whose `function` gets the original as first argument."""
+    """Return a patch above all others: calls go to `function(original, *args)`."""
     return Patch(owner, name, wrapping(function), on_top=True)
 
 
 class Observer(PatchSet, contextlib.ContextDecorator):
-    """Observes eager calls and graphs, in all threads, until the context ends."""
+    """Context that observes eager calls and runs of graphs, in all threads."""
 
     def __init__(self) -> None:
         super().__init__()
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches that observe eager calls, hybridized blocks and executors."""
+        """Return the patches of eager calls, hybridized blocks and executors."""
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
@@ -73,38 +73,38 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         ]
 
     def __enter__(self) -> Any:
-        """Install the observer's patches."""
+        """Begin to observe: install the patches of this observer."""
         self.open()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove the observer's patches."""
+        """Stop observing: remove the patches of this observer."""
         self.close()
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Run an eager call and return its result; `rest` are keys, values, out, and more."""
+        """Run an eager call and return its result; subclasses observe it here."""
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
-        """Return a context for the forward pass of a graph that an executor runs on `inputs`."""
+        """Return a context for an executor's forward pass, in which subclasses observe it."""
         raise NotImplementedError
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
-        """Observe a hybridized block's graph before it runs; return a callable that runs it."""
+        """Return a callable that runs a block's graph; subclasses observe the run here."""
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: object) -> object:
-        """Call `mx.np.tensordot`, which MXNet invokes on its own path, through `on_call`."""
+        """Pass a call of `mx.np.tensordot`, which MXNet runs apart, to `on_call`."""
         return self.on_call(
             lambda _, given, *rest: original(*given, axes), _TENSORDOT, [a, b], (), (), None
         )
 
     def _call_block(self, original: Original, block: HybridBlock, *args: object) -> object:
-        """Call a hybridized block through a `PolicyCachedOp`, which lets tools see its graph."""
+        """Call a hybridized block so that `on_block` gets its graph."""
         if current_policy() is None:
             install_policy_op(block, args)
         return original(block, *args)
 
     def _forward(self, original: Original, executor: Executor, *args: object, **inputs: Any) -> Any:
-        """Call `Executor.forward` in the context that `on_graph` returns."""
+        """Call `Executor.forward` inside the context that `on_graph` returns."""
         if executor not in self._symbols:
             # The graph as it runs: with casts, and with operators that oneDNN has fused.
             self._symbols[executor] = executor.get_optimized_symbol()
@@ -117,7 +117,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 
 
 class Place(NamedTuple):
-    """An operator call: its block, node, operator, attributes and input names."""
+    """An operator call as reports name it: block, node, operator, attributes, input names."""
 
     block: str
     node: str
@@ -128,7 +128,7 @@ class Place(NamedTuple):
 
 
 class Observed:
-    """An array whose values are copied to NumPy on first use."""
+    """An array in an observed run, whose values are copied to NumPy on first use."""
 
     def __init__(self, array: NDArray) -> None:
         self.array, self.dtype = array, dtypes_of([array])[0]
@@ -139,7 +139,7 @@ class Observed:
 
     @cached_property
     def values(self) -> Values:
-        """The values as a NumPy array; bfloat16 is widened to float32."""
+        """The values of the array as a NumPy array, bfloat16 as float32."""
         values = _asnumpy(self.array)
         if values.dtype != BFLOAT16:
             return values
@@ -147,14 +147,14 @@ class Observed:
 
     @cached_property
     def bad(self) -> frozenset[str]:
-        """The kinds of values that are not finite: "nan", "inf" and "-inf"."""
+        """The kinds of non-finite values in the array: "nan", "inf" and "-inf"."""
         if not self.is_checkable or np.isfinite(self.values).all():
             return frozenset()
         return frozenset(map(str, np.unique(self.values[~np.isfinite(self.values)])))
 
     @cached_property
     def largest(self) -> float:
-        """The largest finite magnitude; 0 without any, and in arrays that are not checkable."""
+        """The largest finite magnitude in the array, 0 if there is none."""
         values = self.values[np.isfinite(self.values)] if self.is_checkable else ()
         return float(np.max(np.abs(values), initial=0))
 
@@ -164,7 +164,7 @@ Inputs = Sequence[Optional[Observed]]
 
 
 class TensorObserver(Observer):
-    """Observes each operator with the values of its inputs and outputs."""
+    """Context that observes each operator, with the values of its inputs and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,11 +172,11 @@ class TensorObserver(Observer):
         self._graphs: dict[int, MonitoredGraph] = {}
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `Observer`, and of `Block.__call__`."""
+        """Return the patches of `Observer`, and a patch of `Block.__call__`."""
         return [*super().patches(), patch_over(Block, "__call__", self._run_block)]
 
     def close(self) -> None:
-        """Remove the observer's patches, and its monitors of graphs."""
+        """Remove the patches, and the monitors of graphs and executors."""
         super().close()
         for graph in self._graphs.values():
             graph.release()
@@ -185,24 +185,24 @@ class TensorObserver(Observer):
         self._graphs.clear()
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Observe output `number` of an operator, in an eager call or a graph."""
+        """Observe output number `number` of an operator, in an eager call or a graph."""
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Observe the start of a graph's forward pass, or of an eager call."""
+        """Observe that a graph's forward pass or an eager call begins."""
 
     def on_end(self) -> None:
-        """Observe the end of a graph's forward pass, or of an eager call."""
+        """Observe that a graph's forward pass or an eager call has ended."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
-        """Observe a gradient inside a graph, which the operator at `site` computes."""
+        """Observe a gradient inside a graph, of input `name` of an operator."""
 
     def _blocks(self) -> list[Block]:
-        """Return the blocks that this thread is executing, the innermost last."""
+        """Return the Gluon blocks that this thread runs now, the innermost last."""
         blocks: list[Block] = vars(self._active).setdefault("blocks", [])
         return blocks
 
     def _run_block(self, original: Original, block: Block, /, *args: object, **options: Any) -> Any:
-        """Call a block, and attribute operators to it until it returns."""
+        """Call a Gluon block, which is the current block until it returns."""
         self._blocks().append(block)
         try:
             return original(block, *args, **options)
@@ -210,7 +210,7 @@ class TensorObserver(Observer):
             self._blocks().pop()
 
     def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Place:
-        """Return the `Place` of an eager call: its block, operator and input names."""
+        """Return the `Place` of an eager call: block, operator and input names."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
             block = self._blocks()[-1].name
@@ -221,7 +221,7 @@ class TensorObserver(Observer):
         return Place(block, block or operator, operator, dict(zip(*rest[:2])), names)
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Run an eager call, and pass its outputs to `on_operator`, unless it is mxamp's own."""
+        """Run an eager call, and pass its outputs to `on_operator`."""
         if is_suspended():
             return original(handle, inputs, *rest)
         read = list(map(Observed, inputs))
@@ -238,11 +238,11 @@ class TensorObserver(Observer):
         return outputs
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
-        """Return a monitored copy of a block's graph, which runs in its place."""
+        """Return a `MonitoredGraph` to run in place of a block's graph."""
         return self._graph_of(symbol)
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
-        """Return a context for an executor's forward pass, with a monitor on its operators."""
+        """Return a context for an executor's forward pass, with a monitor on its graph."""
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
         names = zip(symbol.list_arguments(), executor.grad_arrays or ())
@@ -250,7 +250,7 @@ class TensorObserver(Observer):
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
-        """Return a symbol's `MonitoredGraph`; a new one is attributed to the running block."""
+        """Return the `MonitoredGraph` of a symbol, made on first use."""
         if id(symbol) not in self._graphs:
             blocks = [inner for block in self._blocks()[-1:] for inner in blocks_in(block)]
             self._graphs[id(symbol)] = MonitoredGraph(self, symbol, blocks)
@@ -258,7 +258,7 @@ class TensorObserver(Observer):
 
 
 class MonitoredGraph:
-    """Runs a symbol, and hands each output that MXNet computes in it to an observer."""
+    """A graph that runs under MXNet's monitor, which passes its outputs to an observer."""
 
     def __init__(self, observer: TensorObserver, symbol: Symbol, blocks: list[Block]) -> None:
         self._observer, self._symbol = observer, symbol  # its id is a key
@@ -284,17 +284,17 @@ class MonitoredGraph:
         self._unread.difference_update(i for i, _ in self._graph.heads)
 
     def release(self) -> None:
-        """Replace the monitor, which a later backward pass would call, by a no-op."""
+        """Replace the monitor, which MXNet can't remove, with a no-op."""
         check_call(_LIB.MXCachedOpRegisterOpHook(self._op.handle, _IGNORE, 0))
 
     def __call__(self, *inputs: NDArray, **options: object) -> object:
-        """Run the graph, and pass each output to the observer."""
+        """Run the graph, and pass the outputs of its operators to the observer."""
         with self.observed(inputs):
             return self._op(*inputs, **options)
 
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
-        """Context of a forward pass on `inputs`, whose outputs the observer gets."""
+        """Return a context for a forward pass on `inputs`, which the observer sees."""
         #: The tensors of the running forward pass.
         self._seen: dict[Output, Observed] = dict(zip(self._inputs, map(Observed, inputs)))
         self._calls: Counter[str] = Counter()
@@ -304,7 +304,7 @@ class MonitoredGraph:
         self._observer.on_end()
 
     def on_output(self, name: Any, *operator_and_handle: object) -> None:
-        """Pass an operator's output or gradient to the observer: the monitor's callback."""
+        """Pass an output or a gradient to the observer; MXNet's monitor calls this."""
         array = NDArray(NDArrayHandle(operator_and_handle[-1]), writable=False)
         found = _OUTPUT.fullmatch(name.decode() if isinstance(name, bytes) else name)
         if found is None:
@@ -328,7 +328,7 @@ class MonitoredGraph:
         self._observer.on_operator(self._site(i), inputs, output, number)
 
     def _is_unwritten(self, node: Node, number: int) -> bool:
-        """Return whether MXNet writes no gradient of an input: a label, one behind BlockGrad."""
+        """Return whether MXNet computes no gradient for an input, such as a label."""
         if number and node.operator in with_trait("starts_backward"):
             return True
         nodes = self._graph.nodes
@@ -339,7 +339,7 @@ class MonitoredGraph:
         return bool(is_frozen) or source.op == "BlockGrad" or source.name == SCALE_INPUT
 
     def _layers(self, i: int, backward: bool) -> list[str]:
-        """Return operators to keep in float32 if node i overflows: i, or those next to a cast."""
+        """Return the operators to keep in float32 if node i overflows in 16 bits."""
         node = self._graph.nodes[i]
         if node.op not in CASTS:
             return [node.name] * (not node.is_variable)
@@ -351,7 +351,7 @@ class MonitoredGraph:
         return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Place:
-        """Return the `Place` of node i, in the forward or the backward pass."""
+        """Return the `Place` of node i: its block, operator and input names."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
         known = zip(sources, _input_names(node.operator, len(sources)))
@@ -362,6 +362,6 @@ class MonitoredGraph:
 
 
 def _input_names(operator: str, count: int) -> Sequence[str]:
-    """Return the names of an operator's first `count` inputs, or "input 0" and so on."""
+    """Return the names of an operator's inputs, or "input 0", "input 1" and so on."""
     names = resolve(operator).inputs
     return names[:count] if len(names) >= count else [f"input {i}" for i in range(count)]

@@ -1,4 +1,4 @@
-"""`operator_stats`: counts the operators that run by dtype, and the bytes that casts move."""
+"""`operator_stats`: count operators by dtype, and casts with the bytes they move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CASTS = frozenset(map(handle_of, CASTS | {"_copyto"}))
 
 
 class OperatorCount(NamedTuple):
-    """The calls of an operator in a dtype.
+    """The number of calls of one operator in one dtype.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.operator_stats() as stats:
@@ -48,7 +48,7 @@ class OperatorCount(NamedTuple):
 
 
 class CastCount(NamedTuple):
-    """The casts from one dtype to another, and the bytes that they read and write.
+    """The number of casts from one dtype to another, and the bytes that they move.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.operator_stats() as stats:
@@ -75,7 +75,7 @@ class CastCount(NamedTuple):
 
 
 class OperatorStats(Observer):
-    """The operators and casts that ran; printing gives a table.
+    """The result of `operator_stats`: operators and casts that ran; prints as a table.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.debugging.operator_stats() as stats:
@@ -96,13 +96,13 @@ class OperatorStats(Observer):
 
     @property
     def operators(self) -> tuple[OperatorCount, ...]:
-        """Counts of operator calls by operator and dtype, most calls first."""
+        """The numbers of operator calls by operator and dtype, the largest first."""
         counts = self._census.operators.most_common()
         return tuple(OperatorCount(*key, calls) for key, calls in counts)
 
     @property
     def casts(self) -> tuple[CastCount, ...]:
-        """Counts of casts by pair of dtypes, most bytes first."""
+        """The numbers and bytes of casts by pair of dtypes, the most bytes first."""
         counts = self._census.bytes.most_common()
         return tuple(CastCount(*key, self._census.casts[key], size) for key, size in counts)
 
@@ -114,7 +114,7 @@ class OperatorStats(Observer):
         return found
 
     def summary(self) -> str:
-        """Return one line: the numbers of operator calls and of casts."""
+        """Return a line with the numbers of operator calls and of casts."""
         calls = sum(row.calls for row in self.operators)
         casts = sum(row.casts for row in self.casts)
         return f"{counted(calls, 'call')}, {counted(casts, 'cast')}"
@@ -129,11 +129,11 @@ class OperatorStats(Observer):
     # ------------------------------------------------------------------ while it counts
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `Observer`, and of the casts that mxamp inserts in eager calls."""
+        """Return the patches of `Observer`, and one that sees mxamp's own casts."""
         return [*super().patches(), patch_over(arrays, "invoke", self.on_call)]
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:
-        """Count an eager call by the dtypes of its first tensors."""
+        """Run an eager call, and count it by the dtype in which it computed."""
         # Before the call, which may write to its input.
         source = arrays.dtype_of(inputs[0]) if inputs else ""
         outputs = original(handle, inputs, *rest)
@@ -149,12 +149,12 @@ class OperatorStats(Observer):
         return outputs
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
-        """Count a run of a hybridized block's graph."""
+        """Count the operators and casts of a hybridized block's graph."""
         self.on_graph(symbol, inputs)
         return run
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, *_: object) -> ContextManager[None]:
-        """Return a context that counts an executor's run of a graph on `inputs`."""
+        """Count the operators and casts of an executor's graph; return a no-op context."""
         dtypes, shapes = arrays.dtypes_of(inputs), tuple([array.shape for array in inputs])
         key = id(symbol), dtypes, shapes
         with self._census_lock:
@@ -168,7 +168,7 @@ class OperatorStats(Observer):
 
 @checked_call
 def operator_stats() -> ContextManager[OperatorStats]:
-    """Count the operators that run in a region, by dtype, and the casts, with the bytes they move.
+    """Count the operators that run in a `with` block by dtype, and the bytes that casts move.
 
     >>> import mxnet as mx, mxamp as amp
     >>> with amp.autocast("bfloat16"), amp.debugging.operator_stats() as stats:

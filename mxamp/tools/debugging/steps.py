@@ -1,4 +1,4 @@
-"""`on_step`: call a function with the report of each step of a trainer."""
+"""`on_step`: call a function with a report after each step of a trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...scaling.trainer import StepReport, state_of
 
 
 def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook:
-    """Call `function` with the report of each step of a trainer, skipped steps included.
+    """Call `function` with a `StepReport` for each step of a trainer, skipped ones too.
 
     ::
 
@@ -58,6 +58,6 @@ def on_step(trainer: Trainer, function: Callable[[StepReport], Any]) -> StepHook
 
 
 class StepHook(ExitStack):
-    """Calls a function after each step of a trainer, until `remove()`, which is idempotent."""
+    """Handle of an `on_step` callback, which `remove()` or the end of `with` unregisters."""
 
     remove = ExitStack.close

@@ -1,4 +1,4 @@
-"""The errors of a net's tensors in mixed precision: each layer's output against float32's."""
+"""`debugging.compare`: errors of each layer's output in mixed precision against float32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Key = Tuple[str, int, int]
 
 
 class _LayerOutput(NamedTuple):
-    """One output of a layer in one run, with the values of the layer's inputs."""
+    """One output of a layer in one run of a net, with the layer's inputs."""
 
     block: str
     operator: str
@@ -44,7 +44,7 @@ class _LayerOutput(NamedTuple):
 
 
 class TensorError(Distance):
-    """The error of a layer's output against float32.
+    """The error of a layer's output in mixed precision against float32.
 
     `relative` is the L2 norm of the difference over that of float32's values, the largest of all
     batches; `maximum` the largest absolute difference; `lost` the number of elements that are
@@ -57,14 +57,14 @@ class TensorError(Distance):
         self._inputs = Distance()
 
     def include(self, plain: _LayerOutput, mixed: _LayerOutput) -> None:
-        """Add a batch of a layer's output to the layer's error."""
+        """Add the outputs of one batch, in float32 and mixed precision, to the error."""
         self.add(self.name, plain.values, mixed.values)
         for one, other in zip(plain.inputs, mixed.inputs):
             if one is not None and other is not None and one.shape == other.shape:
                 self._inputs.add(self.name, one, other)
 
     def is_jump(self, roundoff: float) -> bool:
-        """Return whether the error is larger than rounding and the inputs' errors explain."""
+        """Return whether the error is larger than rounding and errors of the inputs explain."""
         explained = max(self._inputs.relative, roundoff)
         return self.relative > JUMP * explained or (self.lost > 0 and self._inputs.lost == 0)
 
@@ -75,7 +75,7 @@ class TensorError(Distance):
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The errors that mixed precision adds to a net; printing gives a table, worst first.
+    """The result of `debugging.compare`: each layer's error; prints as a table, worst first.
 
     ::
 
@@ -99,7 +99,7 @@ class Comparison:
     first_jump: TensorError | None
 
     def summary(self) -> str:
-        """Return one line: the first layer whose error jumps, and the number of lost elements."""
+        """Return a line with the first layer that adds a large error, and the lost elements."""
         first, lost = self.first_jump, sum(error.lost for error in self.outputs)
         jump = "no layer at which the error jumps"
         if first is not None:
@@ -206,7 +206,7 @@ def compare(
 
 
 class _LayerOutputs(TensorObserver):
-    """The outputs of a net's layers in one run, in the order of execution."""
+    """Observer that collects the outputs of all layers in one run of a net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _LayerOutputs(TensorObserver):
         self._before_cast: dict[Observed, Observed] = {}
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Record an operator's output as an output of its layer."""
+        """Record the output of an operator as an output of its layer."""
         if not output.is_checkable:
             return
         values = output.values

@@ -1,1 +1,1 @@
-"""Policies found by measuring: within a tolerance of float32, and the fastest on this machine."""
+"""Tools that measure a model: `benchmark` times it, `tune` finds its best policy."""

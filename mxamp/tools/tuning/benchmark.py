@@ -20,7 +20,7 @@ NOT_PAID = "Run this model in plain MXNet, or let mxamp.tune look for a faster f
 
 @dataclass(frozen=True, repr=False)
 class Benchmark:
-    """Times that `benchmark` measured; printing gives a table and a sentence on what to do.
+    """The result of `benchmark`: times; prints as a table and advice.
 
     ::
 
@@ -43,7 +43,7 @@ class Benchmark:
     notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """Return whether 16 bits pay for this model, and what to do, in a few sentences."""
+        """Return sentences that say whether 16 bits are faster, and what to do."""
         others = [t for t in self.timings if t.way != forms.PLAIN]
         best = _fastest(one for one in others if one.way not in HOW)
         said = []
@@ -68,13 +68,13 @@ class Benchmark:
 
 
 def _fastest(timings: Iterable[Timing]) -> list[Timing]:
-    """Return the fastest timing of training, if measured, and of inference."""
+    """Return the fastest timing of training, if there is one, and of inference."""
     tasks = itertools.groupby(timings, lambda one: one.task)
     return [max(group, key=lambda one: one.speedup) for _, group in tasks]
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
-    """Return the speedup over float32 in words, with "too noisy to tell" if it is uncertain."""
+    """Return a speedup over float32 in words, or "too noisy to tell"."""
     does = f"{'trains' if timing.task == forms.TRAINING else 'runs'}{model}"
     low, high = timing.quartiles
     if not low <= 1 <= high and f"{timing.speedup:.2g}" != "1":
@@ -86,7 +86,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 
 
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
-    """Return a model's `Form`s to time beside plain float32, and those for inference only."""
+    """Return the ways (`Form`) to run a model in the benchmark, and those for inference only."""
     if not model.is_traced:
         return model.forms([(forms.AUTOCAST, policy)]), []
     wide = Policy.default("float32", policy.device)

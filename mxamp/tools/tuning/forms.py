@@ -1,4 +1,4 @@
-"""Ways to run a model (autocast, converted, fused, ...): their errors and interleaved timings.
+"""Ways to run a model (autocast, converted, fused, ...), with their errors and times.
 
 In each round every form runs once, float32 first, and the ratio to float32 in the same
 round counts: a machine that slows down slows all of them.
@@ -76,7 +76,7 @@ Loss = Optional[Callable[[Any, Any], Any]]
 
 
 class Timing(NamedTuple):
-    """The speed of one way to run a model, in the results of `benchmark` and `tune`.
+    """The measured speed of one way to run a model, in results of `benchmark` and `tune`.
 
     Parameters
     ----------
@@ -112,12 +112,12 @@ class Timing(NamedTuple):
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Return timings as a text table, and what errors are."""
+    """Return timings as a text table, with a line that says what an error is."""
     return f"{text_table(Timing._fields, timings)}\n{ERROR}"
 
 
 class Form:
-    """A contender in a benchmark: a model run in one way, such as "fused", and one precision.
+    """A form of a model to time: a way to run it, such as "fused", and a precision.
 
     It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
     runs on the same values.
@@ -146,7 +146,7 @@ class Form:
         return f"{self.way} in {self.precision}{', training,' if self._loss else ''}"
 
     def forward(self, batch: Batch) -> tuple[Any, list[Any]]:
-        """Return the model's output for a batch; in training also the losses."""
+        """Run the model on a batch; return its output and, in training, the losses."""
         if self._loss is None:
             with mx.autograd.pause(train_mode=False):
                 return self.block(*batch.inputs), []
@@ -155,7 +155,7 @@ class Form:
             return output, arrays_in(loss_of(self._loss, output, batch.label))
 
     def run(self) -> None:
-        """Run inference, or a training step, on the batch once."""
+        """Run one inference pass or training step on the first batch, and wait for its end."""
         losses = self.forward(self._batch)[1]
         if losses:
             checked = scale_loss(losses, self._trainer) if self.inside else nullcontext(losses)
@@ -165,7 +165,7 @@ class Form:
         mx.nd.waitall()
 
     def mean_seconds(self, repeats: int = 1) -> float:
-        """Run the model `repeats` times; return the mean seconds of a run."""
+        """Run the model `repeats` times; return the mean time of a run in seconds."""
         with autocast(policy=self.inside) if self.inside else suspended():
             began = time.perf_counter()
             for _ in range(repeats):
@@ -173,7 +173,7 @@ class Form:
             return (time.perf_counter() - began) / repeats
 
     def timing(self, plain: Form, within: bool | None = None) -> Timing:
-        """Return the median time, and the median and quartiles of the speedup over `plain`."""
+        """Return the form's `Timing`: its median time, and its speedup over `plain`."""
         ratios = [other / own for own, other in zip(self.seconds, plain.seconds)]
         low, middle, high = map(float, np.percentile(ratios, (25, 50, 75)))
         task = INFERENCE if self._loss is None else TRAINING
@@ -182,7 +182,7 @@ class Form:
 
 
 class Model:
-    """A copy of a float32 model with its own parameters, its batches, and float32's results.
+    """A float32 model to measure: a copy of it, its batches, and its results in float32.
 
     `restart` makes the random numbers of each run the same.
     """
@@ -212,7 +212,7 @@ class Model:
         self.notes = [] if self.is_traced else [EAGER]
 
     def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
-        """Return a `Form` that runs the model in one way; with a loss, a training step."""
+        """Return a `Form`, which runs the model in one way: in training if `loss` is given."""
         block = self.block
         if way in (CONVERTED, FUSED):
             options = convert_options(way)
@@ -224,7 +224,7 @@ class Model:
         return Form(way, block, self.batches[0], policy, loss or self.loss)
 
     def forms(self, ways: Iterable[tuple[str, Policy]]) -> list[Form]:
-        """Return a `Form` with its errors for each way; `notes` says why one is left out."""
+        """Return a `Form` for each way to run the model, with its errors; note those that fail."""
         forms: list[Form] = []
         for way, policy in ways:
             name = f"{way} in {policy.target_dtype}"
@@ -241,7 +241,7 @@ class Model:
         return forms
 
     def lowers(self, policy: Policy) -> bool:
-        """Return whether a policy lowers any operator of the model; if not, `notes` says so."""
+        """Return whether a policy runs any operator of the model in 16 bits."""
         call = self.batches[0].inputs
         for mode in (TRAINING, INFERENCE):
             plan = explain(self.block, policy=policy, example_inputs=call, mode=mode)
@@ -251,7 +251,7 @@ class Model:
         return False
 
     def measure(self, form: Form, found: Sequence[dict[str, list[Any]]] = ()) -> None:
-        """Set a form's errors over all batches, and its metric; run it, unless it has `found`."""
+        """Set a form's errors against float32 over all batches, and its metric."""
         found = found or [self._run(batch, form) for batch in self.batches]
         for name in found[0]:
             distance = Distance()
@@ -264,7 +264,7 @@ class Model:
             form.errors["metric"] = metric_of(self._metric, labels, [run["error"] for run in found])
 
     def _run(self, batch: Batch, form: Form) -> dict[str, list[Any]]:
-        """Return a form's outputs and gradients for a batch, with float16's loss scaled."""
+        """Run a form on a batch; return its outputs and, in training, its gradients."""
         # Dropout draws the same elements in one dtype alone.
         still = form.inside and form.inside.override(fp32=["Dropout"])
         while True:
@@ -285,14 +285,14 @@ class Model:
 def opened(
     net: Net, data: Data, labeled: bool, most: int, loss: Loss = None, metric: object = None
 ) -> Iterator[Model]:
-    """Context that turns mixed precision off, and yields a `Model` with a few batches of `data`."""
+    """Return a context that turns mixed precision off, and yields a `Model` of a net."""
     with autocast(enabled=False), measured.alike_numbers() as restart:
         batches = itertools.islice(measured.batches_of(data, labeled), most)
         yield Model(net, batches, restart, loss, metric)
 
 
 def checked_metric(metric: object) -> mx.metric.EvalMetric:
-    """Return a new metric, as `mx.metric.create` makes it; raise unless more is better."""
+    """Return an `EvalMetric` for a metric argument; raise unless larger values are better."""
     try:
         made = copy.deepcopy(mx.metric.create(metric))
     except Exception as error:
@@ -306,7 +306,7 @@ def checked_metric(metric: object) -> mx.metric.EvalMetric:
 
 
 def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iterable[Any]) -> float:
-    """Return a metric of outputs, float32 NumPy arrays of each batch, against its label."""
+    """Return the value of a metric for the outputs and labels of all batches."""
     metric.reset()
     try:
         for label, output in zip(labels, outputs):
@@ -324,12 +324,12 @@ def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iter
 
 
 def convert_options(way: str) -> dict[str, Any]:
-    """Return the arguments of `convert_hybrid_block` for one way to run a model."""
+    """Return the arguments of `convert_hybrid_block` that give a way to run a model."""
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
 
 def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float) -> list[Form]:
-    """Time forms in interleaved rounds, float32 first; return the timed ones.
+    """Time forms of a model in rounds, each once a round, float32 first; return those timed.
 
     A form is given up if its first run takes over five times as long as that of the fastest, or if
     it would begin after the monotonic time `limit`; `notes` gets a sentence on each. There are 3 to
@@ -369,7 +369,7 @@ def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float
 
 
 def seconds_of(budget: float | str) -> float:
-    """Return a `budget` argument, a number or a text such as "5m", as seconds.
+    """Return the argument `budget`, a number or a text such as "5m", in seconds.
 
     >>> seconds_of("90s"), seconds_of(" 1.5m"), seconds_of(30), seconds_of(1e-6)
     (90.0, 90.0, 30.0, 1e-06)

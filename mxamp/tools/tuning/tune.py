@@ -1,4 +1,4 @@
-"""`tune`: the layers to keep in float32 for accuracy, and the fastest way to run the model.
+"""`tune`: find layers to keep in float32 for accuracy, and the fastest way to run a model.
 
 Bisection over the layers, largest error first, finds which have to stay in float32. The forms that
 are accurate enough are then timed once, in turns with float32.
@@ -52,7 +52,7 @@ OUT_OF_TIME = "The `budget` was too short to try all: a larger one may find a be
 
 @dataclass(frozen=True)
 class Tuning:
-    """A policy tuned for one model on one machine, and the measurements behind it.
+    """The result of `tune`: a policy for one model on one machine, with measurements.
 
     ::
 
@@ -102,12 +102,12 @@ class Tuning:
 
     @property
     def way_in_mxnet(self) -> str:
-        """The fastest way to run the model in MXNet, with `policy`."""
+        """The fastest way to run the model in MXNet, such as "converted"."""
         return self.in_mxnet.way if self.in_mxnet else self.way
 
     @property
     def convert_options(self) -> dict[str, bool]:
-        """The arguments of `convert_*` for the fastest form in MXNet.
+        """The arguments of `convert_*` for the fastest way to run the model in MXNet.
 
         ::
 
@@ -116,7 +116,7 @@ class Tuning:
         return forms.convert_options(self.way_in_mxnet)
 
     def save(self, path: str | Path) -> None:
-        """Write the policy to a TOML file, after comments with the report and the chosen form.
+        """Write the policy to a TOML file, with the report as comments.
 
         `Policy.load` reads the policy back: the report is comments, and the key `form` is for
         `mxamp convert`. An existing file is replaced whole. Raises `ArgumentError` where `path`
@@ -146,7 +146,7 @@ def tune(
     policy: Policy | None = None,
     timed: bool = True,
 ) -> Tuning:
-    """Measure a model; find the fastest way to run it within a tolerance of float32's results.
+    """Measure a model; find its fastest way to run within a tolerance of float32's results.
 
     ::
 
@@ -231,7 +231,7 @@ def tune(
 
 
 def smallest_set(works: Callable[[frozenset[str]], bool], order: Sequence[str]) -> frozenset[str]:
-    """Return layers to keep in float32 for accuracy, from which none can be left out.
+    """Return a minimal set of layers to keep in float32 so that the model is accurate.
 
     `works` returns whether the model is accurate enough with a set of layers in float32; with all
     of them it is. `order` holds all layers, those that most likely have to stay first. The last
@@ -257,7 +257,7 @@ def smallest_set(works: Callable[[frozenset[str]], bool], order: Sequence[str]) 
 
 @dataclass(frozen=True)
 class _Limits:
-    """Tolerances of the search: the largest relative errors, and the lowest metric."""
+    """The tolerances of `tune`: the largest relative errors, and the lowest metric."""
 
     error: float
     gradients: float
@@ -265,7 +265,7 @@ class _Limits:
 
     @classmethod
     def of(cls, model: Model, rtol: float | None, least: float | None) -> _Limits:
-        """Return the tolerances passed to `tune`, or the defaults for a model.
+        """Return the tolerances that were passed to `tune`, or a model's defaults.
 
         Raises `StateError` if the float32 model itself has a lower metric.
         """
@@ -279,7 +279,7 @@ class _Limits:
         return cls(rtol or math.inf, rtol or GRADIENTS, least)
 
     def allow(self, form: Form) -> bool:
-        """Return whether the errors and the metric of a form are within the tolerances."""
+        """Return whether a form's errors and metric are within the tolerances."""
         errors = form.errors
         is_close = errors.get("error", 0.0) <= self.error
         is_close = is_close and errors.get("gradients", 0.0) <= self.gradients
@@ -291,7 +291,7 @@ class _Limits:
 
 
 class _Search:
-    """A search for the policy of one model, with the measurements so far."""
+    """The search of `tune` for one model's policy, with its measurements so far."""
 
     def __init__(self, model: Model, base: Policy, timed: bool, limits: _Limits) -> None:
         here = machine.device_kind(model.context)
@@ -309,7 +309,7 @@ class _Search:
         self.timed = timed and (base.target_dtype, here) != ("float16", "cpu")
 
     def run(self, search_ends: float, ends: float) -> None:
-        """Search the layers and time the forms until the budget or Ctrl-C ends it."""
+        """Search for layers to keep in float32, then time forms, until the budget ends."""
         self._ends, base, model = search_ends, self._base, self._model
         model.notes += [] if self.timed else [NOT_TIMED]
         works = functools.lru_cache(maxsize=None)(self._works)  # smallest_set begins with none, too
@@ -333,7 +333,7 @@ class _Search:
             model.notes.append(STOPPED)
 
     def _works(self, kept: frozenset[str]) -> bool:
-        """Return whether the model is accurate enough with layers in float32; record the best.
+        """Return whether the model is accurate enough with layers `kept` in float32.
 
         After the deadline anything works, which ends the search.
         """
@@ -350,7 +350,7 @@ class _Search:
         return True
 
     def _ordered_layers(self) -> list[str]:
-        """Return the layers that run in 16 bits, the largest added error first.
+        """Return the layers that run in 16 bits, those that add the largest errors first.
 
         The error that a layer adds is that of its output, less that of the layer before it.
         """
@@ -366,7 +366,7 @@ class _Search:
         return sorted(added, key=lambda name: -added[name])
 
     def _pattern(self, name: str) -> str:
-        """Return a `fp32_layers` pattern for a layer, independent of the block's name if possible.
+        """Return a pattern for `fp32_layers` that matches a layer, even in a renamed block.
 
         Gluon numbers blocks by their order in the process: the pattern is relative to the block
         ("*stage1_conv0_fwd"), and measured as it is.
@@ -377,7 +377,7 @@ class _Search:
         return f"*{glob.escape(rest)}" if "_" in rest else glob.escape(name)
 
     def tuning(self) -> Tuning:
-        """Return the `Tuning`: the fastest accurate form, or the best one if none was timed."""
+        """Return the result: the fastest accurate form, or the best one found if not timed."""
         model, best, own = self._model, self.best, self.best
         timed = {f: f.timing(model.plain, self._limits.allow(f)) for f in self.forms if f.seconds}
         if self.timed:
@@ -400,7 +400,7 @@ class _Search:
     def _report(
         self, found: Iterable[Form], timed: dict[Form, Timing], kept: Sequence[str]
     ) -> Iterator[str]:
-        """Yield the first sentences of the report: the task, the fastest forms, and the layers.
+        """Yield the first sentences of the report: task, fastest forms, and layers in float32.
 
         `found` are the fastest form, and the fastest one in MXNet unless that is the same.
         """
