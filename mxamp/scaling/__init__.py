@@ -1,1 +1,1 @@
-"""Loss scaling: scalers, the Trainer's overflow check, checkpoints. Imports `policy` and below."""
+"""Loss scaling: scalers, the overflow check of trainers, checkpoints. Imports `policy`."""

@@ -1,4 +1,4 @@
-"""Patches of backward passes and trainer steps that record each gradient's loss scale."""
+"""Patches of backward passes and trainer steps that keep track of gradients' loss scales."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 
 
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):
-    """Decorator that runs a function in `autograd.record()`, whose end Ctrl-C can't skip."""
+    """`autograd.record()` as a decorator, whose end Ctrl-C can't skip."""
 
     def _recreate_cm(self) -> _Recorded:
         return _Recorded(True, autograd.is_training())
@@ -52,7 +52,7 @@ _map_recorded = _Recorded(True, None)(map_arrays)
 
 
 def scale_losses(loss: object, scale: float) -> Any:
-    """Return losses, alone or in containers, times a loss scale; unchanged if the scale is 1.
+    """Return losses, alone or in containers, multiplied by a loss scale.
 
     Raises `StateError` if a loss is scaled already.
     """
@@ -81,7 +81,7 @@ def scale_losses(loss: object, scale: float) -> Any:
 
 
 def _check_recorded(heads: Sequence[NDArray], status: int) -> None:
-    """Raise the error of a backward pass, if any; of scaled losses outside record, say so."""
+    """Raise MXNet's error of a backward pass; if a loss was scaled outside record, say so."""
     try:
         check_call(status)
     except MXNetError as error:
@@ -95,7 +95,7 @@ def _raise_no_loss(value: object) -> object:
 
 
 class _ScalingPatches(FrontEnd):
-    """Patches of backward passes and steps, which record the scale of each trainer's gradients."""
+    """Patches of backward passes and `Trainer.step` that track the loss scale of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _ScalingPatches(FrontEnd):
         self._is_ending = False  #: whether `close` was called; scaled gradients may delay the end
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of backward passes, trainers, norm clipping and custom operators."""
+        """Return patches of backward passes, `Trainer`, norm clipping and custom operators."""
         return [
             Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
@@ -119,7 +119,7 @@ class _ScalingPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Install the scaling patches; find existing trainers and custom operators in memory."""
+        """Install the patches, and find trainers and custom operators that exist already."""
         self._is_ending = False
         if not self.is_open:
             super().open()
@@ -130,12 +130,12 @@ class _ScalingPatches(FrontEnd):
                     loss_outputs.scale_operators(one)
 
     def close(self) -> None:
-        """Undo the scaling patches, now or after the step that uses the last scaled gradient."""
+        """Undo the patches, now or after the step that uses the last scaled gradients."""
         self._is_ending = True
         self.end()
 
     def end(self) -> None:
-        """Undo the scaling patches if `close` was called, no pass runs and no step needs them."""
+        """Undo the patches if `close` was called and no backward pass or step still needs them."""
         if not self._is_ending or running.is_any_running():
             return
         if not any(map(ledger.carry_scale, ledger.known())):
@@ -146,7 +146,7 @@ class _ScalingPatches(FrontEnd):
     def _patched_backward(
         self, original: Original, count: int, heads: Any, head_grads: Any, *others: Any
     ) -> int:
-        """Call a function of MXNet's C API that runs a backward pass; record the gradients' scale.
+        """Run a backward pass of MXNet's C API, and record the loss scale of its gradients.
 
         `autograd.backward`, `NDArray.backward` and `autograd.grad` end here, also where a script
         holds one of them from before the patches.
@@ -199,14 +199,14 @@ class _ScalingPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **named: object
     ) -> None:
-        """Call `Trainer.__init__`, and record the trainer in the ledger of loss scales."""
+        """Call `Trainer.__init__`, and track the loss scales of the trainer's gradients."""
         original(trainer, *args, **named)
         ledger.add(trainer)
 
     def _patched_step(
         self, original: Original, trainer: Trainer, *args: object, **named: object
     ) -> None:
-        """Call `Trainer.step`; raise if gradients are scaled and nothing will unscale them."""
+        """Call `Trainer.step`; raise if its gradients are scaled and nothing unscales them."""
         ledger.add(trainer)  # a copied trainer has run no constructor
         state = getattr(trainer, "_amp_loss_scaler", None)
         is_ours = hasattr(state, "note_scaled")  # a `State`, not a scaler of contrib's
@@ -221,7 +221,7 @@ class _ScalingPatches(FrontEnd):
 
 
 def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
-    """Return the loss scale that a backward pass's heads share; raise if the heads differ."""
+    """Return the one loss scale of a backward pass's losses; raise if they have several."""
     scales = {scale for found in marks for scale in found.values()}
     if len(scales) > 1 or (scales and not all(marks)):
         raise StateError(SEVERAL_SCALES)
@@ -231,7 +231,7 @@ def _common_scale(marks: Sequence[Mapping[str, float]]) -> float:
 def _run_nested(
     compute: Callable[[], None], this_pass: BackwardPass, outer: BackwardPass, automatic: Any
 ) -> None:
-    """Run a backward pass that a custom operator or Function starts in its own backward.
+    """Run a backward pass that starts inside the backward of a custom operator or Function.
 
     It has the scale of the gradients that the operator was given, and `outer` is the pass that the
     operator belongs to. Raises `StateError` if both passes add to one gradient, with different
@@ -249,7 +249,7 @@ def _run_nested(
 
 
 def _patched_clip(original: Original, arrays: Any, *args: object, **named: object) -> object:
-    """Call `clip_global_norm`; warn if a gradient carries a loss scale."""
+    """Call `gluon.utils.clip_global_norm`; warn if a gradient is still multiplied by a scale."""
     scale = ledger.scale_of(arrays)
     if scale != 1:
         logger.warning(SCALED_CLIP, scale)
@@ -257,7 +257,7 @@ def _patched_clip(original: Original, arrays: Any, *args: object, **named: objec
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
-    """Call `allreduce_grads`; record it, since a step with loss scaling must not sum again."""
+    """Call `Trainer.allreduce_grads`; record the sum, so that a step does not repeat it."""
     ledger.equalize(trainer)
     original(trainer)
     ledger.note_sum(trainer)

@@ -1,4 +1,4 @@
-"""A trainer's state files, which include the state of its loss scaler.
+"""State files of trainers: optimizer states together with the state of the loss scaler.
 
 MXNet pickles the optimizer into the file. The scaler's state is an attribute of the optimizer, made
 of plain numbers and strings. So plain MXNet loads the file too, and a trainer that loads it before
@@ -46,7 +46,7 @@ OTHER_FORM = (
 
 
 def save_states(state: State, fname: str) -> None:
-    """Write a trainer's optimizer states and its loss scaling `State` to a file, atomically.
+    """Write a trainer's optimizer states and its loss scaling state to a file, atomically.
 
     For trainers of `initialize`, the states are those of float32 parameters at every level, and the
     master weights are beside them.
@@ -72,7 +72,7 @@ def save_states(state: State, fname: str) -> None:
 
 
 def load_states(state: State, fname: str) -> None:
-    """Load a trainer's optimizer states and its loss scaling `State`; an error changes nothing.
+    """Load a trainer's optimizer states and loss scaling state; after an error, neither changed.
 
     The states are converted to the precision of the trainer's parameters. For trainers of
     `initialize`, the trainer and not the file decides whether there are master weights.
@@ -108,7 +108,7 @@ def load_states(state: State, fname: str) -> None:
 
 
 def resume(state: State) -> None:
-    """Restore a trainer's `State` from the copy in its optimizer, if any, and remove the copy."""
+    """Restore the loss scaling state that a loaded optimizer contains, and remove it there."""
     saved = vars(state.trainer._optimizer).pop(_ATTRIBUTE, None)
     if isinstance(saved, dict):
         state.load_state_dict(saved)
@@ -118,7 +118,7 @@ def resume(state: State) -> None:
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
-    """Replace each master weight that does not round to its weight by the weight's value.
+    """Replace float32 master weights that no longer round to their float16 weights.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its
     own steps have made stale. A float32 weight has no master weight: it takes the values of the
@@ -133,7 +133,7 @@ def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
 
 
 def share_step_counts(trainer: Trainer) -> None:
-    """Give every device of a trainer the largest step count of each parameter.
+    """Set each parameter's optimizer step count on all devices to the largest of them.
 
     MXNet counts an optimizer's steps by device. States saved with other devices, or by a trainer
     that updates on its kvstore, lack the counts of some: Adam would start anew there, and the
@@ -147,7 +147,7 @@ def share_step_counts(trainer: Trainer) -> None:
 
 
 def updaters_of(trainer: Trainer) -> list[Any]:
-    """Return the updaters that hold a trainer's optimizer states: one a device, or the kvstore's.
+    """Return the updaters that hold a trainer's optimizer states: of devices or the kvstore.
 
     Makes the kvstore first if the trainer has none yet.
     """
@@ -158,7 +158,7 @@ def updaters_of(trainer: Trainer) -> list[Any]:
 
 
 def master_place(optimizer: Optimizer) -> int | None:
-    """Return the index of the master weight in an optimizer's pairs of master weight and state.
+    """Return the index of the master weight in an optimizer's (master weight, state) pairs.
 
     None for a user-defined optimizer with a `create_state_multi_precision` of its own.
     """
@@ -167,7 +167,7 @@ def master_place(optimizer: Optimizer) -> int | None:
 
 
 def _weights(trainer: Trainer, device: int, states: dict[int, Any]) -> dict[int, NDArray]:
-    """Return a device's weights, by index, whose optimizer states can be converted.
+    """Return a device's weights whose optimizer states can be converted, by parameter index.
 
     A sparse parameter has all its rows on the kvstore alone.
     """
@@ -184,7 +184,7 @@ def _converted(
     weights: dict[int, NDArray],
     saved: dict[int, NDArray] | None = None,
 ) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return optimizer states in the form for `weights`, and float32 master weights, by index.
+    """Return optimizer states converted to fit `weights`, and float32 master weights, by index.
 
     `saved` are the master weights of a file that is loaded: a state in it whose form or shapes are
     not those of a new state raises `ArgumentError`. Without `saved`, for a file to write, such a
@@ -217,7 +217,7 @@ def _converted(
 
 
 def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any, NDArray | None]:
-    """Split a loaded optimizer state into the state and its master weight, None without one.
+    """Return a loaded optimizer state and its master weight separately; None without one.
 
     `new` is a new state alone, for the weight `like`.
     """
@@ -231,7 +231,7 @@ def _pair(state: object, master: NDArray, place: int | None) -> tuple[Any, Any]:
 
 
 def _form(state: object) -> object:
-    """Return the nesting of an optimizer state, with shapes and type names in place of its values.
+    """Return the structure of an optimizer state: nested tuples of array shapes and type names.
 
     A list, a dict or another object counts as one value: a user-defined optimizer may extend it.
     """
@@ -241,7 +241,7 @@ def _form(state: object) -> object:
 
 
 def _check(trainer: Trainer, index: int, state: object, new: object) -> None:
-    """Raise unless a loaded state, or master weight, has the nesting and shapes of a new one."""
+    """Raise unless a loaded optimizer state has the structure and shapes of a new state."""
     found, wanted = (str(_form(one)).replace("'", "") for one in (state, new))
     if found != wanted:
         name, optimizer = trainer._params[index].name, type(trainer._optimizer).__name__
@@ -250,7 +250,7 @@ def _check(trainer: Trainer, index: int, state: object, new: object) -> None:
 
 
 def _filled(new: object, state: object) -> object:
-    """Return a loaded optimizer state with its arrays cast to the dtypes of a new state.
+    """Return a loaded optimizer state, with arrays cast to the dtypes of a new state.
 
     If an optimizer has extended the state, it is returned as it is.
     """

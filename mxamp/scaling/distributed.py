@@ -1,4 +1,4 @@
-"""Sums of gradients over devices and workers, and checks that the workers' settings agree.
+"""Gradient sums over devices and workers, and checks that all workers have equal settings.
 
 An overflow needs no message. Gradients are summed over the workers before they are checked, and an
 Inf or NaN of one worker is one in the sum of all. Settings are compared once, before the first
@@ -40,7 +40,7 @@ COMPRESSED = "the kvstore would compress Inf to a finite number: leave out compr
 
 
 def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type = int) -> None:
-    """Raise `StateError` in all workers if mxamp's version, the policy or the scaler differ.
+    """Raise in all workers if one has another version of mxamp, policy or loss scaler.
 
     All workers have to call this before they send any gradient. A kvstore accepts no mixture of
     key types: `key_type` is the type of its other keys.
@@ -66,7 +66,7 @@ def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type
 
 
 def check_kvstore(trainer: Trainer) -> None:
-    """Raise if a kvstore compresses gradients, can't send a weight, or serves another trainer."""
+    """Raise if a kvstore compresses gradients, can't send a dtype, or serves another trainer."""
     if trainer._compression_params:
         raise StateError(COMPRESSED)
     if not transports.is_distributed(trainer._kvstore_params["kvstore"]):
@@ -85,7 +85,7 @@ def check_kvstore(trainer: Trainer) -> None:
 
 
 def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
-    """Wait until a trainer's distributed kvstore holds the weights that were sent to it.
+    """Wait until a distributed kvstore has received the initial weights of a trainer.
 
     Without that wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it. Returns the number of parameters of a deferred shape,
@@ -98,7 +98,7 @@ def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
 
 
 def patched_init_params(original: Original, trainer: Trainer) -> None:
-    """Call `Trainer._init_params` after the first backward pass has ended.
+    """Wait for the first backward pass to end, then call `Trainer._init_params`.
 
     Under static_shape MXNet's engine does not know that the pass writes BatchNorm's running
     statistics: the kvstore would send their old values to all devices.
@@ -108,7 +108,7 @@ def patched_init_params(original: Original, trainer: Trainer) -> None:
 
 
 def workers_of(trainer: Trainer) -> Any:
-    """Return the kvstore over a trainer's workers, or None if there is one worker.
+    """Return the kvstore that connects a trainer's workers; None for a single worker.
 
     Before the first step it is the kvstore that the script has given, which may be a name.
     """
@@ -119,7 +119,7 @@ def workers_of(trainer: Trainer) -> Any:
 
 
 def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
-    """Sum a trainer's gradients, which carry one scale, over devices and workers.
+    """Sum a trainer's gradients, multiplied by the loss scale `scale`, over devices and workers.
 
     With several workers, a gradient that has overflowed is set to Inf before, as a script may
     have made it finite since by clipping. A stale one is set to 0: not computed since the last
@@ -142,7 +142,7 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
 
 
 def fill(gradients: Sequence[NDArray], value: float) -> None:
-    """Fill gradients with a value; with Inf, all workers skip the step after the sum."""
+    """Set all elements of gradients to `value`; Inf makes every worker skip the step."""
     with suspended():
         for gradient in gradients:
             gradient[:] = value

@@ -1,4 +1,4 @@
-"""Exact overflow check, norm and scaling of gradients, with one sync for each device.
+"""Checks of gradients for Inf and NaN, norms, and scaling, with one sync per device.
 
 In host memory the check reads arrays in place. A float32 array's dot product with itself runs at
 memory speed and is finite only if every element is. Where it is not (a finite 1e25 squares to
@@ -27,7 +27,7 @@ from ..policy.active import suspended
 
 
 class Layout(NamedTuple):
-    """An array's fixed properties: device, dtype, memory, and whether it is empty or a scalar."""
+    """What is constant about an array: device, memory, dtype, and whether it is empty or 0-d."""
 
     ctx: Any
     dtype: str
@@ -47,7 +47,7 @@ _ALL_FINITE = handle_of("multi_all_finite")
 
 
 def all_finite(arrays: Sequence[NDArray]) -> bool:
-    """Return whether no element of `arrays` is Inf or NaN.
+    """Return whether no element of any array is Inf or NaN.
 
     Arrays may be dense or row_sparse, of any float dtypes, on any devices. Waits for them.
     """
@@ -62,14 +62,14 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
 
 def _all_finite_on_device(batch: Sequence[NDArray], earlier: NDArray | None = None) -> NDArray:
-    """Return a one-element array: 1 if all arrays, and those of `earlier`, are finite, else 0."""
+    """Compute on a device whether arrays are finite: 1 or 0, in an array of one element."""
     keys, values = ["num_arrays", "init_output"], [len(batch), earlier is None]
     made: NDArray = invoke(_ALL_FINITE, batch, keys, values, earlier, False, False)
     return made
 
 
 def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
-    """Return the positions of the arrays that hold Inf or NaN; syncs at most twice."""
+    """Return the positions of arrays that contain Inf or NaN; syncs at most twice."""
     if all_finite(arrays):
         return []
     on_device, in_host = _split_by_memory(arrays)
@@ -80,7 +80,7 @@ def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
-    """Return the sum of squares of all elements: Inf or NaN if an element is. Syncs."""
+    """Return the sum of squares of all elements of all arrays, Inf or NaN included. Syncs."""
     on_device, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
         batches = _batches(on_device)
@@ -93,7 +93,7 @@ def square_sum(arrays: Sequence[NDArray]) -> float:
 
 
 def multiply(arrays: Sequence[NDArray], factor: float) -> None:
-    """Multiply arrays in place, each in its own dtype."""
+    """Multiply arrays by a factor in place, each in its own dtype."""
     if factor == 1:
         return
     with autograd.pause(), suspended():
@@ -107,7 +107,7 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
 
 
 def divide_and_check(arrays: Sequence[NDArray], scale: float) -> list[int]:
-    """Divide arrays by `scale` in place; return the positions of arrays with Inf or NaN.
+    """Divide arrays by `scale` in place; return positions of those with Inf or NaN.
 
     Waits for the arrays.
     """
@@ -116,7 +116,7 @@ def divide_and_check(arrays: Sequence[NDArray], scale: float) -> list[int]:
 
 
 def _square_sum_in_host(array: NDArray) -> float:
-    """Return the sum of the squares of an array's elements, summed in float64 on overflow."""
+    """Return the sum of squares of an array in CPU memory, in float64 if float32 overflows."""
     array = cast(array, "float32") if dtype_of(array) in _EXPONENT else array
     values = flat_view(array, np.dtype(dtype_of(array)))
     total = np.dot(values, values)
@@ -127,7 +127,7 @@ def _square_sum_in_host(array: NDArray) -> float:
 def _split_by_memory(
     arrays: Sequence[NDArray],
 ) -> tuple[dict[int, NDArray], dict[int, NDArray]]:
-    """Return nonempty arrays, made dense, by position: those on devices, and in host memory."""
+    """Return two dicts of arrays by position: those on devices, and those in CPU memory."""
     on_device: dict[int, NDArray] = {}
     in_host: dict[int, NDArray] = {}
     for i, array in enumerate(arrays):
@@ -142,7 +142,7 @@ def _split_by_memory(
 
 
 def _batches(arrays: Mapping[int, NDArray]) -> list[list[NDArray]]:
-    """Return arrays in groups of one dtype on one device, for one operator call each."""
+    """Return arrays in groups of one dtype and device, each small enough for one operator call."""
     groups: dict[int, list[NDArray]] = {}
     for array in arrays.values():
         groups.setdefault(id(layout_of(array)), []).append(array)
@@ -150,7 +150,7 @@ def _batches(arrays: Mapping[int, NDArray]) -> list[list[NDArray]]:
 
 
 def layout_of(array: NDArray) -> Layout:
-    """Return an array's `Layout`, cached on its handle; equal layouts are the same object."""
+    """Return an array's `Layout`, cached on its handle; equal layouts are one object."""
     layout: Layout | None = getattr(array.handle, "_amp_layout", None)
     if layout is None:
         shape, ctx = shape_of(array), array.context
@@ -161,13 +161,13 @@ def layout_of(array: NDArray) -> Layout:
 
 
 def _nonfinite_in_host(arrays: Mapping[int, NDArray]) -> list[int]:
-    """Return the positions of the arrays in host memory that hold Inf or NaN."""
+    """Return the positions of arrays in CPU memory that contain Inf or NaN."""
     with np.errstate(all="ignore"):
         return [i for i, array in arrays.items() if not _is_finite(array)]
 
 
 def _is_finite(array: NDArray) -> bool:
-    """Return whether all elements of an array in host memory are finite."""
+    """Return whether no element of an array in CPU memory is Inf or NaN."""
     dtype = dtype_of(array)
     if dtype in _EXPONENT:
         bits = flat_view(array, np.uint16)
@@ -177,7 +177,7 @@ def _is_finite(array: NDArray) -> bool:
 
 
 def _to_numpy(arrays: Sequence[NDArray]) -> np.ndarray[Any, Any]:
-    """Return the elements of all arrays in one NumPy array, with one wait."""
+    """Return the elements of all arrays joined in one NumPy array; syncs once."""
     if len(arrays) < 2:  # noqa: PLR2004
         return arrays[0].asnumpy() if arrays else np.empty(0)
     copies = [array.as_in_context(mx.cpu()) for array in arrays]
@@ -187,7 +187,7 @@ def _to_numpy(arrays: Sequence[NDArray]) -> np.ndarray[Any, Any]:
 def patched_clip_global_norm(
     original: Original, arrays: Any, max_norm: float, check_isfinite: bool = True
 ) -> Any:
-    """Clip gradients of any precision, in place of `gluon.utils.clip_global_norm`.
+    """Clip gradients as `gluon.utils.clip_global_norm` does, in half precision too.
 
     MXNet's norm is a `dot`, which a policy would lower, and half precision can't hold the square
     of a norm. In float16 MXNet's norm is Inf above 256, and clipping by it zeroes the gradients.

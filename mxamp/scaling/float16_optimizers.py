@@ -1,4 +1,4 @@
-"""Updates of float16 weights: reject optimizers that fail; divide gradients in float32.
+"""Updates of float16 weights: refuse optimizers that fail, divide gradients in float32.
 
 With master weights every optimizer of MXNet works. `tests/scaling/test_float16_optimizers.py` holds
 the tables to MXNet's registry.
@@ -30,7 +30,7 @@ FLOAT16_UPDATE = (
 
 
 def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
-    """Raise `ArgumentError` if a trainer's optimizer fails on its float16 weights.
+    """Raise if a trainer's optimizer can't update the trainer's float16 weights.
 
     With `casts`, the trainer's parameters will be cast to float16.
     """
@@ -50,7 +50,7 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
 
 
 def divide_updates(optimizer: mx_optimizer.Optimizer, scale: float) -> None:
-    """Make an optimizer with master weights divide gradients by `scale` in float32; 1 ends it.
+    """Make an optimizer divide gradients by the loss scale in float32; stop it if `scale` is 1.
 
     Divided in float16, gradients would lose the small values that the scale preserves.
     """
@@ -65,7 +65,7 @@ def divide_updates(optimizer: mx_optimizer.Optimizer, scale: float) -> None:
 def _divided_update(
     original: Original, scale: float, index: object, weight: object, gradient: object, state: object
 ) -> None:
-    """Call `update_multi_precision` with gradients in float32, divided by the scale."""
+    """Call `update_multi_precision` with float32 gradients, divided by the loss scale."""
 
     def divided(array: NDArray) -> NDArray:
         return cast(array, "float32") / scale

@@ -1,4 +1,4 @@
-"""Loss scaling with PyTorch's API: one scaler, any number of trainers, explicit calls.
+"""`GradScaler`: PyTorch's API of loss scaling, one scaler for any number of trainers.
 
 scaler.scale(loss).backward()
 scaler.unscale_(trainer)        # optional, to clip
@@ -71,7 +71,7 @@ class GradScaler:
             scaling_patches.open()
 
     def is_enabled(self) -> bool:
-        """Return whether the scaler was made with `enabled=True`.
+        """Return whether the scaler was created with `enabled=True`.
 
         >>> GradScaler(enabled=False).is_enabled()
         False
@@ -79,7 +79,7 @@ class GradScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """Return the scale of the next loss; 1 if disabled, or if "auto" chose float32.
+        """Return the loss scale of the next loss; 1 if disabled, or if "auto" chose float32.
 
         >>> GradScaler(init_scale=1024).get_scale()
         1024.0
@@ -87,11 +87,11 @@ class GradScaler:
         return self._scaler.loss_scale
 
     def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
+        """Return the factor by which the loss scale grows."""
         return self._scaler._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows.
+        """Set the factor by which the loss scale grows.
 
         Parameters
         ----------
@@ -101,11 +101,11 @@ class GradScaler:
         self._change(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """Return the factor by which an overflow lowers the scale."""
+        """Return the factor by which an overflow lowers the loss scale."""
         return self._scaler._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which an overflow lowers the scale.
+        """Set the factor by which an overflow lowers the loss scale.
 
         Parameters
         ----------
@@ -115,11 +115,11 @@ class GradScaler:
         self._change(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """Return the number of finite steps in a row after which the scale grows."""
+        """Return the number of steps without overflow after which the loss scale grows."""
         return self._scaler._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of finite steps in a row after which the scale grows.
+        """Set the number of steps without overflow after which the loss scale grows.
 
         Parameters
         ----------
@@ -129,12 +129,12 @@ class GradScaler:
         self._change(growth_interval=new_interval)
 
     def _change(self, **setting: float) -> None:
-        """Change loss scaler settings by name; raise for a wrong value, as the constructor does."""
+        """Set a loss scaler's settings by name; raise for an invalid value."""
         self._scaler.load_state_dict({**self._scaler.state_dict(), **setting})
 
     @checked_call
     def scale(self, loss: object) -> Any:
-        """Return the loss times the scale; also all losses in lists, tuples and dicts.
+        """Return a loss, or all losses in lists, tuples and dicts, times the loss scale.
 
         Works inside `autograd.record()` and outside.
 
@@ -150,7 +150,7 @@ class GradScaler:
 
     @checked_call
     def unscale_(self, trainer: Trainer) -> None:
-        """Divide a trainer's gradients by the scale, to clip or read them before `step`.
+        """Divide a trainer's gradients by the loss scale, to clip or read them before `step`.
 
         ::
 
@@ -174,7 +174,7 @@ class GradScaler:
     def step(
         self, trainer: Trainer, batch_size: int | None = None, ignore_stale_grad: bool = False
     ) -> None:
-        """Call `trainer.step(batch_size)` on unscaled gradients; skip it if one is not finite.
+        """Unscale gradients and call `trainer.step`, or skip it if a gradient is Inf or NaN.
 
         The first step after `trainer.load_states` resumes from the scaler's state in the file.
 
@@ -202,7 +202,7 @@ class GradScaler:
         trainer.step(batch_size, ignore_stale_grad)
 
     def update(self, new_scale: float | None = None) -> None:
-        """Update the scale by the steps since the last call.
+        """Lower or raise the loss scale, depending on whether steps since the last call overflowed.
 
         After `unscale_` alone the gradients that it found count as a step's, unless other workers
         have others.
@@ -237,7 +237,7 @@ class GradScaler:
         scaling_patches.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's whole state; {} if disabled.
+        """Return the scaler's state to save; {} if disabled.
 
         >>> GradScaler(init_scale=1024).state_dict()["loss_scale"]
         1024.0
@@ -245,7 +245,7 @@ class GradScaler:
         return self._scaler.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; do nothing if disabled.
+        """Restore a state that `state_dict` returned; do nothing if disabled.
 
         >>> scaler = GradScaler()
         >>> scaler.load_state_dict(GradScaler(init_scale=1024).state_dict())
@@ -261,7 +261,7 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_state(self, trainer: Trainer) -> State:
-        """Return a trainer's `State`, attached if it has none; mark its gradients as scaled."""
+        """Return a trainer's loss scaling state, created if needed; its gradients are scaled."""
         state = active_state(trainer) or attach_state(trainer, self._scaler, scaled_by="GradScaler")
         state.check_scaled_by("GradScaler")
         if state.stage is not Stage.STEPPED:

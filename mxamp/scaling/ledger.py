@@ -1,4 +1,4 @@
-"""The ledger: a record of the loss scale that each gradient is multiplied by.
+"""The ledger: a record of the loss scale by which each gradient is multiplied.
 
 A backward pass changes the records of the parameters behind its heads alone, and leaves those of
 other trainers and threads. While all gradients carry one scale, a pass looks at no gradient.
@@ -37,7 +37,7 @@ _listed = _locked(list)
 
 
 class Entry(NamedTuple):
-    """The gradient of one parameter on one device."""
+    """A gradient that the ledger tracks: that of one parameter on one device."""
 
     param: Parameter
     data: NDArray
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(trainer: Trainer) -> list[Entry]:
-    """Return an `Entry` for each gradient of a trainer's parameters on all devices."""
+    """Return an `Entry` for each gradient of a trainer, on all devices."""
     return [
         Entry(param, data, gradient)
         for param in trainer._params
@@ -60,23 +60,23 @@ def entries_of(trainer: Trainer) -> list[Entry]:
 
 
 def gradients_of(trainer: Trainer) -> list[NDArray]:
-    """Return the gradient arrays of a trainer's parameters on all devices."""
+    """Return the gradient arrays of a trainer, on all devices."""
     return [one for param in trainer._params if param._grad is not None for one in param._grad]
 
 
 def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
-    """Return the gradients whose parameters have one of these names on autograd's tape."""
+    """Return the entries of parameters with one of these names on autograd's tape."""
     return [entry for entry in entries if name_of(entry.data) in names]
 
 
 def fresh(trainer: Trainer) -> list[Entry]:
-    """Return the gradients that backward passes have written since a trainer's last update."""
+    """Return a trainer's gradients that a backward pass has written since its last update."""
     return [entry for entry in entries_of(trainer) if entry.data._fresh_grad]
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A gradient's loss scale, overflow flag and sum flag; kept alive by the gradient's handle."""
+    """The loss scale of a gradient, and whether it has overflowed or is summed over devices."""
 
     scale: float
     #: Whether it was found not finite, and no pass has replaced it since. The program may have made
@@ -87,7 +87,7 @@ class Carried:
 
 
 class Ledger:
-    """The loss scale of each gradient of all registered trainers, stale gradients included."""
+    """Record of the loss scale by which each gradient of each trainer is multiplied."""
 
     def __init__(self) -> None:
         self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
@@ -96,7 +96,7 @@ class Ledger:
         self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
-        """Register a trainer; its gradients from earlier scaled passes become zero and stale."""
+        """Track a trainer's gradients; set those from earlier scaled backward passes to zero."""
         if trainer in self.trainers:
             return
         known = {param for other in self.known() for param in other._params}
@@ -109,28 +109,28 @@ class Ledger:
                 entry.data._fresh_grad = False
 
     def known(self) -> list[Trainer]:
-        """Return a snapshot of the registered trainers: other threads may register more."""
+        """Return the trainers whose gradients the ledger tracks, as a copy for thread safety."""
         return _listed(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
-        """Return the loss scale of a gradient, with its overflow and sum flags."""
+        """Return the record of a gradient: its loss scale, overflow flag and sum flag."""
         # Needs no lock: `_settle` changes `_scale` before it drops the notes that it replaces.
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
     def note(self, entry: Entry, carried: Carried) -> None:
-        """Record the loss scale of a gradient, with its overflow and sum flags."""
+        """Set the record of a gradient: its loss scale, overflow flag and sum flag."""
         handle = entry.gradient.handle
         handle._amp_carried = self._notes[handle.value] = carried
         if carried == Carried(self._scale):
             del self._notes[handle.value]
 
     def overflown_among(self, find: Callable[[], list[Entry]]) -> list[Entry]:
-        """Return the gradients in the result of `find()` that are recorded as not finite."""
+        """Return those gradients in the result of `find()` that were found to be Inf or NaN."""
         return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
     def is_summed(self, trainer: Trainer) -> bool:
-        """Return whether a trainer's current gradients are summed over devices and workers."""
+        """Return whether a trainer's gradients are already summed over devices and workers."""
         return bool(self._notes) and all(self.of(entry).summed for entry in entries_of(trainer))
 
     def note_sum(self, trainer: Trainer, summed: bool = True) -> None:
@@ -139,12 +139,12 @@ class Ledger:
             self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
-        """Return whether all gradients carry `scale`, with no overflow and no sum recorded."""
+        """Return whether all gradients have the loss scale `scale`, and none has a flag set."""
         return self._scale == scale and not self._notes
 
     @contextmanager
     def written(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
-        """Return a context for a backward pass that records `scale` for the pass's gradients.
+        """Return a context for a backward pass that records its gradients' loss scale.
 
         Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
         records of gradients that it would have replaced stay what they were.
@@ -171,7 +171,7 @@ class Ledger:
             self._settle(scale)
 
     def _changed(self, this_pass: BackwardPass, scale: float) -> list[Entry]:
-        """Return the gradients that a backward pass reaches and whose record it changes."""
+        """Return the gradients that a backward pass writes and the ledger has at another scale."""
         if self.all_carry(scale):
             return []
         unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
@@ -179,16 +179,16 @@ class Ledger:
         return [*{id(entry.data): entry for entry in found}.values()]  # trainers may share one
 
     def behind(self, names: set[str]) -> list[Entry]:
-        """Return the registered trainers' gradients of parameters with these tape names."""
+        """Return the tracked gradients of parameters with these names on autograd's tape."""
         return named(self._entries(), names) if names else []
 
     def _entries(self) -> list[Entry]:
-        """Return the gradients of all registered trainers."""
+        """Return the gradients of all trainers that the ledger tracks."""
         return [entry for trainer in self.known() for entry in entries_of(trainer)]
 
     @_locked
     def _settle(self, scale: float) -> None:
-        """If each gradient has its own record, make `scale` the default and drop equal records."""
+        """Make `scale` the ledger's default once every gradient has a record of its own."""
         entries = self._entries()
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
@@ -196,7 +196,7 @@ class Ledger:
                 self.note(entry, self.of(entry))
 
     def bring(self, entries: Iterable[Entry], scale: float) -> None:
-        """Multiply gradients in place so that each carries the loss scale `scale`."""
+        """Multiply gradients in place so that their loss scale becomes `scale`."""
         for entry in entries:
             before = self.of(entry)
             if before.scale != scale:
@@ -206,25 +206,25 @@ class Ledger:
                 self.note(entry, replace(before, scale=scale))
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
-        """Return the largest loss scale of the fresh gradients in `arrays`; 1 if none is fresh."""
+        """Return the largest loss scale among gradients that no update has used yet; else 1."""
         given = {id(array) for array in arrays}
         found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
         return max((self.of(entry).scale for entry in found), default=1.0)
 
     def carry_scale(self, trainer: Trainer) -> bool:
-        """Return whether a fresh gradient of a trainer carries a scale other than 1."""
+        """Return whether gradients since a trainer's last update are multiplied by a loss scale."""
         return not self.all_carry(1) and any(
             entry.data._fresh_grad and self.of(entry).scale != 1 for entry in entries_of(trainer)
         )
 
     def carried(self, trainer: Trainer) -> float:
-        """Return the scale of a trainer's fresh gradients, the smallest if they differ."""
+        """Return the loss scale of gradients since a trainer's last update, or the lowest."""
         if not self._notes:
             return self._scale
         return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
 
     def equalize(self, trainer: Trainer) -> float:
-        """Rescale a trainer's gradients so that fresh ones carry one scale; return this scale."""
+        """Bring a trainer's gradients to one loss scale by multiplication; return that scale."""
         scale = self.carried(trainer)
         entries = entries_of(trainer) if self._notes else []
         used = {entry.param for entry in entries if entry.data._fresh_grad or entry.adds}
@@ -233,7 +233,7 @@ class Ledger:
         return scale
 
     def remove_scales(self, trainer: Trainer) -> None:
-        """Divide a trainer's gradients by their scales; record fresh ones that are not finite."""
+        """Divide a trainer's gradients by their loss scales, and record Inf and NaN in them."""
         entries = [e for e in entries_of(trainer) if e.data._fresh_grad or self.of(e).scale != 1]
         before = [self.of(entry) for entry in entries]
         for entry, carried in zip(entries, before):
@@ -245,12 +245,12 @@ class Ledger:
             self.note(entry, replace(carried, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Clear the overflow and sum flags of a trainer's gradients after a step."""
+        """Clear the overflow and sum flags of a trainer's gradients after its step."""
         for entry in entries_of(trainer) if self._notes else ():
             self.note(entry, Carried(self.of(entry).scale))
 
     def clear(self) -> None:
-        """Divide all gradients by their loss scales; forget all trainers and their records."""
+        """Divide all gradients by their loss scales, and stop tracking all trainers."""
         for trainer in self.known():
             self.remove_scales(trainer)
         self.__init__()  # type: ignore[misc]

@@ -56,7 +56,7 @@ atexit.register(_recorded.clear)  # before MXNet's library is unloaded
 def scalable_inputs(
     handle: int, arrays: Sequence[NDArray], attributes: Mapping[str, Any]
 ) -> list[NDArray]:
-    """Wrap the inputs of an operator that ignores head gradients, to scale its gradients.
+    """Wrap the inputs of a loss operator such as SoftmaxOutput, to scale its gradients.
 
     `handle` is one of `LOSS_OUTPUT_HANDLES`.
     """
@@ -72,7 +72,7 @@ def scalable_inputs(
 
 
 def _with_scalable_gradient(data: NDArray) -> NDArray:
-    """Return an array with the values of `data`, whose gradient is multiplied by the loss scale."""
+    """Return an array equal to `data`, whose gradient is multiplied by the loss scale."""
     classic = plain_array(data)
     with suspended():
         scale = scale_array(data.context).reshape((1,) * max(data.ndim, 1))
@@ -85,7 +85,7 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
 
 
 def scale_array(ctx: mx.Context) -> NDArray:
-    """Return an array of one element that holds the loss scale of an output operator on `ctx`."""
+    """Return an array of one element for the loss scale of a recorded loss operator."""
     with autograd.pause(), suspended():
         array = mx.nd.ones((1,), ctx=ctx)
     if autograd.is_recording():
@@ -97,31 +97,31 @@ def scale_array(ctx: mx.Context) -> NDArray:
 
 
 def set_scales(this_pass: BackwardPass) -> None:
-    """Set the loss scales of the output operators that a backward pass reaches to its scale."""
+    """Write a backward pass's loss scale to the loss operators that the pass reaches."""
     for name in _recorded.keys() & this_pass.names if _recorded else ():
         with autograd.pause(), suspended():
             _recorded[name][:] = this_pass.scale
 
 
 def forget(names: Iterable[str]) -> None:
-    """Drop the scale arrays of output operators with these tape names; their tape is freed."""
+    """Drop the scale arrays of loss operators whose tape autograd has freed."""
     for name in names if _recorded else ():
         _recorded.pop(name, None)
 
 
 def patched_prop_init(original: Original, prop: CustomOpProp, need_top_grad: bool = True) -> None:
-    """Initialize a `CustomOpProp`; its operators will apply the loss scale to gradients."""
+    """Initialize a `CustomOpProp` so that its operators apply the loss scale to gradients."""
     original(prop, need_top_grad)
     scale_operators(prop)
 
 
 def scale_operators(prop: CustomOpProp) -> None:
-    """Make the operators that a `CustomOpProp` creates from now on scale their gradients."""
+    """Make operators that a `CustomOpProp` creates apply the loss scale to gradients."""
     prop.create_operator = partial(_create_operator, prop)
 
 
 def _create_operator(prop: CustomOpProp, *args: object, **kwargs: object) -> CustomOp:
-    """Create a custom operator; wrap its `backward` if nothing in its graph scales gradients."""
+    """Create a custom operator whose `backward` applies the loss scale, if needed."""
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
     is_wrapped = isinstance(getattr(op, "backward", None), partial)
@@ -138,7 +138,7 @@ def _scaled_backward(
     in_grad: list[NDArray],
     **others: object,
 ) -> None:
-    """Call a custom operator's `backward`; scale its results unless it read scaled gradients.
+    """Call a custom operator's `backward`, and multiply its results by the loss scale if needed.
 
     `thread` has recorded the operator.
     """
@@ -162,7 +162,7 @@ def _scaled_backward(
 def patched_function_call(
     original: Original, function: autograd.Function, *inputs: NDArray
 ) -> object:
-    """Call an `autograd.Function` whose backward computes on gradients without the scale."""
+    """Call an `autograd.Function` so that its backward gets unscaled gradients."""
     backward, thread = function.backward, threading.get_ident()
 
     @wraps(backward)
@@ -177,7 +177,7 @@ def patched_function_call(
 
 
 def _times_in_float32(gradient: NDArray | None, factor: float) -> NDArray | None:
-    """Return a gradient times a factor, in float32: half precision would lose small ones."""
+    """Return a gradient times a factor in float32, as float16 would lose small values."""
     if gradient is None or factor == 1:
         return gradient
     with autograd.pause(), suspended():
@@ -186,7 +186,7 @@ def _times_in_float32(gradient: NDArray | None, factor: float) -> NDArray | None
 
 
 class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no UserList[NDArray]
-    """A custom operator's `out_grad`, multiplied by `factor` when an element is first read.
+    """A custom operator's `out_grad`, which is multiplied by `factor` when first read.
 
     No earlier: operators with `need_top_grad=False` are given arrays without memory. `UserList`
     reads its elements from `data`. The list is a subclass, not the arrays: MXNet's operators
@@ -201,7 +201,7 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
 
     @property  # type: ignore[override]
     def data(self) -> Sequence[NDArray | None]:
-        """The output gradients passed to the custom operator, times `factor`."""
+        """The output gradients that the custom operator reads, multiplied by `factor`."""
         if not self.was_read:
             self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]
         self.was_read = True

@@ -1,4 +1,4 @@
-"""The backward passes that run now, by thread, and the pass of each custom operator.
+"""Registry of running backward passes by thread, for the custom operators inside them.
 
 MXNet runs operators and functions written in Python in threads of its own. They belong to the pass
 of the thread that recorded them or, where that thread runs none, to the only pass there is.
@@ -31,7 +31,7 @@ SEVERAL_PASSES = (
 
 
 class BackwardPass:
-    """A backward pass from `heads`, whose gradients are multiplied by `scale`."""
+    """A backward pass: its heads and their gradients, and the loss scale of its results."""
 
     def __init__(
         self, heads: Sequence[NDArray], head_grads: object = None, scale: float = 1.0
@@ -46,12 +46,12 @@ class BackwardPass:
 
     @cached_property
     def names(self) -> set[str]:
-        """Tape names of inputs and variables behind the heads, if read before the tape is freed."""
+        """The names on autograd's tape of all inputs and variables that the heads depend on."""
         return names_behind(self.heads)
 
 
 class Running(NamedTuple):
-    """The backward pass that a thread runs, or a custom operator or Function in such a pass."""
+    """What a thread runs: a backward pass, or a custom operator or Function inside one."""
 
     backward_pass: BackwardPass
     given_scale: float | None  #: of the gradients that the operator receives; None in a pass
@@ -59,7 +59,7 @@ class Running(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The scale of the pass's gradients, or of the gradients passed to the operator."""
+        """The loss scale of the pass's gradients, or of those that the operator is given."""
         return self.backward_pass.scale if self.given_scale is None else self.given_scale
 
 
@@ -67,7 +67,7 @@ _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
 def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = False) -> Result:
-    """Run a backward pass, `compute()`, recorded as running in this thread; return its result.
+    """Run `compute()` as a backward pass of this thread, and return its result.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
     may run in the pass, in another thread and later: the operator has to find its pass.
@@ -90,7 +90,7 @@ def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = F
 def call_inside(
     this_pass: BackwardPass, scale: float | None, function: Callable[..., Result], *args: object
 ) -> Result:
-    """Call a function, recorded as a part of a backward pass in the calling thread.
+    """Call a function while this thread is recorded as running a backward pass.
 
     `scale` is that of the gradients that an operator in Python receives; None for the pass.
     """
@@ -107,29 +107,29 @@ def call_inside(
 
 
 def has_python_operators() -> bool:
-    """Return whether custom operators or functions wait for a backward pass."""
+    """Return whether a custom operator or `autograd.Function` awaits its backward pass."""
     held = getattr(mx.operator._registry, "ref_holder", {})
     custom = any(isinstance(one, CustomOp) for one in list(held.values()))
     return custom or bool(autograd.Function._registry.ref_holder)
 
 
 def _all_running() -> dict[int, Running]:
-    """Return what each thread runs, without records left by passes that Ctrl-C has ended."""
+    """Return the backward pass of each thread, without those that Ctrl-C has ended."""
     return {t: one for t, one in list(_running.items()) if is_running(one.frame, t)}
 
 
 def current() -> Running | None:
-    """Return the backward pass or custom operator that the calling thread runs, or None."""
+    """Return what the calling thread runs: a backward pass, a custom operator, or None."""
     return _all_running().get(threading.get_ident()) if _running else None
 
 
 def is_any_running() -> bool:
-    """Return whether a thread of the process runs a backward pass."""
+    """Return whether any thread runs a backward pass."""
     return bool(_all_running())
 
 
 def backward_pass_of(thread: int) -> BackwardPass:
-    """Return the running backward pass of a custom operator that `thread` recorded.
+    """Return the running backward pass for a custom operator that `thread` recorded.
 
     Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
     threads are possible, and their scales differ.

@@ -1,4 +1,4 @@
-"""Loss scalers: pure state transitions, no MXNet.
+"""Loss scalers: state machines that raise and lower the loss scale, without MXNet.
 
 float16 gradients below 6e-8 become zero. Loss scaling multiplies the loss by a large scale and the
 gradients by its inverse before the update. The largest scale that does not overflow is found by
@@ -24,7 +24,7 @@ NO_STATE = "the state must be what state_dict of a {kind} gives, with {fields}, 
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Return `value` as a float; raise unless it is a positive finite number."""
+    """Return an argument as a float; raise unless it is positive and finite."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ArgumentError(f"{name} must be a positive finite number, not {shown(value)}")
@@ -32,7 +32,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
-    """Return `value` as an int; raise unless it is a whole number of at least `least`."""
+    """Return an argument as an int; raise unless it is a whole number from `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
         raise ArgumentError(f"{name} must be a whole number from {least}, not {shown(value)}")
@@ -40,7 +40,7 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
 
 
 class LossScaler:
-    """A loss scale that is lowered at each overflow and raised after a run of clean steps.
+    """A dynamic loss scale: an overflow lowers it, a run of finite steps raises it.
 
     >>> scaler = LossScaler(init_scale=1024, growth_interval=2)
     >>> [scaler.update(finite) for finite in (False, True, True)]
@@ -107,7 +107,7 @@ class LossScaler:
         self._overflows_left = self._hysteresis
 
     def _start(self, scale: float) -> None:
-        """Set all fields for a constant scale: one that grows and falls by a factor of 1."""
+        """Set all fields as for a constant loss scale."""
         # A user-defined subclass saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
         self.steps = self.skips = self.skips_in_a_row = 0  #: updates done and skipped
@@ -119,7 +119,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the next backward pass.
+        """The loss scale of the next backward pass.
 
         >>> LossScaler(init_scale=1024).loss_scale
         1024.0
@@ -128,11 +128,11 @@ class LossScaler:
 
     @property
     def is_lowest(self) -> bool:
-        """Whether an overflow can't lower the scale."""
+        """Whether the loss scale is at its lower limit, or is constant."""
         return self._backoff_factor == 1 or self._loss_scale <= self._min_scale
 
     def set_scale(self, scale: float) -> None:
-        """Set the loss scale, and widen its limits to include it; a no-op in float32.
+        """Set the loss scale, and extend its limits to include it.
 
         >>> scaler = LossScaler()
         >>> scaler.set_scale(1024)
@@ -150,7 +150,7 @@ class LossScaler:
             self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Lower the loss scale to that of a step that overflowed, before `update` is called.
+        """Lower the loss scale to `scale`, that of a step that overflowed, before `update`.
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class LossScaler:
             self._loss_scale = max(min(self._loss_scale, scale), self._min_scale)
 
     def update(self, finite: bool) -> float:
-        """Record a step; return the new scale.
+        """Record whether a step was finite; return the new loss scale.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class LossScaler:
         return self.loss_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as plain numbers and strings.
+        """Return the scaler's state to save, as plain numbers and strings.
 
         >>> StaticLossScaler(128).state_dict()
         {'kind': 'StaticLossScaler', 'version': 1, 'loss_scale': 128.0}
@@ -196,7 +196,7 @@ class LossScaler:
         return {"kind": self.kind, "version": STATE_VERSION, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
+        """Restore a state that `state_dict` returned.
 
         >>> scaler = LossScaler()
         >>> scaler.load_state_dict(LossScaler(init_scale=1024).state_dict())
@@ -227,7 +227,7 @@ class LossScaler:
         vars(self).update({f"_{name}": state[name] for name in own if name not in _HEADER})
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of any kind of scaler; keep the counts of steps and skips.
+        """Continue from a saved state of any kind of scaler, with the current step counts.
 
         A `NoScaler` stays one, and takes no other's place: a run in float16 may resume from one in
         bfloat16.
@@ -249,7 +249,7 @@ class LossScaler:
 
 
 class StaticLossScaler(LossScaler):
-    """A constant loss scale. Steps that overflow are still skipped.
+    """A constant loss scale; steps with Inf or NaN gradients are still skipped.
 
     >>> StaticLossScaler(128).loss_scale
     128.0
@@ -268,7 +268,7 @@ class StaticLossScaler(LossScaler):
 
 
 class NoScaler(StaticLossScaler):
-    """No loss scaling, for bfloat16 and float32: no gradient is checked, and no step skipped.
+    """A loss scale of 1 for bfloat16 and float32: no gradient is checked, no step skipped.
 
     >>> NoScaler().loss_scale
     1.0
@@ -284,7 +284,7 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLos
 
 
 class SharedScale:
-    """The loss scaler of a decorated optimizer or an automatic run, shared by all its users.
+    """A loss scaler shared by all trainers of a decorated optimizer or automatic run.
 
     `scaled_by` is the API's name. Copies of an optimizer share it too. MXNet pickles optimizers
     into state files, which plain MXNet has to load, so pickles leave it out.
@@ -305,6 +305,6 @@ class SharedScale:
 
 
 def scale_of(optimizer: object) -> SharedScale | None:
-    """Return the `SharedScale` that `decorate` gave to an optimizer (object or name); else None."""
+    """Return the `SharedScale` of an optimizer (or name) from `decorate`; None for others."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

@@ -1,4 +1,4 @@
-"""Restoring BatchNorm's running statistics after a step that overflowed.
+"""Rollback of BatchNorm's running statistics after a step that overflowed.
 
 In float16 an activation that overflows makes them Inf or NaN, and no later batch makes them finite
 again. A skipped step puts back those of a recent finite step.
@@ -32,7 +32,7 @@ Find = Callable[[], Sequence[Tuple[str, NDArray]]]
 
 
 class RunningStatistics:
-    """Copies of a trainer's or module's BatchNorm statistics from a recent finite step."""
+    """Snapshot of BatchNorm's running statistics, from a recent step without overflow."""
 
     def __init__(self) -> None:
         self._saved: list[NDArray] | None = None
@@ -41,7 +41,7 @@ class RunningStatistics:
         self._has_logged = False
 
     def before_pass(self, find: Find) -> None:
-        """Save BatchNorm's statistics before the first backward pass, which updates them."""
+        """Take a snapshot before the first backward pass, which updates the statistics."""
         self._backward_passes += 1
         if self._saved is None:
             self._save(find())
@@ -51,7 +51,7 @@ class RunningStatistics:
             self._saved, self._age = [copy(array) for _, array in found], 0
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Restore BatchNorm statistics that are not finite; save them every tenth step."""
+        """Restore statistics with Inf or NaN from the snapshot; renew it every tenth step."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1
@@ -71,7 +71,7 @@ class RunningStatistics:
 
 
 def running_statistics(trainer: Trainer) -> list[tuple[str, NDArray]]:
-    """Return the running statistics of BatchNorm among a trainer's parameters, on all devices."""
+    """Return the BatchNorm running statistics among a trainer's parameters, by name."""
     return [
         (param.name, data)
         for param in trainer._params

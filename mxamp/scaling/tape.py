@@ -1,4 +1,4 @@
-"""Autograd's tape: which scaled losses and variables a backward pass's heads depend on.
+"""Autograd's tape: find the scaled losses and variables that a backward pass depends on.
 
 MXNet names each marked array and each input of a recorded call ("var17", "null3"); no other array
 of the process has that name, and the tape lists the names behind a head. A scaled loss is the
@@ -31,7 +31,7 @@ TOO_LARGE = "a loss scale of {:g} is not between 2**-126 and 2**127, the range o
 
 
 class ScaleMark(NamedTuple):
-    """The tape's record of a scaled loss: its scale, and the array that holds the scale."""
+    """The record of a scaled loss, by its name on autograd's tape: the scale and its array."""
 
     scale: float
     factor: NDArray  #: the array that holds the scale
@@ -46,7 +46,7 @@ _marks: dict[str, ScaleMark] = {}
 
 @lru_cache(maxsize=64)
 def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> NDArray:
-    """Return a cached array of one element that holds a scale, for all losses of that scale."""
+    """Return a cached array of one element with a loss scale, by which losses are multiplied."""
     with autograd.pause(), suspended(), mx.util.np_shape(is_numpy):
         # By an operator: a copy from the host would wait on GPUs.
         array = mx.nd.full((1,) * (ndim if is_numpy else max(ndim, 1)), scale, ctx, dtype)
@@ -54,7 +54,7 @@ def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> ND
 
 
 def marked(array: NDArray) -> NDArray:
-    """Return an alias of an array that is an autograd variable of its own, without a gradient."""
+    """Return an alias of an array as a new variable on autograd's tape, without a gradient."""
     copied = shallow_copy(array)
     handles = c_array(NDArrayHandle, [copied.handle])
     check_call(_LIB.MXAutogradMarkVariables(1, handles, _NO_GRADIENT, handles))
@@ -62,7 +62,7 @@ def marked(array: NDArray) -> NDArray:
 
 
 def scaled(loss: NDArray, scale: float) -> NDArray:
-    """Return a float32 or float64 loss times a scale other than 1, registered by its tape name.
+    """Return a loss times a loss scale, and record the scale under a name on autograd's tape.
 
     Raises `StateError` if float32 can't hold the scale.
     """
@@ -81,7 +81,7 @@ def scaled(loss: NDArray, scale: float) -> NDArray:
 def unscaled_heads(
     heads: Sequence[NDArray], head_grads: Sequence[Any] | None
 ) -> tuple[list[NDArray], list[Any]]:
-    """Replace scaled losses among heads by the losses, and scale their head gradients.
+    """Return heads with scaled losses replaced by unscaled ones, and head gradients scaled.
 
     MXNet can't differentiate a multiplication twice, so a second derivative begins here.
     """
@@ -98,13 +98,13 @@ def unscaled_heads(
 
 
 def forget(names: Iterable[str]) -> None:
-    """Drop the scaled losses with these tape names; their tape is freed."""
+    """Drop the records of scaled losses whose tape autograd has freed."""
     for name in names:
         _marks.pop(name, None)
 
 
 def end_scaling() -> None:
-    """Set the scale of all scaled losses on tapes that are not freed to 1."""
+    """Set the loss scale of all scaled losses that still wait for a backward pass to 1."""
     factors = {id(mark.factor): mark.factor for mark in list(_marks.values())}
     _marks.clear()
     _factor.cache_clear()
@@ -121,7 +121,7 @@ atexit.register(_marks.clear)
 
 
 def arrays_of(handles: Any) -> list[Any]:
-    """Return NDArrays for handles of MXNet's C API, with the handles' places on the tape."""
+    """Return NDArrays for C API handles of arrays, which stay connected to autograd's tape."""
     found: list[Any] = []
     for one in handles:
         copied = NDArrayHandle()
@@ -132,13 +132,13 @@ def arrays_of(handles: Any) -> list[Any]:
 
 
 def handles_of(arrays: Sequence[NDArray | None]) -> Any:
-    """Return the handles of arrays for MXNet's C API."""
+    """Return the C API handles of arrays as a C array."""
     handles = [NDArrayHandle(0) if array is None else array.handle for array in arrays]
     return c_array(NDArrayHandle, handles)
 
 
 def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
-    """Return the recorded graph of an array; None if it is neither a variable nor recorded."""
+    """Return the graph that autograd recorded for an array; None if it recorded none."""
     try:
         return autograd.get_symbol(array)
     except MXNetError:
@@ -146,7 +146,7 @@ def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
 
 
 def name_of(array: NDArray) -> str:
-    """Return the tape name of a variable, in about 2 us; "" for an array not on the tape.
+    """Return the name of an array on autograd's tape, "" if it is not recorded (2 us).
 
     An array gets another name when it is marked again: by `attach_grad`, and where a parameter's
     `grad_req`, dtype or device changes.
@@ -156,13 +156,13 @@ def name_of(array: NDArray) -> str:
 
 
 def names_behind(heads: Iterable[NDArray]) -> set[str]:
-    """Return the tape names of all inputs and variables behind heads: 0.2 ms for ResNet-50."""
+    """Return the tape's names of all inputs and variables that heads depend on."""
     symbols = [symbol for symbol in map(_symbol_of, heads) if symbol is not None]
     return {name for symbol in symbols for name in symbol.list_inputs()}
 
 
 def marks_behind(head: NDArray) -> dict[str, float]:
-    """Return tape names and scales of the scaled losses that a head is or depends on.
+    """Return {tape name: scale} of the scaled losses that a head is or depends on.
 
     Marks behind a BlockGrad, which no gradient reaches, are left out. Takes some 5 us for a head
     that is a scaled loss itself.
@@ -187,7 +187,7 @@ def marks_behind(head: NDArray) -> dict[str, float]:
 
 
 def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
-    """Return {tape name: scale} of a scaled loss; {} for other calls, None for a variable."""
+    """Return {tape name: scale} if a recorded call scales a loss, else {}; None for a variable."""
     children = symbol.get_children()
     if children is None:
         return None
@@ -196,7 +196,7 @@ def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
 
 
 def _marks_in(graph: Any) -> dict[str, float]:
-    """Return {tape name: scale} of a graph's scaled losses, without those behind a BlockGrad."""
+    """Return {tape name: scale} of the scaled losses in a recorded graph."""
     nodes, found, seen = graph["nodes"], {}, set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:

@@ -1,4 +1,4 @@
-"""Loss scaling for a Gluon Trainer, from `init_trainer` and `scale_loss` to the step.
+"""Loss scaling for a Gluon Trainer: `init_trainer`, `scale_loss`, and the step.
 
 `Trainer._update` calls `self._amp_loss_scaler.has_overflow(params)` before it updates, and skips
 the update on True. By then `step` has reduced the gradients of all devices and set the optimizer's
@@ -83,7 +83,7 @@ UNSKIPPABLE = (
 
 
 class Stage(Enum):
-    """Whether a trainer's gradients carry the loss scale, and what may be done with them."""
+    """Stage of a trainer's gradients between steps: not scaled, scaled, unscaled or stepped."""
 
     NONE = "none"
     SCALED = "scaled"
@@ -109,7 +109,7 @@ _SHOWN = {
 
 
 class StepReport(NamedTuple):
-    """The outcome of a trainer's step: `trainer.amp_last_step`."""
+    """The outcome of a trainer's last step, in `trainer.amp_last_step`."""
 
     stepped: bool  #: False if the update was skipped
     loss_scale: float  #: the scale of the step's first loss
@@ -118,7 +118,7 @@ class StepReport(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A trainer's loss scaling since its last step: the first loss's scale, and the stage."""
+    """The loss scale and the `Stage` of a trainer's gradients since its last step."""
 
     scale: float  #: the scale of the first of these losses
     stage: Stage = Stage.SCALED
@@ -133,7 +133,7 @@ def _forwarded(name: str, check: Callable[[Any], Any]) -> Any:
 
 
 class State:
-    """One trainer's loss scaling: the object in `trainer._amp_loss_scaler`.
+    """The loss scaling state of one trainer, in `trainer._amp_loss_scaler`.
 
     `loss_scale` is the scale of the current gradients, as scripts written for `mxnet.contrib.amp`
     read it. `steps` and `skips` count updates done and skipped. `scaled_by` names the API that
@@ -156,7 +156,7 @@ class State:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the scale is that of a decorated optimizer or an automatic run.
+        """Whether the loss scale belongs to a decorated optimizer or an automatic run.
 
         Their trainers share one scale, and the script itself scales no loss.
         """
@@ -164,7 +164,7 @@ class State:
 
     @property
     def stage(self) -> Stage:
-        """The `Stage` of the trainer: whether its gradients carry a loss scale now."""
+        """The trainer's `Stage`: whether its gradients are scaled now."""
         if self.pending is not None:
             return self.pending.stage
         if self in (self.scaler.finite_by_state or ()):
@@ -174,7 +174,7 @@ class State:
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the current gradients and of the next loss."""
+        """The loss scale of the current gradients and of the next loss."""
         if self.stage is not Stage.SCALED:
             return self.scaler.loss_scale
         if self.pending is not None and not fresh(self.trainer):
@@ -191,17 +191,17 @@ class State:
     _max_loss_scale = _forwarded("_max_scale", float)
 
     def check_scaled_by(self, *allowed: str) -> None:
-        """Raise `StateError` if an API that is not `allowed` scales this trainer's losses."""
+        """Raise unless the API that scales this trainer's losses is one of `allowed`."""
         if self.scaled_by not in allowed:
             raise StateError(SCALED_TWICE.format(self.scaled_by, allowed[0]))
 
     def check(self, action: str) -> None:
-        """Raise `StateError` if `action` ("unscale" or "step") is illegal now."""
+        """Raise if `action` ("unscale" or "step") is out of order at the trainer's `Stage`."""
         if (action, self.stage) in _ILLEGAL:
             raise StateError(_ILLEGAL[action, self.stage])
 
     def note_scaled(self, scale: float) -> None:
-        """Record that a loss was scaled; the first one since a step sets the scale."""
+        """Record that a loss was scaled; the first loss since a step sets the step's scale."""
         ledger.add(self.trainer)  # a copied trainer has run no constructor
         if not scaling_patches.is_open:
             # Nothing will see the coming backward pass, which makes gradients that are not summed.
@@ -210,7 +210,7 @@ class State:
 
     @property
     def overflown(self) -> bool | None:
-        """Whether a fresh gradient was found not finite when it was unscaled.
+        """Whether a gradient of the trainer was Inf or NaN when it was unscaled.
 
         None if there are several workers and gradients are not summed: the sum decides.
         """
@@ -219,7 +219,7 @@ class State:
         return bool(ledger.overflown_among(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
-        """Drop unscaled gradients: the program scales a new loss instead of taking a step.
+        """Discard unscaled gradients, when a new loss is scaled without a step before.
 
         If they have overflowed, the scale is lowered, as by a skipped step.
         """
@@ -229,7 +229,7 @@ class State:
             self.pending = None
 
     def note_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
-        """Record a backward pass that scaled its losses and has unscaled its gradients.
+        """Record that a backward pass applied the loss scale and unscaled its gradients.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. If the program
         `has_dropped` such gradients without a step, a second overflow lowers the scale.
@@ -244,7 +244,7 @@ class State:
         self.pending = Pending(scale, Stage.UNSCALED)
 
     def unscale(self) -> None:
-        """Divide the gradients of all devices by the scale, and record which are not finite."""
+        """Divide the trainer's gradients by the loss scale, and record Inf and NaN in them."""
         self.check("unscale")
         scale = self._equalize()
         ledger.remove_scales(self.trainer)
@@ -275,14 +275,14 @@ class State:
         sum_gradients(trainer, carried, self.workers is not None)
 
     def _equalize(self) -> float:
-        """Bring all gradients of the trainer to one loss scale, and return the scale."""
+        """Bring all gradients of the trainer to one loss scale, and return that scale."""
         carried = ledger.equalize(self.trainer)
         if self.stage is Stage.SCALED:
             self.pending = self.pending or Pending(carried)
         return carried
 
     def has_overflow(self, _params: object = None) -> bool:
-        """Check the gradients; return whether `Trainer._update`, the caller, must skip the step.
+        """Check the gradients of a step; return whether `Trainer._update` has to skip the update.
 
         Unscales them, updates the scale, and passes the report to `debugging.on_step` hooks.
         """
@@ -296,7 +296,7 @@ class State:
         return bool(bad)
 
     def _prepare(self) -> float:
-        """Check the optimizer before a step; bring gradients to one scale, and return the scale."""
+        """Check the optimizer before a step; return the one loss scale of all gradients."""
         optimizer = self.trainer._optimizer
         # `step` may have been given an array, and MXNet's operators would parse its text.
         optimizer.rescale_grad = as_float(optimizer.rescale_grad)
@@ -311,11 +311,11 @@ class State:
         return scale
 
     def _used(self) -> list[Entry]:
-        """Return the gradients that this step uses: fresh ones, or all with several workers."""
+        """Return the gradients that this step uses: those since the last update, or all."""
         return (fresh if self.workers is None else entries_of)(self.trainer)
 
     def _warn_of_no_scale(self) -> None:
-        """Warn of gradients that carry no scale, unless those of the last step had none either."""
+        """Warn if the gradients of a step were not scaled, unless the last step's were not."""
         # A trainer of a GradScaler may take a step of its own, with a plain loss.
         has_grad_scaler = self.scaler.finite_by_state is not None
         warned = (Stage.SCALED,) if has_grad_scaler else (Stage.NONE, Stage.SCALED)
@@ -325,7 +325,7 @@ class State:
             logger.warning(NOT_SCALED)
 
     def _find_overflow(self, scale: float) -> list[Entry]:
-        """Return the gradients that are not finite, or were not when they were unscaled."""
+        """Return the gradients that are Inf or NaN, or were when they were unscaled."""
         if self.stage is Stage.NONE or (scale == 1 and not self.scaler.is_scaling):
             return []
         # To leave out stale gradients costs more than to check them.
@@ -336,7 +336,7 @@ class State:
         return [e for i, e in enumerate(used) if i in found or ledger.of(e).overflown]
 
     def _unscale_update(self, scale: float) -> None:
-        """Make the optimizer's update use gradients divided by the loss scale.
+        """Make the optimizer's next update divide gradients by the loss scale.
 
         MXNet's optimizers multiply gradients by `rescale_grad`, so dividing that costs nothing. A
         user-defined optimizer may ignore it, so its gradients are divided: in float32 if it has
@@ -355,7 +355,7 @@ class State:
             ledger.bring(self._used(), 1.0)
 
     def _record(self, carried: float, bad: Sequence[Entry]) -> StepReport:
-        """Update the loss scale and the ledger after a step; return the step's report."""
+        """Update the loss scale after a step, reset the gradients' records; return a report."""
         stage, scaler, finite = self.stage, self.scaler, not bad
         if stage is Stage.NONE:
             return StepReport(True, 1.0, self.loss_scale)
@@ -382,7 +382,7 @@ class State:
         return report
 
     def _log(self, report: StepReport) -> None:
-        """Log a step that was skipped or has changed the scale; warn of many skips in a row."""
+        """Log a skipped step or a new loss scale; warn of many skipped steps in a row."""
         names = shortened(report.nonfinite)
         change = f"loss scale {report.loss_scale:g} -> {report.next_loss_scale:g}"
         if not report.stepped:
@@ -394,18 +394,18 @@ class State:
             logger.warning(TOO_MANY_SKIPS, in_a_row, report.next_loss_scale, names)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state and the counts of steps and skips."""
+        """Return the loss scaler's state, and the counts of steps and skips."""
         return {"scaler": self.scaler.state_dict(), "steps": self.steps, "skips": self.skips}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the scaler's state and the counts of steps and skips from `state_dict()`."""
+        """Restore the loss scaler's state and counts that `state_dict` returned."""
         steps, skips = (whole_number(name, state[name]) for name in ("steps", "skips"))
         self.scaler.resume(state["scaler"])
         self.steps, self.skips, self.report = steps, skips, None
 
 
 def state_of(trainer: object) -> State | None:
-    """Return a trainer's loss scaling `State`; None if it has no loss scaling."""
+    """Return the loss scaling state of a trainer; None if it has none."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"the trainer must be a gluon.Trainer, not {shown(trainer)}")
     state = getattr(trainer, "_amp_loss_scaler", None)
@@ -413,7 +413,7 @@ def state_of(trainer: object) -> State | None:
 
 
 def patched_update(original: Original, trainer: Trainer, *args: object, **kwargs: object) -> None:
-    """Call `Trainer._update`; warn once if a trainer in float16 has no loss scaling."""
+    """Call `Trainer._update`; warn once of a trainer in float16 without loss scaling."""
     policy = None if hasattr(trainer, "_amp_loss_scaler") else current_policy()
     if policy is not None and policy.target_dtype == "float16" and policy.lowers:
         trainer._amp_loss_scaler = None
@@ -549,13 +549,13 @@ def clip_grad_global_norm(trainer: Trainer, max_norm: float) -> float:
 
 
 def active_state(trainer: Any) -> State | None:
-    """Return a trainer's loss scaling `State`; None if no API scales its losses any more."""
+    """Return the loss scaling state of a trainer; None if nothing scales its losses now."""
     state = state_of(trainer)
     return state if state is not None and state.scaled_by else None
 
 
 def scaling_state(trainer: Any) -> State:
-    """Return a trainer's loss scaling `State`; raise if the trainer has none."""
+    """Return the loss scaling state of a trainer; raise if nothing scales its losses."""
     state = active_state(trainer)
     if state is None:
         raise StateError(NOT_INITIALIZED.format(shortened([p.name for p in trainer._params], 1)))
@@ -565,7 +565,7 @@ def scaling_state(trainer: Any) -> State:
 def attach_state(
     trainer: Trainer, loss_scaler: LossScaler | None, scaled_by: str = "init_trainer"
 ) -> State:
-    """Attach or update a trainer's `State`; the API `scaled_by` scales the trainer's losses.
+    """Create a trainer's loss scaling state, or set its scaler; return the state.
 
     An existing state stays, with the given scaler. A trainer that has loaded states resumes from
     them, whatever scaler is given.
@@ -602,7 +602,7 @@ def attach_state(
 
 
 def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
-    """Return whether a trainer's updates can be done outside its kvstore.
+    """Return whether a trainer's updates can run outside its kvstore, as skipping steps requires.
 
     Raises `StateError` if they can't, and `scaler` has to be able to skip updates.
     """
@@ -622,7 +622,7 @@ def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
 
 
 class ScaledLoss(nullcontext):  # type: ignore[type-arg]  # Python 3.8 has no nullcontext[Any]
-    """The context manager of `scale_loss`, which yields the scaled loss."""
+    """Context manager that `scale_loss` returns; it yields the scaled loss."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -633,7 +633,7 @@ class ScaledLoss(nullcontext):  # type: ignore[type-arg]  # Python 3.8 has no nu
 
 @checked_call
 def scale_loss(loss: Any, optimizer_or_trainer: Trainer | Sequence[Trainer]) -> ContextManager[Any]:
-    """Return a context with the loss times the trainer's loss scale; mark gradients as scaled.
+    """Return a context that yields the loss times the trainer's loss scale.
 
     ::
 
