@@ -220,11 +220,16 @@ def initialized(block, hybridize=False, **options):
     return block
 
 
-def sequential(*layers, **options):
-    """Return an initialized net of layers."""
+def stacked(*layers):
+    """Return a net of layers that is not initialized."""
     net = mx.gluon.nn.HybridSequential()
     net.add(*layers)
-    return initialized(net, **options)
+    return net
+
+
+def sequential(*layers, **options):
+    """Return an initialized net of layers."""
+    return initialized(stacked(*layers), **options)
 
 
 def exported(block, folder):

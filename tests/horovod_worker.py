@@ -22,10 +22,8 @@ ALONE = hvd.ProcessSet([0])
 def network(seed=3, in_units=4, cast=None):
     mx.random.seed(seed)
     net = gluon.nn.HybridSequential()
-    net.add(
-        gluon.nn.Dense(8, activation="relu", in_units=in_units),
-        gluon.nn.Dense(2, in_units=2 * in_units),
-    )
+    net.add(gluon.nn.Dense(8, activation="relu", in_units=in_units))
+    net.add(gluon.nn.Dense(2, in_units=2 * in_units))
     net.initialize(mx.init.Uniform(0.5))
     if cast:
         net.cast(cast)

@@ -5,7 +5,7 @@ import numpy as np
 from mxnet import nd
 from mxnet.gluon import nn, rnn
 
-from helpers import randn
+from helpers import randn, stacked
 
 
 class Residual(nn.HybridBlock):
@@ -44,21 +44,17 @@ class Attention(nn.HybridBlock):
 
 
 def convolutional():
-    net = nn.HybridSequential()
-    net.add(
-        Residual(4), nn.MaxPool2D(2), Residual(4), nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3)
-    )
-    return net, [randn(2, 4, 8, 8)]
+    layers = nn.MaxPool2D(2), Residual(4), nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3)
+    return stacked(Residual(4), *layers), [randn(2, 4, 8, 8)]
 
 
 def separable():
-    net = nn.HybridSequential()
-    net.add(
+    layers = (
         nn.Conv2D(8, 1, use_bias=False), nn.BatchNorm(), nn.Activation("relu"),
         nn.Conv2D(8, 3, groups=8, padding=1), nn.BatchNorm(), nn.LeakyReLU(0.1), nn.ELU(), nn.GELU(),
         nn.Dense(3),
     )  # fmt: skip
-    return net, [randn(2, 4, 8, 8)]
+    return stacked(*layers), [randn(2, 4, 8, 8)]
 
 
 def attention():
@@ -66,9 +62,8 @@ def attention():
 
 
 def perceptron():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(16, activation="relu"), nn.Dropout(0.0), nn.LayerNorm(), nn.Dense(3))
-    return net, [randn(4, 8)]
+    layers = nn.Dense(16, activation="relu"), nn.Dropout(0.0), nn.LayerNorm(), nn.Dense(3)
+    return stacked(*layers), [randn(4, 8)]
 
 
 class Embedded(nn.HybridBlock):

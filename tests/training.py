@@ -9,16 +9,15 @@ from mxnet.gluon import nn
 from mxnet.gluon.utils import split_and_load
 
 import mxamp as amp
-from helpers import BF16
+from helpers import BF16, sequential
 
 CONTEXTS = {"one": [mx.cpu(0)], "two": [mx.cpu(0), mx.cpu(1)]}
 
 
 def setup(ctx=None, optimizer="sgd", scaler=None, hybrid=True, dtype=None, **settings):
     mx.random.seed(3)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8))
-    net.initialize(mx.init.Xavier(), ctx=ctx or [mx.cpu()])
+    layers = nn.Dense(8, activation="relu", in_units=4), nn.Dense(2, in_units=8)
+    net = sequential(*layers, init=mx.init.Xavier(), ctx=ctx or [mx.cpu()])
     rng = np.random.RandomState(3)
     for param in net.collect_params().values():
         param.set_data(nd.array(rng.randn(*param.shape) * 0.3))

@@ -61,10 +61,10 @@ class Cube(autograd.Function):
 
 def train(enabled):
     """Return the weights after two steps with all of the table's calls."""
-    nets = [gluon.nn.Dense(2, in_units=n, weight_initializer=mx.init.One()) for n in (3, 2)]
+    ones = mx.init.One()
+    nets = [initialized(gluon.nn.Dense(2, in_units=n, weight_initializer=ones)) for n in (3, 2)]
     trainers, parameters = [], []
     for net in nets:
-        net.initialize()
         net.collect_params().setattr("grad_req", "add")
         parameters += net.collect_params().values()
         trainers.append(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))

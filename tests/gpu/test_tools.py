@@ -7,7 +7,7 @@ from mxnet import gluon
 from mxnet.gluon import nn, rnn
 
 import mxamp as amp
-from helpers import backpropagate, sequential
+from helpers import backpropagate, sequential, stacked
 from nets import Attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Cannot decide type")]
@@ -42,14 +42,12 @@ def mobilenet(device):
 
 
 def bert(device):
-    net = nn.HybridSequential()
-    net.add(Encoder(), Encoder(), nn.Dense(3, flatten=False, in_units=16))
+    net = stacked(Encoder(), Encoder(), nn.Dense(3, flatten=False, in_units=16))
     return net, mx.nd.array(np.random.RandomState(0).randn(2, 7, 16), ctx=device)
 
 
 def recurrent(layer, device):
-    net = nn.HybridSequential()
-    net.add(layer, nn.Dense(3, flatten=False))
+    net = stacked(layer, nn.Dense(3, flatten=False))
     return net, mx.nd.array(np.random.RandomState(0).randn(5, 2, 4), ctx=device)
 
 

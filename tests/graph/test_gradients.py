@@ -7,7 +7,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import mxamp as amp
-from helpers import backpropagate, kind, leaf, randn, untuned
+from helpers import backpropagate, kind, leaf, randn, stacked, untuned
 from mxamp.graph.ir import Graph
 from mxamp.patches.symbolic import scaled_executors
 
@@ -43,8 +43,7 @@ def by_hand(net):
 @pytest.mark.parametrize("static", [None, False, True])
 @pytest.mark.parametrize("request_", ["write", "add"])
 def test_they_get_theirs(policy, static, request_):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(5, activation="relu", in_units=6), nn.Dense(3, in_units=5))
+    net = stacked(nn.Dense(5, activation="relu", in_units=6), nn.Dense(3, in_units=5))
     biases = biases_only(net, DATA)
     for bias in biases.values():
         bias.grad_req = request_

@@ -225,8 +225,8 @@ def test_a_state_may_grow(level, other, tmp_path):
 def test_states_of_sparse_parameters_stay_as_they_are(tmp_path, on_machine):
     on_machine(features={"avx512"})
     amp.init("auto")
-    weight = gluon.Parameter("weight", shape=(4, 2), stype="row_sparse", grad_stype="row_sparse")
-    weight.initialize()
+    sparse = {"stype": "row_sparse", "grad_stype": "row_sparse"}
+    weight = initialized(gluon.Parameter("weight", shape=(4, 2), **sparse))
     trainer = gluon.Trainer([weight], "sgd", {"momentum": 0.9})
     rows = mx.nd.array([0, 2])
     data = weight.row_sparse_data(rows)

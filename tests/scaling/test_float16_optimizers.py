@@ -9,7 +9,7 @@ import pytest
 from mxnet import gluon
 
 import mxamp as amp
-from helpers import randn
+from helpers import randn, sequential
 from training import OPTIMIZERS, run_backward
 
 #: Their default epsilon is 0 in float16, or too small.
@@ -32,11 +32,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accumulating with float16")
 def made(optimizer, **options):
     """A net and its trainer."""
     mx.random.seed(0)
-    net = gluon.nn.HybridSequential()
     bias = optimizer != "groupadagrad"  # which takes matrices alone
-    net.add(gluon.nn.Dense(8, activation="relu", in_units=12, use_bias=bias))
-    net.add(gluon.nn.Dense(3, in_units=8, use_bias=bias))
-    net.initialize(mx.init.Xavier())
+    hidden = gluon.nn.Dense(8, activation="relu", in_units=12, use_bias=bias)
+    last = gluon.nn.Dense(3, in_units=8, use_bias=bias)
+    net = sequential(hidden, last, init=mx.init.Xavier())
     return net, gluon.Trainer(net.collect_params(), optimizer, options)
 
 

@@ -121,11 +121,8 @@ def test_the_first_step_of_several_devices_keeps_them(scales):
 def test_statistics_of_mx_np():
     mx.npx.set_np()
     amp.init("float16", ctx=mx.cpu())
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Dense(3, in_units=4), gluon.nn.BatchNorm(in_channels=3))
-    net.initialize()
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    amp.init_trainer(trainer, amp.LossScaler(16))
+    net = sequential(gluon.nn.Dense(3, in_units=4), gluon.nn.BatchNorm(in_channels=3))
+    trainer, _ = trainer_in("scale_loss", net.collect_params(), 16, "sgd")
     for factor, stepped in ((1, True), (1e6, False)):
         data = mx.np.ones((8, 4)) * factor
         scaled_backward(lambda data=data: net(data).astype("float32").sum(), trainer)

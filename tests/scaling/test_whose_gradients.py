@@ -336,9 +336,8 @@ def test_gradients_summed_before_a_grad_scaler_knows_the_trainer(idle, unscales)
 
 
 def test_unscale_divides_stale_gradients_too():
-    one, other = (gluon.Parameter(name, shape=(2,), init=mx.init.One()) for name in "ab")
-    one.initialize()
-    other.initialize()
+    init = mx.init.One()
+    one, other = (initialized(gluon.Parameter(name, shape=(2,)), init=init) for name in "ab")
     trainer = gluon.Trainer([one, other], "sgd", {"learning_rate": 1.0})
     amp.init_trainer(trainer, amp.StaticLossScaler(1024))
     scaled_backward(lambda: (one.data() + 2 * other.data()).sum(), trainer)

@@ -11,7 +11,7 @@ from mxnet.gluon import nn, rnn
 
 import mxamp as amp
 import nets
-from helpers import ROOT, initialized, randn, run_mxamp, with_avx512
+from helpers import ROOT, initialized, randn, run_mxamp, stacked, with_avx512
 from mxamp.backends.onednn import cpu
 from mxamp.convert.outputs import output_error
 from mxamp.framework import machine
@@ -50,8 +50,7 @@ def worst(errors):
 
 
 def small():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D())
+    net = stacked(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D())
     net.add(nn.HybridLambda(lambda F, x: x * 0.3 + 1.5), nn.PReLU(in_channels=8), nn.Dense(5))
     return net
 
@@ -71,9 +70,7 @@ class SelfAttention(gluon.HybridBlock):
 
 
 def recurrent():
-    net = nn.HybridSequential()
-    net.add(rnn.LSTM(16, input_size=8), nn.Dense(5, flatten=False))
-    return net
+    return stacked(rnn.LSTM(16, input_size=8), nn.Dense(5, flatten=False))
 
 
 #: A net, its data, and data of other sizes.

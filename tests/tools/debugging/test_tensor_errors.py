@@ -163,8 +163,7 @@ class Rows(gluon.Block):
 def test_blocks_that_compute_eagerly(dtype):
     net = nn.Sequential()
     net.add(nn.Dense(8, in_units=4, activation="sigmoid"), Rows(), nn.Dense(3, in_units=8))
-    net.initialize()
-    result = compare(net, randn(500, 4), dtype=dtype)
+    result = compare(initialized(net), randn(500, 4), dtype=dtype)
     kinds = [error.operator for error in result.outputs]
     assert kinds[:3] == ["FullyConnected", "Activation", "_mul_scalar"]
     assert kinds[-3:] == ["dot", "_mul_scalar", "FullyConnected"]
