@@ -1,1 +1,4 @@
-"""Access to MXNet and the machine: import, operators, arrays, monkey patches. Imports `errors`."""
+"""Access to MXNet and the machine: import, operators, arrays, monkey patches.
+
+The lowest layer but for `errors`: other packages import it.
+"""

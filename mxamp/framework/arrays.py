@@ -77,7 +77,10 @@ def dtype_of(array: NDArray) -> str:
 
 
 def kind_code(array: NDArray) -> int:
-    """Return MXNet's code of a dense array's dtype, or the code of "sparse" in `KIND_NAMES`."""
+    """Return MXNet's dtype code of a dense array; all sparse arrays share one code.
+
+    Both are keys of `KIND_NAMES`.
+    """
     return _SPARSE if type(array) in _SPARSE_TYPES else dtype_code(array)
 
 
@@ -117,7 +120,7 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
 def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Sequence[int], is_np_op: bool
 ) -> List[NDArray]:
-    """Return an operator's inputs, those at `positions` copied: otherwise backward may crash.
+    """Return an operator's inputs with copies at `positions`, so that backward can't crash.
 
     `positions` are those of gradients that are zero by definition. If an array gets no gradient but
     such zeros, eager backward calls `zeros_like` on the inputs of the preceding operators, back to
@@ -165,7 +168,7 @@ def cast(array: NDArray, dtype: str, is_np_op: bool = False) -> NDArray:
 
 
 class _LeafCasts(threading.local):
-    """Per-thread cache of weights' casts (of arrays with a gradient), freed after `record()`.
+    """Per-thread cache of weights' casts during `record()`; weights are arrays with gradients.
 
     Autograd keeps the casts that operators have read, once for each use of a weight. So all casts
     of a leaf share the memory of the first. Each of them writes it: an operator reads the current

@@ -66,7 +66,7 @@ def _first_import() -> types.ModuleType:
 
 
 def prepare_import() -> None:
-    """Add the names that MXNet needs to NumPy and `sys.modules`, and load CUDA's libraries."""
+    """Prepare MXNet's import: restore what newer NumPy and Python removed, load CUDA libraries."""
     import numpy
 
     if not release(NUMPY_FROM) <= release(numpy.__version__) < release(NUMPY_BELOW):

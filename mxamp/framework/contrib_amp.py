@@ -34,7 +34,7 @@ def check_contrib_is_off() -> None:
 
 
 class _Refusal:
-    """Replacement of a global of `mxnet.contrib.amp`: its functions raise when they read it.
+    """Stand-in for a global of `mxnet.contrib.amp` that makes contrib's functions raise.
 
     A script may have imported the functions by name, so replacing them would not do: they read
     these globals wherever they were imported, and GluonNLP reads the flag. A check inside mxamp's
@@ -53,7 +53,7 @@ class _Refusal:
 
 
 def refusals() -> List[Patch]:
-    """Return the patches that make functions of `mxnet.contrib.amp` raise.
+    """Return monkey patches that make `mxnet.contrib.amp` raise while mxamp is in use.
 
     `init` and `init_trainer` read the flag, `unscale` reads `trainer.Trainer`.
     """
@@ -62,7 +62,7 @@ def refusals() -> List[Patch]:
 
 
 class RefusedScale:
-    """A trainer's `_amp_original_scale`: raises when contrib.amp's `scale_loss` divides it."""
+    """Stand-in for a trainer's `_amp_original_scale` that makes contrib's `scale_loss` raise."""
 
     def __truediv__(self, _scale: float) -> None:
         raise StateError(SCALED_BY_MXAMP)

@@ -11,7 +11,10 @@ from typing import Any, Callable, Optional
 
 
 def ending(function: Callable[..., Any], *args: object) -> ExitStack:
-    """Return a context that calls a cleanup function twice on exit, as Ctrl-C may break off one."""
+    """Return a context that runs a cleanup on exit, even if Ctrl-C interrupts it.
+
+    The cleanup must be idempotent: it runs twice, since Ctrl-C may break off one of the runs.
+    """
     stack = ExitStack()
     for _ in range(2):
         stack.callback(function, *args)
@@ -19,7 +22,7 @@ def ending(function: Callable[..., Any], *args: object) -> ExitStack:
 
 
 def holding(lock: "threading.RLock") -> ContextDecorator:
-    """Return a decorator: the function runs while holding `lock`, released even after Ctrl-C."""
+    """Return a decorator: the function holds `lock` while it runs, and Ctrl-C releases it too."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()
     return decorator

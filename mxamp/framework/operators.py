@@ -54,7 +54,7 @@ class Operator:
         return tuple(inputs.index(name) for name in names if name in inputs)
 
     def check_argument(self, kind: str, name: str) -> str:
-        """Return `name`; raise unless the operator has an attribute or input (`kind`) so named."""
+        """Return `name`; raise if the operator has no attribute or input (`kind`) of that name."""
         known = self.attributes if kind == "attribute" else self.inputs
         if name not in known and self.name not in with_trait("calls_python"):
             raise unknown(f"{kind} of {self.name}", name, known)
@@ -92,7 +92,9 @@ def _by_name() -> Mapping[str, Operator]:
 
 
 def _plain_name(name: str) -> str:
-    """Return a layer's or operator's name in lower case without module, underscores and "2d".
+    """Simplify a layer's or operator's name, so that different spellings of it match.
+
+    Drops the module, underscores and "2d", and makes it lower case.
 
     >>> _plain_name("nn.Conv2D"), _plain_name("batch_norm")
     ('conv', 'batchnorm')

@@ -25,7 +25,7 @@ Original = Callable[..., Any]
 
 
 def hold_during_forks(lock: "threading.RLock") -> None:
-    """Hold a lock during os.fork: a child could inherit it locked by another thread."""
+    """Hold a lock during `os.fork`, so that no child process inherits it locked forever."""
     if hasattr(os, "register_at_fork"):
         release = lock.release
         os.register_at_fork(before=lock.acquire, after_in_parent=release, after_in_child=release)
@@ -56,7 +56,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Install the patch: replace the attribute, below patches that stay `on_top`."""
+        """Install the patch, below patches of the same attribute that stay `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current, stack = vars(self.owner)[self.name], _stacks.setdefault(self._key, [])
@@ -144,7 +144,7 @@ class PatchSet:
         self._is_whole = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of this set, by default those passed to the constructor."""
+        """Return the monkey patches of this set, by default those passed to the constructor."""
         return self._patches
 
     @property
