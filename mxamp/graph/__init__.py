@@ -1,1 +1,4 @@
-"""Passes over a symbol's graph: each returns a rewritten graph. Imports `policy` and below."""
+"""Passes over a symbol's graph: each returns a rewritten graph.
+
+They import `policy` and the layers below it.
+"""

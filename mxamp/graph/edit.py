@@ -53,7 +53,10 @@ class View:
 
     @cached_property
     def consumers(self) -> Mapping[Output, list[tuple[int, int]]]:
-        """The consumers of each output: (node, input position); (-1, number) is a graph output."""
+        """The consumers of each output as (node, input position); node -1 is a graph output.
+
+        For a graph output, the second number is its position among the outputs.
+        """
         found: dict[Output, list[tuple[int, int]]] = {}
         live = set(self.head_nodes)
         for i in range(len(self.graph.nodes) - 1, -1, -1):
@@ -98,7 +101,7 @@ class View:
         return self._reads.get(i, 0)
 
     def own_parameter(self, node: Node, position: int) -> str | None:
-        """Return the name of an input that is a float32 parameter no other node reads, or None."""
+        """Return an input's name if it is a float32 parameter with no other reader, else None."""
         if position >= len(node.inputs):
             return None
         variable = self.graph.nodes[node.inputs[position][0]]
@@ -137,7 +140,7 @@ class Edit:
         return self._used_names.make_unique(name)
 
     def add(self, op: str, name: str, inputs: Iterable[Output] = (), **attrs: str) -> Output:
-        """Add an operator node, named `name` or numbered if that is taken; return its output."""
+        """Add an operator node and return its output; a taken `name` gets a number."""
         return self.add_node(Node(op, self.unique_name(name), attrs, list(inputs)))
 
     def add_node(self, node: Node) -> Output:
@@ -153,7 +156,7 @@ class Edit:
         return len(self._graph.nodes) + len(self._added) - 1, 0
 
     def add_parameter(self, name: str, value: NDArray) -> Output:
-        """Add a parameter with its value, numbered if the name is taken; return its output.
+        """Add a parameter with its value and return its output; a taken `name` gets a number.
 
         Its shape is recorded, because MXNet infers no shape from an addition or a product.
         """
@@ -239,14 +242,14 @@ def _sort_nodes(inputs: list[list[Output]], heads: list[int], source_count: int)
 
 
 def without_shape(variable: Node) -> dict[str, str]:
-    """Return a variable's attributes without `__shape__`, which Gluon records."""
+    """Return a variable's attributes without `__shape__`, so that its shape may change."""
     return {name: text for name, text in variable.attrs.items() if name != "__shape__"}
 
 
 def without_fused_operators(
     graph: Graph, where: Callable[[Node], bool] = lambda _node: True
 ) -> Graph:
-    """Return the graph with oneDNN's fused nodes, if `where` is true of them, unfused."""
+    """Replace nodes fused by oneDNN with the operators inside, where `where(node)` is true."""
     edit = Edit(graph, {})
     for i, node in enumerate(graph.nodes):
         if node.is_fused and where(node):

@@ -31,7 +31,7 @@ _IS_TRAINED = "is_trained"
 
 
 def weights_beside_biases(graph: Graph) -> frozenset[str]:
-    """Return the variables on which the weights of dense layers with a bias depend."""
+    """Return the names of variables from which weights of dense layers with a bias are computed."""
     found: set[int] = set()
     for node in graph.nodes:
         if _is_dense_with_bias(node):
@@ -107,10 +107,11 @@ def trained_nodes(graph: Graph, frozen: AbstractSet[str]) -> list[bool]:
 
 
 def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
-    """Return the graph with correct gradients when the variables in `frozen` need none.
+    """Replace dense and PReLU layers in a graph where MXNet computes wrong gradients.
 
-    A trained bias beside a weight without a gradient becomes a separate addition. A PReLU with a
-    trained slope becomes max(x, 0) + slope * min(x, 0). Returns `graph` itself if it has neither.
+    `frozen` names the variables that need no gradient. A trained bias beside a weight without a
+    gradient becomes a separate addition. A PReLU with a trained slope becomes max(x, 0) + slope *
+    min(x, 0). Returns `graph` itself if it has neither.
     """
     if not any(_is_dense_with_bias(node) or _is_prelu(node) for node in graph.all_nodes):
         return graph
@@ -202,7 +203,7 @@ def with_scale_input(graph: Graph) -> Graph | None:
 
 
 def _inputs_with_gradients(graph: Graph, node: Node) -> list[int]:
-    """Return the positions of a loss operator's inputs that need a gradient: not labels."""
+    """Return the positions of a loss operator's inputs that get gradients, without labels."""
     if node.operator not in with_trait("calls_python"):
         return [0]
     read = node.inputs[: len(node.inputs) - auxiliary_states(node.attrs)]

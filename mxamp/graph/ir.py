@@ -138,7 +138,7 @@ class Node:
 
     @property
     def device_group(self) -> dict[str, str]:
-        """The node's attribute `ctx_group`, which `group2ctx` maps to a device; {} without it."""
+        """The node's attribute `ctx_group`, by which `group2ctx` places it on a device, or {}."""
         names = ("__ctx_group__", "ctx_group")
         return {name: self.attrs[name] for name in names if name in self.attrs}
 
@@ -178,7 +178,7 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """Return the graph in a symbol's JSON that is already parsed to a dict."""
+        """Return the graph that a symbol's JSON, already parsed to a dict, describes."""
         ends = data["node_row_ptr"]
         nodes = [
             Node(
@@ -210,7 +210,7 @@ class Graph:
 
     @cached_property
     def all_outputs(self) -> tuple[list[Output], Symbol]:
-        """All outputs of all nodes, with a symbol that has them as its outputs."""
+        """Every output of every node, and a symbol whose outputs they are."""
         outputs = [(i, k) for i, node in enumerate(self.nodes) for k in range(node.num_outputs)]
         return outputs, replace(self, heads=outputs).to_symbol()
 
@@ -226,7 +226,7 @@ class Graph:
 
     @property
     def recorded_dtypes(self) -> dict[str, str]:
-        """The dtypes of variables that record them in their attribute `__dtype__`, by name."""
+        """The dtypes that variables record in their `__dtype__` attribute, by variable name."""
         codes = {node.name: int(node.attrs.get("__dtype__", "-1")) for node in self.variables}
         return {name: DTYPE_NAMES[code] for name, code in codes.items() if code in DTYPE_NAMES}
 
@@ -238,7 +238,7 @@ class Graph:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """The values by which operators record `autocast` regions in an attribute, each once."""
+        """The distinct values of the attribute that records an operator's `autocast` region."""
         operators = (node.attrs for node in self.all_nodes if not node.is_variable)
         return frozenset(attrs[REGION] for attrs in operators if REGION in attrs)
 
@@ -254,12 +254,15 @@ class Graph:
 
     @property
     def operators(self) -> frozenset[str]:
-        """The names of the graph's operators, aliases as written, in loops' bodies too."""
+        """The names of all operators that the graph calls, loop bodies included.
+
+        Aliases are not resolved.
+        """
         return frozenset(node.op for node in self.all_nodes if not node.is_variable)
 
     @property
     def layer_names(self) -> list[str]:
-        """The names of operator nodes without repeats, in loops' bodies too."""
+        """The distinct names of the graph's operator nodes, those in loop bodies included."""
         return list(dict.fromkeys(node.name for node in self.all_nodes if not node.is_variable))
 
 
@@ -278,9 +281,9 @@ _TAKES_EMPTY = "__mxamp_takes_empty__"
 
 
 def _recognize_by_name(graph: Graph) -> None:
-    """Identify casts that MXNet's or an older conversion inserted by their names; mark them.
+    """Find, by name, casts that MXNet's or an older mxamp's conversion inserted, and mark them.
 
-    Only their names tell such casts. A model's own cast may have such a name too, but a model that
+    Such casts are known only by name. A model's own cast may have such a name too, but a model that
     was not converted records other dtypes.
     """
     nodes = graph.all_nodes
@@ -314,9 +317,9 @@ def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
 
 
 def _inserted_by_name(graph: Graph, usage: Usage) -> list[tuple[int, Node]]:
-    """Return casts and copies whose names are those that conversions give, in loops too.
+    """Find inserted casts and copies by the names that conversions give them.
 
-    With each comes its index, or the index of the loop that holds it.
+    Loop bodies are searched too. With each comes its index, or the index of the loop that holds it.
     """
     found: list[tuple[int, Node]] = []
     dtypes, (outputs, symbol) = infer_dtypes(graph, usage), graph.all_outputs
@@ -448,7 +451,7 @@ def variable_dtype(node: Node, usage: Usage) -> str:
 def infer_types(
     symbol: Symbol, known: Mapping[str, str] | None = None, partial: bool = False
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Return the dtypes of a symbol's arguments, outputs and auxiliary states, or None.
+    """Infer the dtypes of a symbol's arguments, outputs and auxiliary states; None on failure.
 
     `known` maps names of arguments to dtypes. With `partial`, unknown dtypes are "other"; otherwise
     returns None where MXNet can't infer all dtypes.
@@ -523,10 +526,10 @@ def rewrites_bodies(node: Node, training: bool) -> bool:
 
 
 def body_usage(usage: Usage, node: Node, position: int, dtypes: Sequence[str]) -> Usage:
-    """Return the `Usage` of subgraph number `position` of a loop whose inputs have `dtypes`.
+    """Return how a loop's body will run (its `Usage`), given the dtypes of the loop's inputs.
 
-    A body's inputs and outputs keep their dtypes. A loop may accumulate all gradients over its
-    steps.
+    `position` is the number of the subgraph. A body's inputs and outputs keep their dtypes. A loop
+    may accumulate all gradients over its steps.
     """
     names = node.subgraphs[position].input_names
     inputs = body_inputs(node, position)

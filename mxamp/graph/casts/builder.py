@@ -11,10 +11,11 @@ from ..ir import HALVES, ROLE, Graph, Node, Output
 
 
 class NewOutput(NamedTuple):
-    """A node's output in the rewritten graph, its dtype, and for a cast to float32 its source.
+    """A node's output in the rewritten graph, with its dtype.
 
-    An entry is in float32 `for_speed` if a rule about speed alone has kept it there. Where the
-    other inputs of an operator are in the target dtype, it is cast down, and does not widen them.
+    If it is a cast to float32, `source` is the output that the cast reads. An entry is in float32
+    `for_speed` if a rule about speed alone has kept it there. Where the other inputs of an operator
+    are in the target dtype, it is cast down, and does not widen them.
     """
 
     output: Output
@@ -93,7 +94,7 @@ class Builder:
         )
 
     def _input_of_cast(self, entry: NewOutput, dtype: str) -> Output:
-        """Return what a cast reads: `entry`, or its copy where bfloat16 would lose gradients.
+        """Return the output that a cast reads: a copy if bfloat16 would lose gradients.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
         kernel never commits the sum. A copy before the cast accumulates the gradient instead.

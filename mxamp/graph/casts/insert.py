@@ -38,7 +38,7 @@ class Rewrite:
     bodies: dict[int, list[Rewrite]] = field(default_factory=dict)
 
     def decided(self) -> Iterator[tuple[Graph, Node, Decision]]:
-        """Yield (graph, node, cast decision) for each operator, in loops' bodies too."""
+        """Yield (graph, node, cast decision) for each operator, those in loop bodies included."""
         for i, decision in self.decisions.items():
             yield self.graph, self.graph.nodes[i], decision
             for body in self.bodies.get(i, ()):
@@ -70,7 +70,7 @@ def _with_casts(graph: Graph, policy: Policy, usage: Usage) -> Rewrite:
 
 
 class _Value(NamedTuple):
-    """An output of the original graph: its new counterpart, and its dtype without mxamp."""
+    """A rewritten output (`entry`), and the dtype that it has without mxamp (`plain`)."""
 
     entry: NewOutput
     plain: str
@@ -101,7 +101,10 @@ class _Rewriter:
         self.result = Rewrite(Graph(self.builder.nodes, [], dict(graph.attrs)))
 
     def run(self, to_widen: AbstractSet[str]) -> Rewrite:
-        """Return the rewritten graph, with calls of `promote_function` in `to_widen` in float32."""
+        """Copy the graph with casts, and return the copy with the cast decisions.
+
+        The `promote_function` calls in `to_widen`, named by their marks, compute in float32.
+        """
         self.to_widen = to_widen
         for i, node in enumerate(self.graph.nodes):
             for k, value in enumerate(self._add_node(node)):
@@ -136,7 +139,7 @@ class _Rewriter:
         return self._add_operator(node, inputs)
 
     def _add_cast(self, node: Node, source: _Value) -> _Value | None:
-        """Return the output of a cast in the original graph; None to copy it as an operator.
+        """Return the new output of a cast in the original graph; None to copy it as an operator.
 
         Inserted casts are left out. But one that widens half precision other than the target dtype
         stays: operators would compute in float32 on it, since they read no two half dtypes.
@@ -153,7 +156,10 @@ class _Rewriter:
         return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Cast arguments of a `half_function` or similar to the dtype that it asks for."""
+        """Cast the arguments of a function decorated with `half_function` or similar.
+
+        Tracing the function has marked them in the graph.
+        """
         dtype = regions.argument_dtype(self.policy, node.attrs, self.usage.regions_only)
         cast = node.attrs[CAST]
         if cast.startswith(regions.WIDEST_INSIDE):
@@ -220,7 +226,7 @@ class _Rewriter:
     def _cast_inputs(
         self, node: Node, plan: _CastPlan, inputs: Sequence[_Value]
     ) -> list[NewOutput]:
-        """Insert the casts of an operator's inputs; return the outputs that it reads then."""
+        """Cast an operator's inputs as `plan` requires; return the outputs to read instead."""
         if plan.op_class == "untouched":
             reads = [self._restore(value) for value in inputs]
         else:
@@ -235,7 +241,7 @@ class _Rewriter:
         return reads
 
     def _cast_input(self, entry: NewOutput, decision: Decision, position: int) -> NewOutput:
-        """Insert the casts of one input of an operator; return the output that it reads then."""
+        """Cast one input of an operator as `decision` requires; return the output to read."""
         dtype = decision.reads[position]
         if dtype is None:
             return entry
@@ -248,7 +254,7 @@ class _Rewriter:
     def _round_outputs(
         self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
-        """Insert the casts of an operator's outputs that `plan` requires; return the outputs."""
+        """Cast an operator's outputs as `plan` requires; return the outputs to read instead."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.rounded_to
         if through is not None:
             return [
@@ -265,7 +271,7 @@ class _Rewriter:
         return [cast(entry, "float32") if entry.dtype in others else entry for entry in made]
 
     def _restore(self, value: _Value) -> NewOutput:
-        """Return a node's new output, cast to the dtype that it has without mxamp."""
+        """Return an output of the new graph, cast back to the dtype that it has without mxamp."""
         entry, plain = value
         if entry.dtype == plain or not {entry.dtype, plain} <= CASTABLE:
             return entry
@@ -301,7 +307,10 @@ def _call_key(
 
 
 def _kept_for_speed(entries: Sequence[NewOutput], target: str) -> frozenset[int]:
-    """Return positions of inputs that only a speed rule keeps in float32, to cast to `target`."""
+    """Return the positions of float32 inputs to cast to `target`, the other inputs' dtype.
+
+    Those are the inputs that a rule about speed alone keeps in float32.
+    """
     others = {e.dtype for e in entries if e.dtype in CASTABLE and not e.for_speed}
     return frozenset(k for k, e in enumerate(entries) if e.for_speed and others == {target})
 
@@ -328,7 +337,7 @@ OTHER_ORDER = (
 
 
 def region_marks(symbol: Symbol) -> frozenset[str]:
-    """Return the values by which a symbol's nodes record `autocast` regions, each once.
+    """Return the distinct values of the attribute that records `autocast` regions in a symbol.
 
     A converted symbol has none: its casts are part of it.
     """

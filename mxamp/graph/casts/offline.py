@@ -13,7 +13,7 @@ FLOAT32_CODE = str(DTYPE_CODES["float32"])
 
 
 def with_recorded_dtypes(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Return the graph with `__dtype__` set on each variable that a cast depends on.
+    """Return the graph with `__dtype__` set on the variables that feed a cast.
 
     MXNet infers dtypes from consumers too, but not through a cast, nor through a loop with a cast.
     """
@@ -35,7 +35,7 @@ def _contains_cast(node: Node) -> bool:
 
 
 def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Graph, dict[str, str]]:
-    """Give variables that all consumers cast to `dtype` this dtype, and remove those casts.
+    """Store variables in `dtype` if all their consumers cast to it, and remove those casts.
 
     Each such variable gets the dtype itself, recorded in its `__dtype__`. Also returns the new
     dtypes by name. Variables named in `keep` and graph outputs keep their dtype.
@@ -45,7 +45,7 @@ def cast_offline(graph: Graph, keep: AbstractSet[str], dtype: str) -> tuple[Grap
     nodes, edit = graph.nodes, Edit(graph, {})
 
     def casts_behind(i: int) -> list[int] | None:
-        """Return the casts between node i and its consumers; None unless all read `dtype`."""
+        """Return the casts to `dtype` behind node i; None if a consumer reads another dtype."""
         found: list[int] = []
         if i in view.head_nodes or (i, 0) not in view.consumers:
             return None
@@ -79,14 +79,14 @@ def names_cast_to(graph: Graph, dtype: str) -> set[str]:
 
 
 def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Return the graph with copies between variables and their casts to or from bfloat16.
+    """Insert a copy before each cast of a variable to or from bfloat16, to save its gradient.
 
     On CPUs the gradient of such a cast is lost under grad_req="add" (see
     `Builder._input_of_cast`), and a saved graph may be trained with any grad_req.
     """
 
     def reads_through_copy(node: Node) -> bool:
-        """Return whether a node is a cast of a variable to or from bfloat16."""
+        """Return whether a node is a cast that needs a copy: of a variable, from or to bfloat16."""
         variable = graph.nodes[node.inputs[0][0]] if node.op in CASTS else node
         between = (dtypes.get(variable.name, "float32"), node.attrs.get("dtype"))
         return variable is not node and variable.is_variable and "bfloat16" in between
@@ -113,7 +113,7 @@ def without_copies_before_casts(graph: Graph) -> Graph:
 
 
 def with_merged_variables(graph: Graph) -> Graph:
-    """Return the graph with variables of the same name, which are one parameter, merged."""
+    """Merge variables of the same name, which are one parameter; return the new graph."""
     edit = Edit(graph, {})
     first: dict[str, int] = {}
     for i, node in enumerate(graph.nodes):

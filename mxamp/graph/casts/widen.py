@@ -91,7 +91,7 @@ def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> N
 
 
 def without_lowering_regions(graph: Graph) -> Graph:
-    """Return the graph without attributes that record `autocast` regions in 16 bits."""
+    """Return the graph without the attributes by which `autocast` makes operators use 16 bits."""
 
     def unmarked(node: Node) -> Node:
         bodies = [without_lowering_regions(body) for body in node.subgraphs]
@@ -102,7 +102,7 @@ def without_lowering_regions(graph: Graph) -> Graph:
 
 
 def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
-    """Return whether node i is a cast to half precision that only rounds values on purpose.
+    """Return whether node i is a cast to half precision whose only purpose is to round.
 
     That is a `Cast` of float32 or float64 in the model's own code that only casts back read: no
     operator computes in half precision between them, so their one effect is to round.
@@ -119,7 +119,10 @@ def _rounds(i: int, view: View, inputs: Sequence[str]) -> bool:
 
 
 def _widened_body(node: Node, position: int, dtypes: Sequence[str]) -> Graph:
-    """Return subgraph number `position` of a loop, whose inputs have `dtypes`, in float32."""
+    """Convert a loop's body to float32, given the dtypes of the loop's inputs.
+
+    `position` is the number of the subgraph. Returns the body's graph.
+    """
     body = node.subgraphs[position]
     names = body.input_names
     inputs = {names[inner]: dtypes[outer] for inner, outer in body_inputs(node, position).items()}
