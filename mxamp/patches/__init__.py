@@ -1,1 +1,4 @@
-"""Monkey patches by which MXNet's own functions apply mixed precision. Imports `scaling`."""
+"""Monkey patches by which MXNet's own functions apply mixed precision.
+
+They import `scaling` and the layers below it.
+"""

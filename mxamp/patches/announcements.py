@@ -31,7 +31,10 @@ _logged: Set[str] = set()
 def announce(
     choice: PolicyChoice, dtype: object = None, is_new: bool = True, advice: str = ADVICE
 ) -> None:
-    """Log that mixed precision is on if it `is_new`; warn once if "auto" chose float32."""
+    """Log that mixed precision is on, or warn that "auto" chose float32.
+
+    Logs only if it `is_new`; warns once.
+    """
     if is_auto(dtype) and not choice.lowers:
         backends = [backend_of(device) for device in (default_device(), *DEVICES)]
         why = next(one.why_float32() for one in backends if one.fast_dtype() == "float32")
@@ -52,7 +55,7 @@ def warn_of_speed(policy: Policy, of_model: bool = False) -> None:
 
 
 class _Seen:
-    """The layer names of graphs that ran under a policy, to find wrong ones in `fp32_layers`."""
+    """Layer names seen in a policy's graphs, to warn of `fp32_layers` that match none."""
 
     def __init__(self, _policy: Policy) -> None:
         self.layers: Set[str] = set()

@@ -273,7 +273,7 @@ def check_runs_at_once(function: Any) -> None:
 
 
 def policy_for(dtype: Optional[Dtype], policy: Optional[Policy]) -> Policy:
-    """Return the policy that `autocast(dtype, policy=policy)` applies; raise if it has none."""
+    """Return the policy that `autocast(dtype, policy=policy)` applies; raise if there is none."""
     with autocast(check_target(dtype) if dtype is not None else None, policy=policy):
         chosen = active.current_policy()
     if chosen is None:

@@ -70,9 +70,10 @@ def build_call_cached_op(original: Original) -> Original:
 
 
 def _records_under_policy() -> Policy | None:
-    """Return the policy by which losses are scaled while recording, even where casts are off.
+    """Return the policy that decides on loss scaling while autograd records, else None.
 
-    The loss scale is that of the whole program: losses of output operators carry it here too.
+    It applies where casts are off too. The loss scale is that of the whole program: losses of
+    output operators carry it here too.
     """
     policy = nearest_policy() if autograd.is_recording() else None
     return policy if isinstance(policy, Policy) else None
@@ -86,7 +87,7 @@ def patched_get_graph(original: Original, self: HybridBlock, *args: object) -> o
 
 
 def patched_setattr(original: Original, self: HybridBlock, name: str, value: object) -> None:
-    """Set a block's attribute; wrap a new cached op if its graph records `autocast` regions."""
+    """Set a block's attribute; wrap a new cached op so that `autocast` in the block works."""
     original(self, name, value)
     # A block whose code enters regions needs a rewritten graph even if mixed precision is off
     # outside. The call that traces it has already passed the patch of `_call_cached_op`.
@@ -96,8 +97,9 @@ def patched_setattr(original: Original, self: HybridBlock, name: str, value: obj
 
 
 class Source(NamedTuple):
-    """The graph that a block runs, and for a converted block its policy and cast parameters.
+    """The graph that a block runs, before casts are inserted.
 
+    For a converted block, also its policy and the names of parameters stored in 16 bits (`stored`).
     A `ConvertedBlock` keeps it as its `_source`.
     """
 
@@ -109,7 +111,7 @@ class Source(NamedTuple):
 def install_policy_op(
     block: HybridBlock, args: Sequence[Any], source: Source | None = None
 ) -> None:
-    """Replace a block's cached op with a `PolicyCachedOp`; trace the block first if needed.
+    """Replace a block's cached op with one that casts (`PolicyCachedOp`); trace it if needed.
 
     A converted block runs the graph of its `source`. A block not traced yet is traced with `args`.
     """
@@ -240,7 +242,7 @@ class Variants:
     def _choose(
         self, made: Made, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
     ) -> Chosen:
-        """Return what to keep in float32 or replace in the graph, for the shapes of a call.
+        """Choose which nodes to keep in float32 or to replace, for the shapes of a call.
 
         Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
         """
@@ -260,7 +262,7 @@ class Variants:
         return known[sizes]
 
     def _usage(self, call: CallKey) -> Usage:
-        """Return the `Usage` of the block's graph in a call: dtypes and training, no shapes."""
+        """Return how a call runs the graph (its `Usage`): dtypes and training mode, no shapes."""
         dtypes = {n: d for n, d in zip(self.names, call.dtypes) if n not in self._stored}
         usage = Usage(dtypes, stored=self._stored, training=call.training)
         return replace(usage, regions_only=call.regions_only)
@@ -329,7 +331,7 @@ class PolicyCachedOp:
         self._callbacks = getattr(mx.operator, "_registry", None)
 
     def __call__(self, *args: NDArray, out: Out = None) -> object:
-        """Run the block's graph with the current policy's casts, as MXNet's cached op is called."""
+        """Run the block's graph with the current policy's casts, in place of MXNet's cached op."""
         op = self.select(args)
         inputs, run = op.inputs(args), op.run
         for listener in graph_listeners:
@@ -369,7 +371,7 @@ class PolicyCachedOp:
         return op
 
     def _policy_in_force(self) -> tuple[Policy | None, bool]:
-        """Return the call's policy, and whether it applies only to `autocast` inside the graph."""
+        """Return a call's policy, and whether only `autocast` regions in the graph follow it."""
         policy = self._own_policy or current_policy()
         if policy is not None:
             if policy is not self._idle[0]:

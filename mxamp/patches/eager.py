@@ -133,7 +133,7 @@ def call_library(
 
 
 class _Actions(Dict[int, Optional[Action]]):
-    """Cache of one policy's wrappers around eager operators, by handle; None without a wrapper.
+    """Cache of one policy's wrappers around eager operators, by operator handle.
 
     None stands for MXNet's own call. Without a policy, only the losses of output operators are
     scaled, since the backward pass is scaled all the same.
@@ -201,7 +201,7 @@ def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
 
 
 def copy_inputs(then: Action, eager: EagerOperator) -> Action:
-    """Wrap an eager operator so that inputs whose gradients are always zero are copied first."""
+    """Wrap an eager operator to copy inputs with zero gradients, so that backward can't crash."""
     positions = eager.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
@@ -236,7 +236,10 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
 
 
 def keep_float32(then: Action, eager: Any) -> Action:
-    """Wrap an eager operator so that float32 inputs stay uncast where policy or shapes say so."""
+    """Wrap an eager operator so that float32 inputs are not cast in calls kept in float32.
+
+    The policy keeps a call in float32, or a rule about its shapes does.
+    """
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
         if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
@@ -291,7 +294,7 @@ class _EagerOperator:
         return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
     def reason_to_keep(self, arguments: Sequence[Any]) -> Reason | None:
-        """Return why the shapes of a call keep it in float32, from a cache; None if they don't."""
+        """Return the reason to keep a call of these shapes in float32, or None; cached."""
         if not (self._by_shape and arguments[1][1:]):
             return None  # without a weight MXNet raises an error of its own
         _, arrays, keys, vals, *_ = arguments
@@ -312,7 +315,7 @@ class _EagerOperator:
     def _reason(
         self, arrays: Sequence[NDArray], attrs: dict[str, str], training: bool
     ) -> Reason | None:
-        """Return why the shapes of a call keep it in float32, uncached; None if they don't."""
+        """Return the reason to keep a call of these shapes in float32, or None; not cached."""
         casts = training and mx_arrays.dtype_of(arrays[1]) != self.policy.target_dtype
         shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
         site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
@@ -342,7 +345,7 @@ class _EagerOperator:
     def _decide_anew(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
-        """Return the cast decision for inputs with these dtype codes, uncached; None: no casts."""
+        """Return the cast decision for inputs of these dtype codes, or None for no casts."""
         dtypes = [mx_arrays.KIND_NAMES.get(code, "other") for code in codes]
         name, policy = self.operator.name, self.policy
         decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)
@@ -370,7 +373,7 @@ class _EagerOperator:
 
 
 def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
-    """Return an operator's inputs cast to the dtypes that a decision says it reads."""
+    """Return an operator's inputs, cast to the dtypes that a decision (`reads`) lists."""
     inputs = list(arrays)
     for i, dtype in enumerate(decision.reads):
         if dtype is not None:
@@ -382,7 +385,7 @@ def _cast_all(decision: Decision, arrays: Sequence[NDArray]) -> list[NDArray]:
 
 
 def _rounded(decision: Decision, outputs: object, is_np_op: bool) -> object:
-    """Return an operator's outputs rounded to the dtype that it emulates in float32, if any."""
+    """Return an operator's outputs, rounded if it emulates a narrower dtype in float32."""
     if decision.rounded_to is None:
         return outputs
     rounded = list(as_list(outputs))
@@ -433,14 +436,14 @@ def patched_asnumpy(original: Original, self: NDArray) -> object:
 
 
 def patched_scope_enter(original: Original, scope: autograd._RecordingStateScope) -> object:
-    """Enter an autograd scope; inside `record()`, a weight's casts to one dtype share memory."""
+    """Enter an autograd scope; `record()` starts the cache of weights' casts."""
     if scope._enter_is_record and mx_arrays.cast_dtypes:
         mx_arrays.leaf_casts.begin(scope)
     return original(scope)
 
 
 def build_scope_exit(original: Original) -> property:
-    """Return an autograd scope's `__exit__` that frees the casts that `record()` has cached.
+    """Wrap an autograd scope's `__exit__` so that it frees the casts cached in `record()`.
 
     Python looks it up when the scope begins. Its steps then are Python's own, so that Ctrl-C in one
     of them can't leave autograd recording.

@@ -134,7 +134,7 @@ class _Binding:
         self.has_loops = not LOOPS.isdisjoint(self._graph.operators)
 
     def symbol_for(self, shapes: Mapping[str, Shape]) -> Symbol:
-        """Return the symbol with casts, for arguments of these shapes; itself if it needs none."""
+        """Return the symbol to run for these argument shapes: with casts if it needs any."""
         usage = replace(self._usage, shapes=dict(shapes))
         choices = self._backend.choose(self._graph, self._policy, usage)
         if choices not in self._symbols:
@@ -148,7 +148,7 @@ class _Binding:
         return self._symbols[choices]
 
     def bind(self, call: Callable[[], Executor], rest: Sequence[Any], options: Any) -> Executor:
-        """Return the executor that `call` binds, which presents itself as the original symbol's.
+        """Return the executor that `call` binds, changed to show the symbol without casts.
 
         `rest` and `options` are the last arguments of `bind` or `simple_bind`, with `group2ctx`.
         """
@@ -217,7 +217,7 @@ def _resized(
 
 @contextmanager
 def scaled_executors() -> Iterator[None]:
-    """Return a context that allows executors to train in float16: the caller scales the loss."""
+    """Return a context in which executors may train in float16: the caller scales the loss."""
     before = _scaled.set(True)
     try:
         yield

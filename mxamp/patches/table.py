@@ -141,20 +141,20 @@ class _CastingPatches(PatchSet):
         self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
-        """Return the patches of `TABLE`, and patches that make `mxnet.contrib.amp` raise."""
+        """Return monkey patches that cast, and patches that make `mxnet.contrib.amp` raise."""
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in TABLE), *refusals()]
 
     @locked
     def acquire(self, user: object) -> None:
-        """Count `user` as one that needs the casting patches; install them for the first."""
+        """Register a user of the casting patches; install them for the first user."""
         check_contrib_is_off()
         self._users.add(user)
         self.open()
 
     @locked
     def release(self, user: object) -> None:
-        """Count `user` no longer as one that needs the patches; undo them after the last."""
+        """Unregister a user of the casting patches; undo them after the last user."""
         self._users.discard(user)
         if not self._users:
             self.close()
