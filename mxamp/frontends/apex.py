@@ -131,7 +131,7 @@ def _scaler(loss_scale: Any, opt_level: str) -> LossScaler:
 
 
 def _as_list(name: str, value: object, cls: type) -> List[Any]:
-    """Return the argument `name`, one `cls` or a list or None, as a list; raise for other types."""
+    """Return an argument (None, one `cls` or several) as a list; raise for other types."""
     listed = [] if value is None else [value] if isinstance(value, cls) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(x, cls) for x in listed):
         raise ArgumentError(f"{name} must be a {cls.__name__} or list of them, not {shown(value)}")
@@ -158,9 +158,10 @@ def _check_fresh(nets: Sequence[Block], trainers: Sequence[Trainer]) -> None:
 
 
 def _o3_policy(choice: PolicyChoice, trainers: Sequence[Trainer] = ()) -> PolicyChoice:
-    """Return a float16 policy changed for level O3: operators with a float16 kernel may use it.
+    """Return the policy for level O3: float16 for all operators that have a float16 kernel.
 
-    Any other choice is unchanged. Raises if a trainer's optimizer can't update float16 weights.
+    A `choice` that is no float16 policy is unchanged. Raises if a trainer's optimizer can't update
+    float16 weights.
     """
     if not isinstance(choice, Policy) or choice.target_dtype != "float16":
         return choice
@@ -220,7 +221,7 @@ def _write_float32(net: Block, method: str, *args: object, **kwargs: object) -> 
 
 
 def _with_float32_variables(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
-    """Return a copy of a symbol whose variables `params` record the dtype float32."""
+    """Return a copy of a symbol in which the variables named in `params` record float32."""
     graph = Graph.from_symbol(symbol)
     for node in graph.variables:
         if node.name in params and "__dtype__" in node.attrs:

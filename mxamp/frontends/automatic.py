@@ -49,7 +49,10 @@ class _AutomaticRun(FrontEnd):
     """
 
     def patches(self) -> Sequence[Patch]:
-        """Return patches of `init` and `initialize` that end the automatic run."""
+        """Return monkey patches by which a script's own `init` ends the automatic run.
+
+        `initialize` is patched too.
+        """
         public = sys.modules[__name__.partition(".")[0]]
         return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 

@@ -46,7 +46,7 @@ Compute = Callable[[Any], Any]
 
 
 class _BackwardPatches(FrontEnd):
-    """Patches that multiply gradients by a loss scale in a backward pass and divide them after."""
+    """Monkey patches that scale the loss in a backward pass, and unscale its gradients after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _BackwardPatches(FrontEnd):
         self._has_warned = False
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `Trainer`, `autograd.grad` and `attach_grad`."""
+        """Return monkey patches of trainers and `autograd` that add loss scaling to them."""
         return [
             Patch(Trainer, "__init__", wrapping(self._patched_init)),
             *patches_of_function(autograd, "grad", wrapping(self._patched_grad)),
@@ -141,7 +141,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_grad(
         self, original: Original, heads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `autograd.grad` with the loss scale inside; return unscaled gradients."""
+        """Call `autograd.grad` on the scaled loss, and return unscaled gradients."""
         head_grads, *rest = args or [kwargs.pop("head_grads", None)]
         one, outer = BackwardPass(as_list(heads), head_grads), current()
         one.scale = outer.backward_pass.scale / outer.scale if outer else _lowest_scale(one)
@@ -159,7 +159,7 @@ backward_patches = _BackwardPatches()
 
 
 def shared_states() -> list[State]:
-    """Return the loss scaling state of each trainer whose losses `backward` scales by itself."""
+    """Return the loss scaling states of trainers whose loss is scaled inside `backward`."""
     found = [active_state(trainer) for trainer in ledger.known()]
     return [state for state in found if state is not None and state.is_shared]
 

@@ -17,7 +17,7 @@ from ..policy.targets import check_target
 
 
 class _StandIn(ModuleType):
-    """Class for the modules of `mxnet.contrib.amp` that makes their functions mxamp's.
+    """Class given to the modules of `mxnet.contrib.amp` so that they hold mxamp's functions.
 
     Python lets a module change its class, for attributes that are computed when they are read. So
     scripts that hold the module already get mxamp's functions, those that contrib lacks included.
@@ -118,7 +118,9 @@ def list_lp16_fp32_ops(target_dtype: Dtype) -> List[str]:
 
 
 def list_conditional_fp32_ops(target_dtype: Dtype) -> List[Tuple[str, str, List[str]]]:
-    """Return (operator, attribute, values) of operators in float32 for these attribute values.
+    """Return the operators that run in float32 for certain values of an attribute.
+
+    Each is a tuple (operator, attribute, values).
 
     >>> ("Activation", "act_type", ["softrelu"]) in list_conditional_fp32_ops("float16")
     True

@@ -105,7 +105,7 @@ def promote_function(function: Function) -> Function:
 
 
 def _with_casts(function: Function, inside: str) -> Function:
-    """Return `function` wrapped to cast its arrays or symbols to a target, widest or float32.
+    """Wrap a function so that it casts its array and symbol arguments, as `inside` says.
 
     `inside` is TARGET_INSIDE, WIDEST_INSIDE, or FLOAT32_INSIDE, which turns mixed precision off.
     """
@@ -143,7 +143,10 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
 
 
 def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
-    """Return an array cast to `dtype`, a symbol marked to be cast when it runs, or `value`."""
+    """Cast an array to `dtype`, or mark a symbol to be cast when its graph runs.
+
+    Other values are unchanged.
+    """
     if isinstance(value, Symbol):
         copy = mx.sym.identity(value.as_nd_ndarray(), attr={CAST: region})
         return copy.as_np_ndarray() if isinstance(value, mx.sym.np._Symbol) else copy
@@ -154,7 +157,7 @@ def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
 
 @checked_call
 def register_half_function(module: Union[ModuleType, type], name: str) -> None:
-    """Make `module.name` a `half_function`, until `shutdown`.
+    """Decorate `module.name` with `half_function`, until `shutdown`.
 
     ::
 
@@ -177,7 +180,7 @@ def register_half_function(module: Union[ModuleType, type], name: str) -> None:
 
 @checked_call
 def register_float_function(module: Union[ModuleType, type], name: str) -> None:
-    """Make `module.name` a `float_function`, until `shutdown`.
+    """Decorate `module.name` with `float_function`, until `shutdown`.
 
     ::
 
@@ -197,7 +200,7 @@ def register_float_function(module: Union[ModuleType, type], name: str) -> None:
 
 @checked_call
 def register_promote_function(module: Union[ModuleType, type], name: str) -> None:
-    """Make `module.name` a `promote_function`, until `shutdown`.
+    """Decorate `module.name` with `promote_function`, until `shutdown`.
 
     ::
 

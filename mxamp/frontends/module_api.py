@@ -51,7 +51,7 @@ _bound: WeakSet[Module] = WeakSet()
 
 
 class DecoratedName(str):
-    """The name of an optimizer that `decorate` gave a loss scale: a str, as `Module` takes it."""
+    """An optimizer's name that also holds its loss scale; a str, as `Module` expects."""
 
 
 @dataclass

@@ -37,7 +37,7 @@ class Variables(Dict[str, Variable]):
     """All arrays with a gradient, keyed by their names on autograd's tape, in creation order."""
 
     def patches(self) -> List[Patch]:
-        """Return the patches of `mark_variables` and `attach_grad` that record their arrays."""
+        """Return the monkey patches that record each array to which a gradient is attached."""
         return [
             *patches_of_function(autograd, "mark_variables", wrapping(self._patched_mark)),
             Patch(NDArray, "attach_grad", wrapping(self._patched_attach)),
@@ -66,7 +66,10 @@ class Variables(Dict[str, Variable]):
         return [self[name] for name in names if name in self]
 
     def prune(self, freed: AbstractSet[str]) -> None:
-        """Forget variables that nothing else references, if their tape is freed or they are old."""
+        """Forget arrays that only this registry references, once their tape is freed.
+
+        Of those whose tape may live, the newest `_UNHELD` stay.
+        """
         unheld = [name for name, one in list(self.items()) if sys.getrefcount(one.array) <= _OURS]
         for i, name in enumerate(reversed(unheld)):
             if name in freed or i >= _UNHELD:
@@ -102,7 +105,7 @@ class Variables(Dict[str, Variable]):
 
 
 def by_gradient(variables: Iterable[Variable]) -> List[List[Variable]]:
-    """Group arrays with a gradient by the memory of that gradient, which some of them share."""
+    """Group arrays by gradient buffer, since several arrays may share one."""
     groups: Dict[Tuple[int, int], List[Variable]] = {}
     for variable in variables:
         gradient, key = variable.array.grad, (-id(variable), 0)
