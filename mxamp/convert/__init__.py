@@ -1,1 +1,4 @@
-"""Conversion of symbols, saved models and blocks to mixed precision. Imports `patches`."""
+"""Conversion of symbols, saved models and blocks to mixed precision.
+
+It imports `patches` and the layers below it.
+"""

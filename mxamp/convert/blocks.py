@@ -90,7 +90,7 @@ def _cpu_value(param: Parameter) -> NDArray:
 
 
 def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
-    """Return a block's graph as a `TracedBlock`, traced on `example_inputs` or cached earlier.
+    """Return a block's graph and parameters (`TracedBlock`) from its cache or `example_inputs`.
 
     The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
     the example initializes parameters of deferred shape.
@@ -163,9 +163,9 @@ def _with_states_as_list(
 
 
 class ConvertedBlock(SymbolBlock):
-    """A converted block: exports a graph with casts, and runs the original graph if it is kept.
+    """A Gluon block that runs a converted graph, and exports it with its casts.
 
-    The latter gets its casts in each call, by the shapes of the call's inputs.
+    If it keeps the original graph, it runs that one, with casts by the shapes of a call's inputs.
     """
 
     _layer: Optional[_RNNLayer]
@@ -173,7 +173,7 @@ class ConvertedBlock(SymbolBlock):
     def __init__(
         self, traced: TracedBlock, converted: Converted, options: Options, contexts: List[Context]
     ) -> None:
-        """Make a block that runs a converted symbol, and is called as the traced block is.
+        """Initialize a block that runs a converted symbol and is called as the traced block is.
 
         The values are copied to `contexts`. Parameters keep names, `lr_mult`, `wd_mult`, `grad_req`
         and `grad_stype`, but those cast offline get no gradients. Nor do those of fused operators.

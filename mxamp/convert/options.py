@@ -43,7 +43,7 @@ class Options:
 
     @classmethod
     def of(cls, target_dtype: Dtype, **arguments: Any) -> "Options":
-        """Return the `Options` of a call of a `convert_*` function, given all its arguments.
+        """Return the arguments of a `convert_*` call as `Options`, checked and with defaults.
 
         `keep_io_types` is True by default, but False for float32 models, whose policy lowers no
         operator.
@@ -127,7 +127,7 @@ def check_mapping(argument: str, value: object, what: str, kind: type = object) 
 
 
 def checked_shapes(argument: str, shapes: Any) -> Dict[str, Tuple[int, ...]]:
-    """Return an argument that maps inputs to shapes with shapes as tuples of int, else raise.
+    """Check an argument that maps inputs to shapes; return it with shapes as tuples of int.
 
     `argument` is the name of the public argument, for messages. None gives an empty dictionary.
     """

@@ -43,7 +43,7 @@ _WHERE = re.compile(r"MXNetError: |\[\d\d:\d\d:\d\d\] \S+: |Check failed: assign
 
 
 class Distance:
-    """The errors of arrays against reference arrays: relative, maximum, and lost elements.
+    """The error of one or more arrays against their reference arrays.
 
     `relative` is the L2 norm of the difference over that of the reference, for the worst pair:
     pooled norms would hide a small array that is all wrong. Against a reference of zeros it is 0
@@ -272,9 +272,10 @@ def random_inputs(
 
 
 def _bounds(symbol: Symbol, shapes: Mapping[str, Shape]) -> Dict[str, Tuple[int, int]]:
-    """Return (lowest, highest + 1) of inputs that must be indices of a table or lengths.
+    """Return the valid range of each input that operators read as indices or lengths.
 
-    MXNet's sequence operators write outside of their arrays for lengths beyond the data's.
+    A range is (lowest, highest + 1). MXNet's sequence operators write outside of their arrays for
+    lengths beyond the data's.
     """
     graph = Graph.from_symbol(symbol)
     tensors = tensors_of(graph, dict.fromkeys(shapes, "float32"), shapes)

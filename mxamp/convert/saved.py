@@ -137,7 +137,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 
 
 def _left_by_kills(path: Path) -> str:
-    """Return an error message's hint of temporary files that killed conversions have left."""
+    """Return an error message's hint that killed conversions have left files; "" if none."""
     with locked(path):  # other conversions set files aside for a moment
         left = left_beside(path) if os.access(path.parent, os.R_OK) else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
@@ -202,7 +202,7 @@ def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArr
 
 
 def _certain_param_names(graph: Graph) -> Set[str]:
-    """Return the names of variables that are parameters for sure, by name or attributes."""
+    """Return the names of variables that are surely parameters, by their names or attributes."""
     found = {one.name for one in graph.variables if "__lr_mult__" in one.attrs}
     for node in graph.nodes:
         layers = node.name, node.name.partition("_fwd")[0]  # Gluon adds _fwd

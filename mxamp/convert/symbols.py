@@ -143,7 +143,7 @@ def widened_for(
     params: Optional[Mapping[str, NDArray]],
     keep_io_types: bool,
 ) -> Widened:
-    """Return a model's graph with all half precision converted to float32, before any casts.
+    """Convert a model's graph from half precision to float32, before casts are inserted.
 
     With `keep_io_types` the inputs that are no parameters and the outputs keep their dtypes; where
     `params` is None, all inputs do. Parameters that nothing reads become float32 too.
@@ -165,7 +165,7 @@ def widened_for(
 
 
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return parameters by name, those in `dtypes` cast to the dtype given there."""
+    """Return all parameters by name, with those named in `dtypes` cast to their dtype there."""
     with suspended():
         # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
         lowered = {n: cast(copy(params[n]), dtypes[n]) for n in params.keys() & dtypes.keys()}
