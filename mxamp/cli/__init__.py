@@ -1,1 +1,4 @@
-"""The command line: a module for each subcommand. Imports all packages but `mxamp` itself."""
+"""The command line: a module for each subcommand.
+
+It imports all packages, but not the public module `mxamp` itself.
+"""

@@ -75,7 +75,10 @@ def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -
 
 
 def _form_options(policy: Optional[str]) -> Dict[str, bool]:
-    """Return arguments of `convert_files` for the way to run that a tuned policy file names."""
+    """Return arguments of `convert_files` for the `form` in a tuned policy file.
+
+    A form is a way to run a model, such as converted or fused.
+    """
     form = read_toml(policy).get("form", "") if policy else ""
     if form not in ("", CONVERTED, FUSED):
         raise click.UsageError(NO_FORM.format(form))

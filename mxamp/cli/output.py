@@ -18,7 +18,7 @@ def examples(*commands: str) -> str:
 
 
 def in_options(text: str) -> str:
-    """Return a message with the names of functions' arguments replaced by options.
+    """Rewrite a message to name command-line options in place of Python arguments.
 
     An option that stands for an argument has its name: `force=True` becomes --force.
     """
