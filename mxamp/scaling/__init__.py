@@ -1,1 +1,4 @@
-"""Loss scaling: scalers, the overflow check of trainers, checkpoints. Imports `policy`."""
+"""Loss scaling: loss scalers, the overflow check of trainers, and their checkpoints.
+
+Builds on `policy`.
+"""

@@ -42,7 +42,7 @@ SEVERAL_SCALES = "losses were scaled apart, or not all: scale them together or r
 
 
 class _Recorded(ContextDecorator, autograd._RecordingStateScope):
-    """`autograd.record()` as a decorator, whose end Ctrl-C can't skip."""
+    """`autograd.record()` as a decorator, so that Ctrl-C can't leave recording switched on."""
 
     def _recreate_cm(self) -> _Recorded:
         return _Recorded(True, autograd.is_training())
@@ -105,7 +105,10 @@ class _ScalingPatches(FrontEnd):
         self._is_ending = False  #: whether `close` was called; scaled gradients may delay the end
 
     def patches(self) -> Sequence[Patch]:
-        """Return patches of backward passes, `Trainer`, norm clipping and custom operators."""
+        """Return the patches that track the loss scale of gradients.
+
+        They are on backward passes, `Trainer`, norm clipping, and operators in Python.
+        """
         return [
             Patch(_LIB, "MXAutogradBackwardEx", wrapping(self._patched_backward)),
             Patch(_LIB, "MXAutogradBackward", wrapping(self._patched_backward)),
@@ -119,7 +122,7 @@ class _ScalingPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Install the patches, and find trainers and custom operators that exist already."""
+        """Install the patches, for existing trainers and custom operators too."""
         self._is_ending = False
         if not self.is_open:
             super().open()

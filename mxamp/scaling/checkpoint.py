@@ -72,7 +72,7 @@ def save_states(state: State, fname: str) -> None:
 
 
 def load_states(state: State, fname: str) -> None:
-    """Load a trainer's optimizer states and loss scaling state; after an error, neither changed.
+    """Load a trainer's optimizer states and loss scaling state; on an error, change neither.
 
     The states are converted to the precision of the trainer's parameters. For trainers of
     `initialize`, the trainer and not the file decides whether there are master weights.
@@ -118,7 +118,7 @@ def resume(state: State) -> None:
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
-    """Replace float32 master weights that no longer round to their float16 weights.
+    """Reset stale float32 master weights, which no longer round to their float16 weights.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its
     own steps have made stale. A float32 weight has no master weight: it takes the values of the
@@ -147,9 +147,10 @@ def share_step_counts(trainer: Trainer) -> None:
 
 
 def updaters_of(trainer: Trainer) -> list[Any]:
-    """Return the updaters that hold a trainer's optimizer states: of devices or the kvstore.
+    """Return MXNet's `Updater` objects, which hold a trainer's optimizer states.
 
-    Makes the kvstore first if the trainer has none yet.
+    There is one per device, or one on the kvstore. Makes the kvstore first if the trainer
+    has none yet.
     """
     if not trainer._kv_initialized:
         trainer._init_kvstore()
@@ -184,7 +185,7 @@ def _converted(
     weights: dict[int, NDArray],
     saved: dict[int, NDArray] | None = None,
 ) -> tuple[dict[int, Any], dict[int, NDArray]]:
-    """Return optimizer states converted to fit `weights`, and float32 master weights, by index.
+    """Return optimizer states converted to the dtypes of `weights`, and the master weights.
 
     `saved` are the master weights of a file that is loaded: a state in it whose form or shapes are
     not those of a new state raises `ArgumentError`. Without `saved`, for a file to write, such a
@@ -217,7 +218,7 @@ def _converted(
 
 
 def _split(state: Any, new: Any, like: NDArray, place: int | None) -> tuple[Any, NDArray | None]:
-    """Return a loaded optimizer state and its master weight separately; None without one.
+    """Return an optimizer state without its float32 master weight, and that weight or None.
 
     `new` is a new state alone, for the weight `like`.
     """

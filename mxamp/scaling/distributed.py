@@ -40,7 +40,7 @@ COMPRESSED = "the kvstore would compress Inf to a finite number: leave out compr
 
 
 def check_settings(kvstore: Any, scaler_state: Mapping[str, Any], key_type: type = int) -> None:
-    """Raise in all workers if one has another version of mxamp, policy or loss scaler.
+    """Raise in all workers unless all have the same mxamp version, policy and loss scaler.
 
     All workers have to call this before they send any gradient. A kvstore accepts no mixture of
     key types: `key_type` is the type of its other keys.
@@ -98,7 +98,7 @@ def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
 
 
 def patched_init_params(original: Original, trainer: Trainer) -> None:
-    """Wait for the first backward pass to end, then call `Trainer._init_params`.
+    """Call `Trainer._init_params` once pending computation has ended, to send current values.
 
     Under static_shape MXNet's engine does not know that the pass writes BatchNorm's running
     statistics: the kvstore would send their old values to all devices.
@@ -119,7 +119,7 @@ def workers_of(trainer: Trainer) -> Any:
 
 
 def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
-    """Sum a trainer's gradients, multiplied by the loss scale `scale`, over devices and workers.
+    """Sum a trainer's gradients, which carry the loss scale `scale`, over devices and workers.
 
     With several workers, a gradient that has overflowed is set to Inf before, as a script may
     have made it finite since by clipping. A stale one is set to 0: not computed since the last

@@ -1,4 +1,6 @@
-"""Checks of gradients for Inf and NaN, norms, and scaling, with one sync per device.
+"""Operations on lists of gradients: checks for Inf and NaN, norms, and multiplication.
+
+`all_finite` syncs once per device.
 
 In host memory the check reads arrays in place. A float32 array's dot product with itself runs at
 memory speed and is finite only if every element is. Where it is not (a finite 1e25 squares to
@@ -27,7 +29,7 @@ from ..policy.active import suspended
 
 
 class Layout(NamedTuple):
-    """What is constant about an array: device, memory, dtype, and whether it is empty or 0-d."""
+    """Properties of an array that decide how it is checked, such as its device and dtype."""
 
     ctx: Any
     dtype: str
@@ -62,7 +64,10 @@ def all_finite(arrays: Sequence[NDArray]) -> bool:
 
 
 def _all_finite_on_device(batch: Sequence[NDArray], earlier: NDArray | None = None) -> NDArray:
-    """Compute on a device whether arrays are finite: 1 or 0, in an array of one element."""
+    """Return a one-element array on the device: 1 if all arrays are finite, else 0.
+
+    `earlier` is such an array for other arrays: the result is 1 only if both are finite.
+    """
     keys, values = ["num_arrays", "init_output"], [len(batch), earlier is None]
     made: NDArray = invoke(_ALL_FINITE, batch, keys, values, earlier, False, False)
     return made
@@ -80,7 +85,10 @@ def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
-    """Return the sum of squares of all elements of all arrays, Inf or NaN included. Syncs."""
+    """Return the sum of squares of all elements of all arrays, which may be Inf or NaN.
+
+    Waits for the arrays.
+    """
     on_device, in_host = _split_by_memory(arrays)
     with autograd.pause(), suspended(), np.errstate(all="ignore"):
         batches = _batches(on_device)
@@ -150,7 +158,10 @@ def _batches(arrays: Mapping[int, NDArray]) -> list[list[NDArray]]:
 
 
 def layout_of(array: NDArray) -> Layout:
-    """Return an array's `Layout`, cached on its handle; equal layouts are one object."""
+    """Return an array's device, dtype and other fixed properties (`Layout`), cached.
+
+    Equal layouts are one object, by whose `id` arrays are grouped.
+    """
     layout: Layout | None = getattr(array.handle, "_amp_layout", None)
     if layout is None:
         shape, ctx = shape_of(array), array.context

@@ -1,4 +1,4 @@
-"""Updates of float16 weights: refuse optimizers that fail, divide gradients in float32.
+"""Updates of float16 weights: checks of the optimizer, and unscaling in float32.
 
 With master weights every optimizer of MXNet works. `tests/scaling/test_float16_optimizers.py` holds
 the tables to MXNet's registry.
@@ -50,7 +50,9 @@ def check_float16_update(trainer: Trainer, casts: bool = False) -> None:
 
 
 def divide_updates(optimizer: mx_optimizer.Optimizer, scale: float) -> None:
-    """Make an optimizer divide gradients by the loss scale in float32; stop it if `scale` is 1.
+    """Make an optimizer divide gradients by `scale` in float32 before updates.
+
+    A scale of 1 undoes that.
 
     Divided in float16, gradients would lose the small values that the scale preserves.
     """

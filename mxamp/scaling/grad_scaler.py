@@ -134,7 +134,7 @@ class GradScaler:
 
     @checked_call
     def scale(self, loss: object) -> Any:
-        """Return a loss, or all losses in lists, tuples and dicts, times the loss scale.
+        """Return a loss, or each loss in a container, multiplied by the loss scale.
 
         Works inside `autograd.record()` and outside.
 
@@ -261,7 +261,10 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_state(self, trainer: Trainer) -> State:
-        """Return a trainer's loss scaling state, created if needed; its gradients are scaled."""
+        """Return a trainer's loss scaling state after recording that its loss was scaled.
+
+        The state is created if needed.
+        """
         state = active_state(trainer) or attach_state(trainer, self._scaler, scaled_by="GradScaler")
         state.check_scaled_by("GradScaler")
         if state.stage is not Stage.STEPPED:

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(trainer: Trainer) -> list[Entry]:
-    """Return an `Entry` for each gradient of a trainer, on all devices."""
+    """Return each gradient of a trainer on each device, with its parameter (`Entry`)."""
     return [
         Entry(param, data, gradient)
         for param in trainer._params
@@ -65,7 +65,7 @@ def gradients_of(trainer: Trainer) -> list[NDArray]:
 
 
 def named(entries: Iterable[Entry], names: set[str]) -> list[Entry]:
-    """Return the entries of parameters with one of these names on autograd's tape."""
+    """Return the gradients whose parameters have one of these names on autograd's tape."""
     return [entry for entry in entries if name_of(entry.data) in names]
 
 
@@ -96,7 +96,10 @@ class Ledger:
         self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
-        """Track a trainer's gradients; set those from earlier scaled backward passes to zero."""
+        """Track a trainer's gradients, and set to zero those whose loss scale is unknown.
+
+        It is unknown after a scaled backward pass that came before this call.
+        """
         if trainer in self.trainers:
             return
         known = {param for other in self.known() for param in other._params}
@@ -113,20 +116,23 @@ class Ledger:
         return _listed(self.trainers)
 
     def of(self, entry: Entry) -> Carried:
-        """Return the record of a gradient: its loss scale, overflow flag and sum flag."""
+        """Return the record of a gradient's loss scale, overflow, and sum over devices."""
         # Needs no lock: `_settle` changes `_scale` before it drops the notes that it replaces.
         return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
 
     @_locked
     def note(self, entry: Entry, carried: Carried) -> None:
-        """Set the record of a gradient: its loss scale, overflow flag and sum flag."""
+        """Set the record of a gradient's loss scale, overflow, and sum over devices."""
         handle = entry.gradient.handle
         handle._amp_carried = self._notes[handle.value] = carried
         if carried == Carried(self._scale):
             del self._notes[handle.value]
 
     def overflown_among(self, find: Callable[[], list[Entry]]) -> list[Entry]:
-        """Return those gradients in the result of `find()` that were found to be Inf or NaN."""
+        """Return the gradients from `find()` that have overflowed.
+
+        `find` is not called if no gradient can have overflowed.
+        """
         return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
 
     def is_summed(self, trainer: Trainer) -> bool:
@@ -139,12 +145,12 @@ class Ledger:
             self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
-        """Return whether all gradients have the loss scale `scale`, and none has a flag set."""
+        """Return whether all gradients have this loss scale, and no overflow or sum is recorded."""
         return self._scale == scale and not self._notes
 
     @contextmanager
     def written(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
-        """Return a context for a backward pass that records its gradients' loss scale.
+        """Return a context that records the loss scale of gradients that a backward pass writes.
 
         Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
         records of gradients that it would have replaced stay what they were.
@@ -171,7 +177,7 @@ class Ledger:
             self._settle(scale)
 
     def _changed(self, this_pass: BackwardPass, scale: float) -> list[Entry]:
-        """Return the gradients that a backward pass writes and the ledger has at another scale."""
+        """Return the gradients whose record changes when a backward pass writes them at `scale`."""
         if self.all_carry(scale):
             return []
         unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
@@ -188,7 +194,10 @@ class Ledger:
 
     @_locked
     def _settle(self, scale: float) -> None:
-        """Make `scale` the ledger's default once every gradient has a record of its own."""
+        """Make `scale` the default loss scale, so that records equal to it can be dropped.
+
+        Does nothing while a gradient without a record relies on the present default.
+        """
         entries = self._entries()
         if all(entry.gradient.handle.value in self._notes for entry in entries):
             self._scale = scale
@@ -206,7 +215,7 @@ class Ledger:
                 self.note(entry, replace(before, scale=scale))
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
-        """Return the largest loss scale among gradients that no update has used yet; else 1."""
+        """Return the largest loss scale among gradients that no update has used yet; 1 if none."""
         given = {id(array) for array in arrays}
         found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
         return max((self.of(entry).scale for entry in found), default=1.0)
@@ -218,7 +227,10 @@ class Ledger:
         )
 
     def carried(self, trainer: Trainer) -> float:
-        """Return the loss scale of gradients since a trainer's last update, or the lowest."""
+        """Return the loss scale of a trainer's new gradients, the lowest one if they differ.
+
+        New gradients were written by a backward pass since the last update.
+        """
         if not self._notes:
             return self._scale
         return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
@@ -245,7 +257,7 @@ class Ledger:
             self.note(entry, replace(carried, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Clear the overflow and sum flags of a trainer's gradients after its step."""
+        """Mark a trainer's gradients as neither overflowed nor summed, after its step."""
         for entry in entries_of(trainer) if self._notes else ():
             self.note(entry, Carried(self.of(entry).scale))
 

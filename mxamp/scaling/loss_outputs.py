@@ -85,7 +85,10 @@ def _with_scalable_gradient(data: NDArray) -> NDArray:
 
 
 def scale_array(ctx: mx.Context) -> NDArray:
-    """Return an array of one element for the loss scale of a recorded loss operator."""
+    """Return a one-element array by which a loss operator multiplies its gradients.
+
+    A backward pass writes its loss scale to the array (`set_scales`).
+    """
     with autograd.pause(), suspended():
         array = mx.nd.ones((1,), ctx=ctx)
     if autograd.is_recording():
@@ -121,7 +124,10 @@ def scale_operators(prop: CustomOpProp) -> None:
 
 
 def _create_operator(prop: CustomOpProp, *args: object, **kwargs: object) -> CustomOp:
-    """Create a custom operator whose `backward` applies the loss scale, if needed."""
+    """Create a custom operator whose gradients are multiplied by the loss scale.
+
+    Its `backward` is wrapped, unless the operator's inputs are (`scalable_inputs`).
+    """
     op = type(prop).create_operator(prop, *args, **kwargs)
     scaled_in_graph = not prop.need_top_grad_ and current_policy() is not None
     is_wrapped = isinstance(getattr(op, "backward", None), partial)
@@ -138,7 +144,7 @@ def _scaled_backward(
     in_grad: list[NDArray],
     **others: object,
 ) -> None:
-    """Call a custom operator's `backward`, and multiply its results by the loss scale if needed.
+    """Call a custom operator's `backward` so that its results carry the loss scale.
 
     `thread` has recorded the operator.
     """
@@ -186,7 +192,7 @@ def _times_in_float32(gradient: NDArray | None, factor: float) -> NDArray | None
 
 
 class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no UserList[NDArray]
-    """A custom operator's `out_grad`, which is multiplied by `factor` when first read.
+    """A custom operator's `out_grad`; its arrays are multiplied by `factor` on first access.
 
     No earlier: operators with `need_top_grad=False` are given arrays without memory. `UserList`
     reads its elements from `data`. The list is a subclass, not the arrays: MXNet's operators
@@ -201,7 +207,7 @@ class _OutGradients(UserList):  # type: ignore[type-arg]  # Python 3.8 has no Us
 
     @property  # type: ignore[override]
     def data(self) -> Sequence[NDArray | None]:
-        """The output gradients that the custom operator reads, multiplied by `factor`."""
+        """The arrays of the list, multiplied by `factor` on first access."""
         if not self.was_read:
             self._gradients = [_times_in_float32(one, self._factor) for one in self._gradients]
         self.was_read = True

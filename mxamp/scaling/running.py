@@ -59,7 +59,10 @@ class Running(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The loss scale of the pass's gradients, or of those that the operator is given."""
+        """The loss scale of the gradients that this thread computes.
+
+        Inside an operator in Python, it is that of the gradients that the operator receives.
+        """
         return self.backward_pass.scale if self.given_scale is None else self.given_scale
 
 
@@ -129,7 +132,7 @@ def is_any_running() -> bool:
 
 
 def backward_pass_of(thread: int) -> BackwardPass:
-    """Return the running backward pass for a custom operator that `thread` recorded.
+    """Return the running backward pass that calls a custom operator recorded in `thread`.
 
     Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
     threads are possible, and their scales differ.

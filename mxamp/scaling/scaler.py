@@ -1,4 +1,4 @@
-"""Loss scalers: state machines that raise and lower the loss scale, without MXNet.
+"""Loss scalers: state machines, independent of MXNet, that raise and lower the loss scale.
 
 float16 gradients below 6e-8 become zero. Loss scaling multiplies the loss by a large scale and the
 gradients by its inverse before the update. The largest scale that does not overflow is found by
@@ -32,7 +32,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def whole_number(name: str, value: Any, least: int = 0) -> int:
-    """Return an argument as an int; raise unless it is a whole number from `least`."""
+    """Return an argument as an int; raise unless it is a whole number of at least `least`."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < least:
         raise ArgumentError(f"{name} must be a whole number from {least}, not {shown(value)}")
@@ -107,7 +107,7 @@ class LossScaler:
         self._overflows_left = self._hysteresis
 
     def _start(self, scale: float) -> None:
-        """Set all fields as for a constant loss scale."""
+        """Initialize the fields of a constant loss scale; a dynamic scaler then sets its own."""
         # A user-defined subclass saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
         self.steps = self.skips = self.skips_in_a_row = 0  #: updates done and skipped
@@ -150,7 +150,9 @@ class LossScaler:
             self._max_scale = max(self._max_scale, self._loss_scale)
 
     def back_off_from(self, scale: float) -> None:
-        """Lower the loss scale to `scale`, that of a step that overflowed, before `update`.
+        """Lower the loss scale to `scale`, with which a step has overflowed.
+
+        Call it before `update`, which may lower the scale further.
 
         Parameters
         ----------
@@ -227,7 +229,7 @@ class LossScaler:
         vars(self).update({f"_{name}": state[name] for name in own if name not in _HEADER})
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of any kind of scaler, with the current step counts.
+        """Load the saved state of any kind of scaler, but keep the current step counts.
 
         A `NoScaler` stays one, and takes no other's place: a run in float16 may resume from one in
         bfloat16.
@@ -284,7 +286,10 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (LossScaler, StaticLos
 
 
 class SharedScale:
-    """A loss scaler shared by all trainers of a decorated optimizer or automatic run.
+    """A loss scaler that several trainers share.
+
+    They share the optimizer of a `decorate` call, or an automatic run: a script that never calls
+    mxamp.
 
     `scaled_by` is the API's name. Copies of an optimizer share it too. MXNet pickles optimizers
     into state files, which plain MXNet has to load, so pickles leave it out.
@@ -305,6 +310,6 @@ class SharedScale:
 
 
 def scale_of(optimizer: object) -> SharedScale | None:
-    """Return the `SharedScale` of an optimizer (or name) from `decorate`; None for others."""
+    """Return the loss scaler (`SharedScale`) that `decorate` attached to an optimizer, or None."""
     scale = getattr(optimizer, "_amp_scaling", None)
     return scale if isinstance(scale, SharedScale) else None

@@ -51,7 +51,7 @@ class RunningStatistics:
             self._saved, self._age = [copy(array) for _, array in found], 0
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Restore statistics with Inf or NaN from the snapshot; renew it every tenth step."""
+        """Restore statistics with Inf or NaN from the snapshot, and take one every 10 steps."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1

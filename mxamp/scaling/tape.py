@@ -31,7 +31,7 @@ TOO_LARGE = "a loss scale of {:g} is not between 2**-126 and 2**127, the range o
 
 
 class ScaleMark(NamedTuple):
-    """The record of a scaled loss, by its name on autograd's tape: the scale and its array."""
+    """The record of a scaled loss: the scale, and the array by which the loss was multiplied."""
 
     scale: float
     factor: NDArray  #: the array that holds the scale
@@ -46,7 +46,7 @@ _marks: dict[str, ScaleMark] = {}
 
 @lru_cache(maxsize=64)
 def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> NDArray:
-    """Return a cached array of one element with a loss scale, by which losses are multiplied."""
+    """Return a one-element array that holds a loss scale, to multiply losses by; cached."""
     with autograd.pause(), suspended(), mx.util.np_shape(is_numpy):
         # By an operator: a copy from the host would wait on GPUs.
         array = mx.nd.full((1,) * (ndim if is_numpy else max(ndim, 1)), scale, ctx, dtype)
@@ -54,7 +54,10 @@ def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> ND
 
 
 def marked(array: NDArray) -> NDArray:
-    """Return an alias of an array as a new variable on autograd's tape, without a gradient."""
+    """Return an alias of an array under a new name on autograd's tape, without a gradient.
+
+    By that name the array's use is found in a recorded graph.
+    """
     copied = shallow_copy(array)
     handles = c_array(NDArrayHandle, [copied.handle])
     check_call(_LIB.MXAutogradMarkVariables(1, handles, _NO_GRADIENT, handles))
@@ -62,7 +65,7 @@ def marked(array: NDArray) -> NDArray:
 
 
 def scaled(loss: NDArray, scale: float) -> NDArray:
-    """Return a loss times a loss scale, and record the scale under a name on autograd's tape.
+    """Return a loss multiplied by a loss scale, which a backward pass finds on autograd's tape.
 
     Raises `StateError` if float32 can't hold the scale.
     """
@@ -81,7 +84,7 @@ def scaled(loss: NDArray, scale: float) -> NDArray:
 def unscaled_heads(
     heads: Sequence[NDArray], head_grads: Sequence[Any] | None
 ) -> tuple[list[NDArray], list[Any]]:
-    """Return heads with scaled losses replaced by unscaled ones, and head gradients scaled.
+    """Return the losses before scaling, and head gradients multiplied by the scale instead.
 
     MXNet can't differentiate a multiplication twice, so a second derivative begins here.
     """
@@ -104,7 +107,7 @@ def forget(names: Iterable[str]) -> None:
 
 
 def end_scaling() -> None:
-    """Set the loss scale of all scaled losses that still wait for a backward pass to 1."""
+    """Reset to 1 the loss scale of all scaled losses that still await a backward pass."""
     factors = {id(mark.factor): mark.factor for mark in list(_marks.values())}
     _marks.clear()
     _factor.cache_clear()
@@ -146,7 +149,9 @@ def _symbol_of(array: NDArray) -> mx.sym.Symbol | None:
 
 
 def name_of(array: NDArray) -> str:
-    """Return the name of an array on autograd's tape, "" if it is not recorded (2 us).
+    """Return the name of an array on autograd's tape; "" if it is not on the tape.
+
+    Takes some 2 us.
 
     An array gets another name when it is marked again: by `attach_grad`, and where a parameter's
     `grad_req`, dtype or device changes.
@@ -162,7 +167,9 @@ def names_behind(heads: Iterable[NDArray]) -> set[str]:
 
 
 def marks_behind(head: NDArray) -> dict[str, float]:
-    """Return {tape name: scale} of the scaled losses that a head is or depends on.
+    """Return the loss scales of the scaled losses that a head depends on, by tape name.
+
+    A head that is a scaled loss itself counts too.
 
     Marks behind a BlockGrad, which no gradient reaches, are left out. Takes some 5 us for a head
     that is a scaled loss itself.
@@ -187,7 +194,10 @@ def marks_behind(head: NDArray) -> dict[str, float]:
 
 
 def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
-    """Return {tape name: scale} if a recorded call scales a loss, else {}; None for a variable."""
+    """Return {tape name: scale} if a recorded symbol is a scaled loss; {} if it is not.
+
+    None for a variable, which no recorded call has computed.
+    """
     children = symbol.get_children()
     if children is None:
         return None
@@ -196,7 +206,7 @@ def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
 
 
 def _marks_in(graph: Any) -> dict[str, float]:
-    """Return {tape name: scale} of the scaled losses in a recorded graph."""
+    """Return the scales of the scaled losses in a recorded graph, by tape name."""
     nodes, found, seen = graph["nodes"], {}, set()
     waiting = [head[0] for head in graph["heads"]]
     while waiting:

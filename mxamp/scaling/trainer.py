@@ -118,7 +118,7 @@ class StepReport(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The loss scale and the `Stage` of a trainer's gradients since its last step."""
+    """Gradients that await a trainer's step: their loss scale, and whether they are unscaled."""
 
     scale: float  #: the scale of the first of these losses
     stage: Stage = Stage.SCALED
@@ -156,9 +156,9 @@ class State:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the loss scale belongs to a decorated optimizer or an automatic run.
+        """Whether the trainer shares its loss scale, by `decorate` or in an automatic run.
 
-        Their trainers share one scale, and the script itself scales no loss.
+        The script itself then scales no loss.
         """
         return self.scaled_by not in ("init_trainer", "initialize", "GradScaler")
 
@@ -196,7 +196,7 @@ class State:
             raise StateError(SCALED_TWICE.format(self.scaled_by, allowed[0]))
 
     def check(self, action: str) -> None:
-        """Raise if `action` ("unscale" or "step") is out of order at the trainer's `Stage`."""
+        """Raise if `action` ("unscale" or "step") is illegal now, such as a second unscale."""
         if (action, self.stage) in _ILLEGAL:
             raise StateError(_ILLEGAL[action, self.stage])
 
@@ -219,7 +219,7 @@ class State:
         return bool(ledger.overflown_among(partial(fresh, self.trainer)))
 
     def drop(self) -> None:
-        """Discard unscaled gradients, when a new loss is scaled without a step before.
+        """Discard unscaled gradients if a new loss is scaled before a step has used them.
 
         If they have overflowed, the scale is lowered, as by a skipped step.
         """
@@ -229,7 +229,7 @@ class State:
             self.pending = None
 
     def note_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
-        """Record that a backward pass applied the loss scale and unscaled its gradients.
+        """Record that a backward pass scaled the loss and unscaled the gradients by itself.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. If the program
         `has_dropped` such gradients without a step, a second overflow lowers the scale.
@@ -311,11 +311,15 @@ class State:
         return scale
 
     def _used(self) -> list[Entry]:
-        """Return the gradients that this step uses: those since the last update, or all."""
+        """Return the gradients that this step uses.
+
+        With several workers, all; otherwise those that a backward pass has written since the last
+        update.
+        """
         return (fresh if self.workers is None else entries_of)(self.trainer)
 
     def _warn_of_no_scale(self) -> None:
-        """Warn if the gradients of a step were not scaled, unless the last step's were not."""
+        """Warn at the first of consecutive steps whose gradients were not scaled."""
         # A trainer of a GradScaler may take a step of its own, with a plain loss.
         has_grad_scaler = self.scaler.finite_by_state is not None
         warned = (Stage.SCALED,) if has_grad_scaler else (Stage.NONE, Stage.SCALED)
@@ -325,7 +329,7 @@ class State:
             logger.warning(NOT_SCALED)
 
     def _find_overflow(self, scale: float) -> list[Entry]:
-        """Return the gradients that are Inf or NaN, or were when they were unscaled."""
+        """Return the gradients that contain Inf or NaN, or did when they were unscaled."""
         if self.stage is Stage.NONE or (scale == 1 and not self.scaler.is_scaling):
             return []
         # To leave out stale gradients costs more than to check them.
@@ -355,7 +359,7 @@ class State:
             ledger.bring(self._used(), 1.0)
 
     def _record(self, carried: float, bad: Sequence[Entry]) -> StepReport:
-        """Update the loss scale after a step, reset the gradients' records; return a report."""
+        """Update the loss scale and the gradients' records after a step; return its report."""
         stage, scaler, finite = self.stage, self.scaler, not bad
         if stage is Stage.NONE:
             return StepReport(True, 1.0, self.loss_scale)
@@ -602,7 +606,7 @@ def attach_state(
 
 
 def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
-    """Return whether a trainer's updates can run outside its kvstore, as skipping steps requires.
+    """Return whether a trainer's updates can be skipped, because no kvstore applies them.
 
     Raises `StateError` if they can't, and `scaler` has to be able to skip updates.
     """
