@@ -102,7 +102,7 @@ def packages(*names: str) -> List[Any]:
 
 
 def float32_model(model: Any, calls: Sequence[Any]) -> Tuple[Model, List[Params], List[str]]:
-    """Return a model converted to float32, its inputs for each call, and argument names.
+    """Convert a model and its example inputs to float32; return both, and argument names.
 
     The inputs are arrays by name, in float32 for other floats, with zeros for labels. The arguments
     are names; the inputs lack those that the block does not use.
@@ -211,7 +211,7 @@ def _errors(runtime: Any, content: bytes, model: Model, given: Dict[str, Any]) -
 
 
 class OpenVINO:
-    """A block that runs in OpenVINO: called as the original, it returns a list of outputs.
+    """A block exported to OpenVINO, which takes the arguments of the original block.
 
     `calls` are arguments of calls, of all sizes that it takes. `precision` is the dtype that it
     computes in: bfloat16 only if that is asked for, on a CPU that has it.

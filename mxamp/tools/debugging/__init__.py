@@ -1,1 +1,1 @@
-"""Debugging tools, public as `mxamp.debugging`: finding NaN, comparing, counting operators."""
+"""Debugging tools (`mxamp.debugging`): find NaN, compare precisions, count operators."""

@@ -37,7 +37,7 @@ class Causes:
         self.at_zero = ""
 
     def add_input(self, step: int, name: str, array: NDArray, is_weight: bool) -> None:
-        """Record the magnitude of an operator's input: of a weight, or of the step's data."""
+        """Record the largest magnitude in an input of an operator: a weight, or data."""
         if not is_weight:
             if self._data[0] < step:
                 self._data = step, max(self._data[1], Observed(array).largest)
@@ -45,7 +45,7 @@ class Causes:
             self.weights[name] = step, Observed(array).largest, array
 
     def add_output(self, site: Place, output: Observed) -> None:
-        """Record whether an operator computes in float16, or has an infinite gradient at 0."""
+        """Record whether an output is float16, or is 0 where its gradient is infinite."""
         self.has_float16 |= output.dtype == "float16"
         write = own_tables("operators")["infinite_gradient_at_zero"].get(site.operator)
         is_root = write and float(site.attributes.get("scalar", 0)) < 1
@@ -53,7 +53,7 @@ class Causes:
             self.at_zero = f"{site.operator} in {site.node!r} has no gradient at 0: write {write}"
 
     def cure(self, site: Place, inputs: Inputs | None, overflows: bool) -> str:
-        """Return advice on what to change against Inf or NaN; "" if precision is the cause.
+        """Return advice against Inf or NaN; "" if a higher precision would prevent them.
 
         `inputs` are those of an operator in a forward pass, and None in a backward pass.
         """

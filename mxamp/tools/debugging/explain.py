@@ -91,7 +91,9 @@ class Plan:
         return any(node.name == name for node in self.nodes)
 
     def __getitem__(self, name: str) -> NodePlan:
-        """Return the first operator of that name; a block called twice has two of each name.
+        """Return the plan of the first operator of that name.
+
+        In a block that is called twice, each name belongs to two operators.
 
         Raises `UnknownNameError`, which is a `LookupError`, with the closest names.
         """
@@ -282,7 +284,7 @@ class _Inputs(NamedTuple):
 def _inputs_of(
     model: object, params: ByName, examples: Examples, dtypes: ByName, shapes: ByName
 ) -> _Inputs:
-    """Return a model's `_Inputs` from the arguments of `explain`, which are checked."""
+    """Check the arguments of `explain`; return the model's symbol and its known inputs."""
     shapes = options.checked_shapes("input_shapes", shapes)
     options.check_mapping("input_dtypes", dtypes, "dtypes")
     options.check_mapping("params", params, "NDArrays", NDArray)
@@ -300,7 +302,7 @@ def _inputs_of(
 def _in_force(
     model: Symbol | HybridBlock, source: Source | None, mode: str | None, inputs: _Inputs
 ) -> tuple[Policy | None, str | None, _Inputs]:
-    """Return the policy, mode and inputs of a model's last run, or of a run now."""
+    """Return the policy, mode and inputs with which a model last ran, or would run now."""
     policy = current_policy() if source is None else source.policy
     op = None if mode == CONVERTED else getattr(model, "_cached_op", None)
     variants: Any = op.variants if isinstance(op, PolicyCachedOp) else None
@@ -320,7 +322,7 @@ def _in_force(
 def _decided(
     graph: Graph, policy: Policy, inputs: _Inputs, source: Source | None, mode: str
 ) -> tuple[tuple[NodePlan, ...], tuple[Cast, ...]]:
-    """Return the `NodePlan` of each operator under a policy, and the casts to insert.
+    """Return the plan for each operator under a policy, and the casts to insert.
 
     `source` is the conversion that made the model, whose graph this is, or None.
     """
@@ -343,7 +345,7 @@ def _decided(
 
 
 def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[NodePlan]:
-    """Yield the `NodePlan` of each operator of a 16-bit or fused model that stays as it is."""
+    """Yield the plan for each operator of a model that is in 16 bits or fused already."""
     values = tensors_of(graph, {**dict.fromkeys(graph.input_names, "float32"), **dtypes}, {})
     for i, node in enumerate(graph.nodes):
         if node.is_variable or node.is_inserted_cast or node.is_inserted_copy:
@@ -361,13 +363,16 @@ def _nodes_as_they_are(graph: Graph, dtypes: Mapping[str, str]) -> Iterator[Node
 
 
 def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePlan:
-    """Return a node's `NodePlan`, with the names and casts of its inputs."""
+    """Return the plan for one operator (`NodePlan`), with the names and casts of its inputs."""
     inputs = tuple(_source_and_cast(graph, i) for i, _ in node.inputs)
     return NodePlan(node.name, node.operator, precision, reason, inputs)
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
-    """Return node i's name and None; for an inserted cast, its input's name and its dtype."""
+    """Return the name of the node behind inserted casts, and the dtype that they cast to.
+
+    The dtype is None without a cast.
+    """
     node, dtype = graph.nodes[i], None
     while node.is_inserted_cast or node.is_inserted_copy:
         dtype = dtype or node.attrs.get("dtype")
@@ -376,7 +381,7 @@ def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
 
 
 def _inserted_casts(graph: Graph) -> Iterable[Cast]:
-    """Yield the casts that mxamp inserted in a graph, in its loops' bodies too."""
+    """Yield the casts that mxamp inserted in a graph and in the bodies of its loops."""
     for node in graph.nodes:
         if node.is_inserted_cast:
             yield Cast(graph.nodes[node.inputs[0][0]].name, node.attrs["dtype"])

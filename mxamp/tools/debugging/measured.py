@@ -126,7 +126,7 @@ def copied(net: Block, inputs: Sequence[Any], refused: frozenset[str]) -> Block:
 
 
 def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
-    """Return a deep copy of a net after a first run, in float32 and inference."""
+    """Return a deep copy of a net that has run once, in inference without mixed precision."""
     left_out = [getattr(block, "_cached_op", None) for block in blocks_in(net)]
     left_out += [param._trainer for param in net.collect_params().values()]
     made: Block = copy.deepcopy(net, {id(one): None for one in left_out if one is not None})
@@ -148,7 +148,7 @@ def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
 
 @contextlib.contextmanager
 def alike_numbers() -> Iterator[Callable[[], None]]:
-    """Return a context that yields a function to reseed all random number generators.
+    """Return a context that yields a function to reseed random numbers, so that runs are alike.
 
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """
@@ -200,7 +200,7 @@ def in_float32(array: NDArray) -> Any:
 
 
 def loss_of(loss: object, output: object, label: object) -> object:
-    """Return the loss of a net's output; raise `ArgumentError` if it is no array."""
+    """Return the loss of a net's output; raise `ArgumentError` if it contains no NDArray."""
     found = loss(output, label) if callable(loss) else loss
     if found is loss or not arrays_in(found):
         raise ArgumentError(NO_LOSS.format(given=shown(found)))

@@ -29,7 +29,7 @@ _COPIES = frozenset({"Concat", "_copy", "_copyto"})
 
 
 class _Reader(NamedTuple):
-    """An array with a gradient, and the last eager operator that read it."""
+    """The last eager operator that read an array with a gradient, and that array."""
 
     array: NDArray
     site: Place
@@ -68,7 +68,7 @@ class NumericsCheck(TensorObserver):
 
     @property
     def first(self) -> Finding | None:
-        """The first operator with Inf or NaN, as a `Finding`; None without any."""
+        """The first operator with Inf or NaN, as a `Finding`; None if there is none."""
         return next(iter(self.findings), None)
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class NumericsCheck(TensorObserver):
             self._report(self._finding(site, "output", output, inputs))
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Record a graph or eager call that begins, and the arrays with gradients it reads."""
+        """Record the start of a graph or an eager call, and the weights and data that it reads."""
         if isinstance(reader, MonitoredGraph):
             if not self._blocks():  # an executor's, whose forward pass begins a pass
                 self._end_pass()
@@ -117,7 +117,7 @@ class NumericsCheck(TensorObserver):
                 self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
-        """Raise the finding of a graph or eager call that has ended, with `on="raise"`."""
+        """With `on="raise"`, raise what was found in the graph or eager call that ends."""
         if self._on == "raise":
             self._end_pass()
 
@@ -135,7 +135,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ backward
 
     def _note_read(self, key: object, read: _Reader | None) -> None:
-        """Record the last read of an array with a gradient, or the run of a graph."""
+        """Record that an eager operator read an array with a gradient, or that a graph ran."""
         self._reads.pop(id(key), None)
         self._reads[id(key)] = read
 
@@ -145,7 +145,7 @@ class NumericsCheck(TensorObserver):
             self._reads[id(graph)] = self._judge_gradient(site, name, made)
 
     def _judge_gradient(self, site: Place, name: str, gradient: Observed) -> Finding | None:
-        """Return a `Finding` if a gradient has Inf or NaN and `skip` does not match."""
+        """Return a `Finding` if a gradient has Inf or NaN, unless the user skips its operator."""
         bad = gradient.bad and not self._is_skipped(site)
         return self._finding(site, f"gradient of {name}", gradient, None) if bad else None
 
@@ -236,7 +236,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of operators, backward passes and parameter updates."""
+        """Return the patches by which the check sees operators, backward passes and updates."""
         return [
             *super().patches(),
             *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),

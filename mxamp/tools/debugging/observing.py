@@ -51,7 +51,7 @@ _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: Non
 
 
 def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
-    """Return a patch above all others: calls go to `function(original, *args)`."""
+    """Return a patch on top of all others, which calls `function(original, *args)`."""
     return Patch(owner, name, wrapping(function), on_top=True)
 
 
@@ -63,7 +63,10 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         self._symbols: weakref.WeakKeyDictionary[Executor, Symbol] = weakref.WeakKeyDictionary()
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of eager calls, hybridized blocks and executors."""
+        """Return the patches through which this observer sees calls and graphs.
+
+        They are on eager calls, hybridized blocks and executors.
+        """
         return [
             *(patch_over(module, "_imperative_invoke", self.on_call) for module in INVOKE_MODULES),
             patch_over(_api_internal, "tensordot", self._tensordot),
@@ -92,7 +95,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         """Return a callable that runs a block's graph; subclasses observe the run here."""
 
     def _tensordot(self, original: Original, a: NDArray, b: NDArray, axes: object) -> object:
-        """Pass a call of `mx.np.tensordot`, which MXNet runs apart, to `on_call`."""
+        """Observe a call of `mx.np.tensordot`, which bypasses the patched `_imperative_invoke`."""
         return self.on_call(
             lambda _, given, *rest: original(*given, axes), _TENSORDOT, [a, b], (), (), None
         )
@@ -172,7 +175,7 @@ class TensorObserver(Observer):
         self._graphs: dict[int, MonitoredGraph] = {}
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `Observer`, and a patch of `Block.__call__`."""
+        """Return the patches of `Observer`, and one that follows which block is running."""
         return [*super().patches(), patch_over(Block, "__call__", self._run_block)]
 
     def close(self) -> None:
@@ -185,16 +188,16 @@ class TensorObserver(Observer):
         self._graphs.clear()
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Observe output number `number` of an operator, in an eager call or a graph."""
+        """Observe one output of an operator, in an eager call or a graph; a no-op to override."""
 
     def on_begin(self, reader: MonitoredGraph | Place, inputs: Arrays) -> None:
-        """Observe that a graph's forward pass or an eager call begins."""
+        """Observe the start of a graph's forward pass or an eager call; a no-op to override."""
 
     def on_end(self) -> None:
-        """Observe that a graph's forward pass or an eager call has ended."""
+        """Observe the end of a graph's forward pass or an eager call; a no-op to override."""
 
     def on_gradient(self, graph: MonitoredGraph, site: Place, name: str, made: Observed) -> None:
-        """Observe a gradient inside a graph, of input `name` of an operator."""
+        """Observe the gradient of an operator's input `name` in a graph; a no-op to override."""
 
     def _blocks(self) -> list[Block]:
         """Return the Gluon blocks that this thread runs now, the innermost last."""
@@ -210,7 +213,7 @@ class TensorObserver(Observer):
             self._blocks().pop()
 
     def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Place:
-        """Return the `Place` of an eager call: block, operator and input names."""
+        """Return how reports name an eager call (`Place`): block, operator and input names."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
             block = self._blocks()[-1].name
@@ -250,7 +253,7 @@ class TensorObserver(Observer):
         return graph.observed(inputs)
 
     def _graph_of(self, symbol: Symbol) -> MonitoredGraph:
-        """Return the `MonitoredGraph` of a symbol, made on first use."""
+        """Return the graph that runs a symbol under a monitor (`MonitoredGraph`), cached."""
         if id(symbol) not in self._graphs:
             blocks = [inner for block in self._blocks()[-1:] for inner in blocks_in(block)]
             self._graphs[id(symbol)] = MonitoredGraph(self, symbol, blocks)
@@ -351,7 +354,7 @@ class MonitoredGraph:
         return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Place:
-        """Return the `Place` of node i: its block, operator and input names."""
+        """Return how reports name node i (`Place`): its block, operator and input names."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
         known = zip(sources, _input_names(node.operator, len(sources)))

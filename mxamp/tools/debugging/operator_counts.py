@@ -129,7 +129,7 @@ class OperatorStats(Observer):
     # ------------------------------------------------------------------ while it counts
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches of `Observer`, and one that sees mxamp's own casts."""
+        """Return the patches of `Observer`, and one that counts the casts of mxamp itself."""
         return [*super().patches(), patch_over(arrays, "invoke", self.on_call)]
 
     def on_call(self, original: Original, handle: int, inputs: Arrays, *rest: object) -> object:

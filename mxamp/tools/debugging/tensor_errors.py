@@ -99,7 +99,7 @@ class Comparison:
     first_jump: TensorError | None
 
     def summary(self) -> str:
-        """Return a line with the first layer that adds a large error, and the lost elements."""
+        """Return a line on where the error first jumps, and on elements that became Inf or NaN."""
         first, lost = self.first_jump, sum(error.lost for error in self.outputs)
         jump = "no layer at which the error jumps"
         if first is not None:

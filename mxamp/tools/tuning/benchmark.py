@@ -20,7 +20,7 @@ NOT_PAID = "Run this model in plain MXNet, or let mxamp.tune look for a faster f
 
 @dataclass(frozen=True, repr=False)
 class Benchmark:
-    """The result of `benchmark`: times; prints as a table and advice.
+    """The result of `benchmark`, which prints as a table of times and advice.
 
     ::
 
@@ -68,7 +68,7 @@ class Benchmark:
 
 
 def _fastest(timings: Iterable[Timing]) -> list[Timing]:
-    """Return the fastest timing of training, if there is one, and of inference."""
+    """Return the fastest timing of each task: training, if it was timed, and inference."""
     tasks = itertools.groupby(timings, lambda one: one.task)
     return [max(group, key=lambda one: one.speedup) for _, group in tasks]
 
@@ -86,7 +86,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 
 
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
-    """Return the ways (`Form`) to run a model in the benchmark, and those for inference only."""
+    """Return the forms of a model to time: those for any task, and those for inference only."""
     if not model.is_traced:
         return model.forms([(forms.AUTOCAST, policy)]), []
     wide = Policy.default("float32", policy.device)
@@ -107,7 +107,7 @@ def benchmark(
     target_dtype: Dtype | None = None,
     budget: float | str = "20s",
 ) -> Benchmark:
-    """Time a block's training step and inference in plain MXNet and in each way with mxamp.
+    """Time a model's training step and inference, in plain MXNet and with mxamp.
 
     ::
 

@@ -112,7 +112,7 @@ class Timing(NamedTuple):
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Return timings as a text table, with a line that says what an error is."""
+    """Return timings as a text table, with a line that defines the column of errors."""
     return f"{text_table(Timing._fields, timings)}\n{ERROR}"
 
 
@@ -182,7 +182,7 @@ class Form:
 
 
 class Model:
-    """A float32 model to measure: a copy of it, its batches, and its results in float32.
+    """A float32 model to measure: a copy of the net, the batches, and the float32 results.
 
     `restart` makes the random numbers of each run the same.
     """
@@ -212,7 +212,10 @@ class Model:
         self.notes = [] if self.is_traced else [EAGER]
 
     def form(self, way: str, policy: Policy | None = None, loss: Loss = None) -> Form:
-        """Return a `Form`, which runs the model in one way: in training if `loss` is given."""
+        """Return a `Form` that runs the model in one way, such as "fused".
+
+        It runs training steps if there is a loss, this one or the model's.
+        """
         block = self.block
         if way in (CONVERTED, FUSED):
             options = convert_options(way)
@@ -224,7 +227,10 @@ class Model:
         return Form(way, block, self.batches[0], policy, loss or self.loss)
 
     def forms(self, ways: Iterable[tuple[str, Policy]]) -> list[Form]:
-        """Return a `Form` for each way to run the model, with its errors; note those that fail."""
+        """Return a `Form` for each way that the model runs in, with its errors measured.
+
+        `notes` gets a sentence on each other way.
+        """
         forms: list[Form] = []
         for way, policy in ways:
             name = f"{way} in {policy.target_dtype}"
@@ -251,7 +257,7 @@ class Model:
         return False
 
     def measure(self, form: Form, found: Sequence[dict[str, list[Any]]] = ()) -> None:
-        """Set a form's errors against float32 over all batches, and its metric."""
+        """Measure the errors of one form of the model against float32, and its metric."""
         found = found or [self._run(batch, form) for batch in self.batches]
         for name in found[0]:
             distance = Distance()
@@ -264,7 +270,7 @@ class Model:
             form.errors["metric"] = metric_of(self._metric, labels, [run["error"] for run in found])
 
     def _run(self, batch: Batch, form: Form) -> dict[str, list[Any]]:
-        """Run a form on a batch; return its outputs and, in training, its gradients."""
+        """Run one form of the model on a batch; return its outputs and, in training, gradients."""
         # Dropout draws the same elements in one dtype alone.
         still = form.inside and form.inside.override(fp32=["Dropout"])
         while True:
@@ -285,7 +291,7 @@ class Model:
 def opened(
     net: Net, data: Data, labeled: bool, most: int, loss: Loss = None, metric: object = None
 ) -> Iterator[Model]:
-    """Return a context that turns mixed precision off, and yields a `Model` of a net."""
+    """Return a context that yields a net as a `Model` to measure, with mixed precision off."""
     with autocast(enabled=False), measured.alike_numbers() as restart:
         batches = itertools.islice(measured.batches_of(data, labeled), most)
         yield Model(net, batches, restart, loss, metric)
@@ -324,12 +330,14 @@ def metric_of(metric: mx.metric.EvalMetric, labels: Iterable[Any], outputs: Iter
 
 
 def convert_options(way: str) -> dict[str, Any]:
-    """Return the arguments of `convert_hybrid_block` that give a way to run a model."""
+    """Return the arguments of `convert_hybrid_block` for a form: "converted" or "fused"."""
     return {"cast_optional_params": way in (CONVERTED, FUSED), "fuse": way == FUSED}
 
 
 def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float) -> list[Form]:
-    """Time forms of a model in rounds, each once a round, float32 first; return those timed.
+    """Time each form of a model once a round; return the forms that were not given up.
+
+    Float32 comes first in each round.
 
     A form is given up if its first run takes over five times as long as that of the fastest, or if
     it would begin after the monotonic time `limit`; `notes` gets a sentence on each. There are 3 to
