@@ -26,10 +26,10 @@ OFF, ON = "off", "on"
 
 @dataclass(eq=False)
 class Region:
-    """An active `autocast` region, or an internal one: its policy, and the enclosing region.
+    """An active `autocast`, or running code for which mxamp itself has set the policy.
 
-    Without a mark, nodes are in no region: their graph runs under the policy around its calls. A
-    region of a `frame` ends with it.
+    Regions are nested in `outer`. Without a mark, nodes are in no region: their graph runs under
+    the policy around its calls. A region of a `frame` ends with it.
     """
 
     policy: PolicyChoice | None
@@ -44,7 +44,10 @@ _innermost: ContextVar[Region | None] = ContextVar("mxamp_region", default=None)
 
 
 def _current() -> Region | None:
-    """Return the innermost active `autocast` or internal region; drop those that Ctrl-C ended."""
+    """Return the innermost active region, from `autocast` or mxamp itself; None outside of any.
+
+    A region that Ctrl-C left before its exit ran is dropped first.
+    """
     region = _innermost.get()
     while region is not None and region.frame is not None and not is_running(region.frame):
         region = region.outer
@@ -54,7 +57,7 @@ def _current() -> Region | None:
 
 @dataclass(eq=False)
 class _Process:
-    """State of the process: the policy that `init` set, and what its graphs and operators did."""
+    """The process's state of mixed precision, such as the policy that `init` set."""
 
     policy: PolicyChoice | None = None
     has_marked_nodes: bool = False  #: graphs with regions that cast may exist
@@ -97,7 +100,7 @@ def is_enabled() -> bool:
 
 
 def _regions() -> Iterator[Region]:
-    """Yield the active `autocast` and internal regions around the calling code, innermost first."""
+    """Yield the active regions that enclose the calling code, innermost first."""
     region = _current()
     while region is not None:
         yield region
@@ -114,20 +117,20 @@ def nearest_policy() -> PolicyChoice | None:
 
 
 def chose_float32() -> bool:
-    """Return whether the program has chosen float32, in which no loss needs a scale."""
+    """Return whether float32 is the chosen dtype, so that losses need no scaling."""
     policy = nearest_policy()
     return policy is not None and policy.target_dtype == "float32"
 
 
 def current_mark() -> str | None:
-    """Return the text by which graph nodes created now record the `autocast` region, or None."""
+    """Return the text that a new graph node stores to name its `autocast` region, or None."""
     return next((region.mark for region in _regions()), None)
 
 
 class in_force:
-    """Context manager that makes a policy the current one in this thread or task; None: no casts.
+    """Context manager that sets the current policy of a thread or task; None turns casts off.
 
-    Nodes get no mark.
+    Graph nodes that are created inside get no mark.
     """
 
     __slots__ = ("_policy",)
@@ -154,13 +157,13 @@ def suspended() -> in_force:
 
 
 def is_suspended() -> bool:
-    """Return whether mxamp itself makes the current computation, inside `suspended`."""
+    """Return whether the calling code runs inside `suspended`, where nothing is cast."""
     region = _current()
     return region is not None and region.frame is not None and region.policy is None
 
 
 def autocast_region(policy: PolicyChoice | None, mark: str) -> Region:
-    """Return a new `Region` for an `autocast`, nested in the current region."""
+    """Return a new region for an `autocast`, nested in the current region."""
     if mark == ON:
         marks = takewhile(bool, (region.mark for region in _regions()))
         mark = next((one for one in marks if one and one != OFF), ON)
@@ -168,23 +171,23 @@ def autocast_region(policy: PolicyChoice | None, mark: str) -> Region:
 
 
 def begin(region: Region) -> None:
-    """Make the `Region` of an `autocast` region the current one."""
+    """Enter an `autocast` region: make it the current one."""
     _innermost.set(region)
 
 
 def end(region: Region) -> None:
-    """End an `autocast` region and all regions inside it, unless it has ended already."""
+    """Leave an `autocast` region and all regions inside it; do nothing if it was left before."""
     if region in _regions():
         _innermost.set(region.outer)
 
 
 class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
-    """Base class of `autocast`: a context whose exit closes the current `autocast` region."""
+    """Base class of `autocast`: a context manager whose exit leaves the innermost `autocast`."""
 
     thing = property(_innermost.get)
 
 
 def record_lowered(operator: str, dtype: str) -> None:
-    """Record in `process.lowered` that an operator computed in 16 bits, for a summary at exit."""
+    """Record an operator for the summary at exit, if it computed in 16 bits."""
     if dtype in ("float16", "bfloat16"):
         process.lowered.add(operator)

@@ -48,7 +48,7 @@ class Decision:
     copied: frozenset[int] = frozenset()
 
     def rounds(self, output: int, dtype: str) -> bool:
-        """Return whether output number `output` must be rounded to the dtype that is emulated."""
+        """Return whether an emulated operator must round this output to the dtype it emulates."""
         return self.rounded_to is not None and output not in self.keep_outputs and dtype in _WIDE
 
     @property
@@ -192,7 +192,7 @@ def _compute_dtype(
 def _float_inputs(
     rule: Rule, attributes: Mapping[str, str], dtypes: Sequence[str]
 ) -> tuple[dict[int, str], set[str]]:
-    """Return the dtypes of inputs that may be cast, and those that decide the compute dtype.
+    """Return the castable inputs' dtypes by position, and the dtypes that decide the compute dtype.
 
     Statistics, indices and mutable inputs are never cast; `follow_inputs` decide nothing.
     """

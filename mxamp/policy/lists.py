@@ -118,7 +118,7 @@ def _words(kind: str | list[str]) -> str:
 def list_from_json(
     text: str, device: str, features: frozenset[str], custom: CustomClasses
 ) -> OperatorList:
-    """Return the `OperatorList` for a kind of device, built from a TOML list's tables as JSON.
+    """Return the precision rules of a TOML operator list, stored as JSON, for a kind of device.
 
     `custom` are the classes of registered custom operators. Raises `ArgumentError` for a mistake.
     """
@@ -198,7 +198,7 @@ class _RuleBuilder:
             self._amend_rule(name, no_kernel=why, computed_in=table.get("computes", "float32"))
 
     def _add_by_shape(self, table: Table, names: list[str]) -> None:
-        """Add the shape rule of a [[by_shape]] table to the rules of its operators."""
+        """Record that a [[by_shape]] table's operators stay in float32 at certain shapes."""
         kind, checks = table["rule"], shape_checks()
         if kind not in checks:
             raise unknown("rule", kind, checks)
@@ -210,7 +210,7 @@ class _RuleBuilder:
             self._amend_rule(name, by_shape=(*before, rule))
 
     def _add_exceptions(self) -> None:
-        """Add the inputs and outputs that a list exempts from casts to operators' rules."""
+        """Record the inputs and outputs of operators that the list exempts from the usual casts."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if name == "CuDNNBatchNorm" and name not in registry():

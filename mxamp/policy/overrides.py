@@ -173,7 +173,7 @@ def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
 
 
 def _missing_kernels(rule: Rule) -> tuple[ShapeRule, ...]:
-    """Return the shape rules of an operator that stand for kernels MXNet lacks."""
+    """Return the rules about shapes (`ShapeRule`) that work around a kernel MXNet lacks."""
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 

@@ -318,7 +318,7 @@ class Policy:
         return self.changed(change)
 
     def untuned(self) -> Policy:
-        """Return the policy without faster equivalents of operators, and without speed rules.
+        """Return the policy without speedups: no faster equivalents, and no float32 only for speed.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -367,7 +367,7 @@ class PerPolicy(Generic[Value]):
 def policy_of(
     dtype: str, device: str, changes: tuple[Change, ...] = (), now: Surroundings | None = None
 ) -> Policy:
-    """Return the policy with these fields; an equal policy in use is the same object."""
+    """Return the policy with these fields: the existing object if an equal policy is in use."""
     key = (dtype, device, changes, surroundings(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
@@ -407,7 +407,7 @@ def policy_from_data(data: Mapping[str, Any], device: str | None = None) -> Poli
 
 
 class _PlainFloat32:
-    """Type of `PLAIN_FLOAT32`, the choice of "auto" if no 16-bit dtype is fast: plain MXNet."""
+    """Type of `PLAIN_FLOAT32`: "auto" found no fast 16-bit dtype, so MXNet runs unchanged."""
 
     target_dtype, lowers = "float32", False
 
@@ -426,7 +426,7 @@ PolicyChoice = Union[Policy, _PlainFloat32]
 
 
 def float32_choice(device: str) -> PolicyChoice:
-    """Return the float32 policy of a kind of device; `PLAIN_FLOAT32` if it changes nothing."""
+    """Return the float32 policy of a device; `PLAIN_FLOAT32` if it would run as plain MXNet."""
     policy = Policy.default("float32", device)
     return policy if policy.substitutions else PLAIN_FLOAT32
 

@@ -36,7 +36,7 @@ _DECORATORS = {FLOAT32_INSIDE: "float", TARGET_INSIDE: "half", WIDEST_INSIDE: "p
 
 
 def mark_of(dtype: str | None, enabled: bool, given: PolicyChoice | None) -> str:
-    """Return the text by which graph nodes record an `autocast` region with these arguments."""
+    """Return the mark for these `autocast` arguments: the text that nodes in the region store."""
     if not enabled:
         return OFF
     return _POLICY + given.text if isinstance(given, Policy) else dtype or ON
@@ -80,7 +80,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
 
 
 def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool) -> str | None:
-    """Return the dtype to which a node casts an argument of a `half_function` or similar.
+    """Return the dtype of the cast that a decorator, such as `half_function`, put into a graph.
 
     None where mixed precision is off.
     """
@@ -91,7 +91,10 @@ def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool)
 
 
 def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
-    """Return the policy for a recorded `autocast` in a graph under `policy`; None for no casts."""
+    """Return the policy inside an `autocast`, given its mark on a graph node; None for no casts.
+
+    `policy` is that of the whole graph.
+    """
     if mark.startswith(_POLICY):
         given = _policy_in_mark(mark, surroundings(policy.device))
         return given if given.device == policy.device else None
@@ -105,7 +108,7 @@ def _policy_of_mark(policy: Policy, mark: str) -> Policy | None:
 
 @lru_cache(maxsize=64)
 def _policy_in_mark(mark: str, _now: Surroundings) -> Policy:
-    """Return the policy that a recorded `autocast(policy=...)` contains as text."""
+    """Parse the policy that graph nodes store as text for an `autocast(policy=...)`."""
     return policy_from_data(json.loads(mark[len(_POLICY) :]))
 
 
@@ -126,9 +129,9 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision
 
 
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
-    """Return a policy for `autocast` inside a graph's code, if mixed precision is off around it.
+    """Return a policy for a graph in which only its own `autocast` regions have casts.
 
-    None if mixed precision is on, and if no region casts anything.
+    That is, mixed precision is off around it. None if it is on, or if no region casts anything.
     """
     if marks <= {OFF} or current_policy() is not None:
         return None

@@ -13,7 +13,7 @@ CustomClasses = Tuple[Tuple[str, str], ...]
 
 
 def not_lowered(custom: CustomClasses) -> CustomClasses:
-    """Return the precision classes of custom operators, with float32 in place of 16 bits."""
+    """Return custom operators' precision classes with each 16-bit class replaced by float32."""
     return tuple((name, "fp32" if one == "low" else one) for name, one in custom)
 
 
@@ -32,7 +32,7 @@ Surroundings = Tuple[FrozenSet[str], CustomClasses]
 
 
 def surroundings(device: str) -> Surroundings:
-    """Return what else rules depend on: the device's features, and registered custom operators."""
+    """Return the device features and custom operators on which precision rules depend."""
     return backend_of(device).features(), custom_classes()
 
 
@@ -46,9 +46,9 @@ SHOWN_CLASSES = (*CLASSES, "conditional")
 
 @dataclass(frozen=True)
 class Condition:
-    """A test of an attribute's value (in `values`): calls that meet it compute in float32.
+    """A test of an attribute's value: operator calls that meet it compute in float32.
 
-    With `beyond_range` instead: its number is beyond the range of `dtype`.
+    The value is one of `values` or, with `beyond_range`, a number beyond the range of `dtype`.
     """
 
     attribute: str
@@ -78,7 +78,7 @@ class Reason(NamedTuple):
 
 
 class ShapeRule(NamedTuple):
-    """A rule that keeps an operator in float32 depending on its shapes or graph neighbors."""
+    """A rule by which an operator stays in float32 for some shapes or graph neighbors."""
 
     name: str  #: in operator lists, such as "long_sums"
     reason: Reason

@@ -26,7 +26,7 @@ NOT_POLICY = "; give a policy by its keyword, policy="
 
 
 class _Default(str):
-    """Type of `DEFAULT_TARGET`: a str that tells an omitted argument from "float16"."""
+    """Type of `DEFAULT_TARGET`: a str object that marks an omitted argument."""
 
     __slots__ = ()
 
