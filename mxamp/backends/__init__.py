@@ -44,7 +44,7 @@ NOT_FUSIBLE = (
 
 
 class DecidedCall(NamedTuple):
-    """An operator call with its rule and dtypes, about which a policy asks a device backend."""
+    """An operator call as a backend sees it when casts are decided: its rule and input dtypes."""
 
     rule: Rule
     attributes: Mapping[str, str]
@@ -75,7 +75,7 @@ class Site(NamedTuple):
 
 
 class Emulation(NamedTuple):
-    """The wider dtype in which an operator without a kernel in its own dtype computes, and why."""
+    """A workaround for a missing kernel: the wider dtype to compute in, and the reason."""
 
     dtype: str
     reason: str
@@ -87,7 +87,7 @@ Action = Callable[[Invoke, Sequence[Any]], Any]
 
 
 class EagerOperator(Protocol):
-    """Interface of an operator in eager calls under a policy, for a backend's wrappers."""
+    """Interface through which a backend's wrappers see the eager operator that they wrap."""
 
     operator: Operator
     rule: Rule
@@ -96,7 +96,7 @@ class EagerOperator(Protocol):
     def call(
         self, original: Invoke, op: str, inputs: Sequence[Any], attrs: Mapping[str, str], np: bool
     ) -> Any:
-        """Call another operator, named `op`, under the policy; `np` if it is one of `mx.np`."""
+        """Call the operator `op` under the policy; return `mx.np` arrays if `np`."""
 
     def write(self, outputs: object, out: object) -> object:
         """Cast `outputs` into the arrays `out`; without `out`, return `outputs` as they are."""
@@ -107,7 +107,7 @@ Step = Callable[[Action, EagerOperator], Action]
 
 
 class Backend:
-    """Base class of device backends, which describes a device without special cases."""
+    """Base class of device backends; its defaults suit a device without workarounds."""
 
     name: ClassVar[str] = ""  #: begins the reasons that the backend gives, in `explain`
     #: The target dtypes that the device computes in, or that are emulated; the default first.
@@ -138,11 +138,14 @@ class Backend:
         return "no half precision is known to be fast here"
 
     def float32_substitutions(self) -> Mapping[str, str]:
-        """Return the faster float32 equivalents of operators by name, with measured gains."""
+        """Return the names of faster equivalents to use in float32, with their measured gains."""
         return {}
 
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-        """Return (key, log line, *values) if a policy is slow on this device, else None."""
+        """Return a warning for the log if a policy is slow on this device, else None.
+
+        It is (key, log line, *values): each key is logged once.
+        """
         return None
 
     # ------------------------------------------------------------------ decisions
@@ -158,7 +161,7 @@ class Backend:
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
-        """Return the positions of inputs that must be copied before they are cast."""
+        """Return the positions of inputs to copy first, since a cast can't read their layout."""
         return frozenset()
 
     def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
@@ -191,11 +194,14 @@ class Backend:
         return graph
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return the flags of a block's CachedOp, without those that give wrong results."""
+        """Return a CachedOp's flags without those that give wrong results for its graph."""
         return flags
 
     def binding(self, groups: object) -> AbstractContextManager[Any]:
-        """Return a context to bind an executor in, given its argument `group2ctx`."""
+        """Return a context manager in which to bind an executor, for workarounds.
+
+        `groups` is the argument `group2ctx` of `bind`.
+        """
         return nullcontext()
 
     # ------------------------------------------------------------------ saved models
@@ -210,11 +216,11 @@ class Backend:
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
-        """Return wrappers around an operator's eager calls, inside which its inputs are cast."""
+        """Return wrappers for an operator's eager calls, which run before its inputs are cast."""
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return patches of MXNet that this device needs, as rows (owner, attribute, builder)."""
+        """Return the MXNet methods to replace on this device: (owner, name, wrapping function)."""
         return ()
 
 
@@ -252,9 +258,10 @@ _shape_checks: dict[str, ShapeCheck] = {}
 
 
 def rule(name: str, **traits: bool) -> Callable[[Holds], Holds]:
-    """Return a decorator that registers a test of operator calls as the shape rule `name`.
+    """Return a decorator that registers a function as the test of the shape rule `name`.
 
-    `traits` are fields of `ShapeCheck`.
+    Where its test is true, a shape rule keeps an operator in float32. `traits` are fields of
+    `ShapeCheck`.
     """
 
     def register(holds: Holds) -> Holds:
@@ -270,7 +277,7 @@ def substitutions() -> frozenset[str]:
 
 
 def shape_checks() -> Mapping[str, ShapeCheck]:
-    """Return the shape rules of all device backends, by their names in operator lists."""
+    """Return the tests of shapes that device backends define, by their names in operator lists."""
     for device in DEVICES:
         backend_of(device)
     return _shape_checks

@@ -51,7 +51,7 @@ Chosen = Union[Choices, Tuple[()]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A graph with the policy and known input shapes of each node, for a backend to choose by."""
+    """A backend's input for its choices in a graph: each node's policy and known input shapes."""
 
     graph: Graph
     policies: Sequence[Policy]  #: of each node
@@ -61,7 +61,7 @@ class Setting:
 
     @cached_property
     def dtypes(self) -> Mapping[Output, str]:
-        """The dtypes of all nodes' outputs without mxamp, as MXNet infers them."""
+        """The dtype of each output in the graph before casts, as MXNet infers it."""
         return infer_dtypes(self.graph, self.usage)
 
 
@@ -98,7 +98,7 @@ class Passes:
                 self.by_operator.setdefault(operator, []).append(one)
 
     def match(self, call: Call) -> Match | None:
-        """Return the faster equivalent of a call as (name, its sizes); None if none applies.
+        """Return the name of a call's faster equivalent and the numbers to build it, or None.
 
         A user who sets the class of an operator turns its substitutions off.
         """
@@ -116,7 +116,7 @@ class Passes:
         return None
 
     def match_in(self, setting: Setting, call: Call) -> Match | None:
-        """Return the faster equivalent of a node as (name, its sizes); None if none applies."""
+        """Return the name of a node's faster equivalent and the numbers to build it, or None."""
         match = None if setting.usage.converting else self.match(call)
         if match is None:
             return None
@@ -135,7 +135,7 @@ class Passes:
 def _input_shapes(
     graph: Graph, policies: Sequence[Policy], usage: Usage, passes: Passes
 ) -> Mapping[int, Shapes]:
-    """Return the input shapes of nodes, by index, where rules or equivalents depend on them.
+    """Return input shapes by node index, for nodes whose rules or equivalents depend on shapes.
 
     A conversion knows no shapes of data: it reads those of weights.
     """
@@ -168,7 +168,7 @@ def last_reason(site: Site, rules: Sequence[ShapeRule]) -> Reason | None:
 
 
 class ChoosingBackend(Backend):
-    """Base class of backends that keep operators in float32 or replace them by shape."""
+    """Base class of backends that choose float32, or faster operators, depending on shapes."""
 
     passes: ClassVar[Passes] = Passes(())  #: for graphs that run
 
@@ -183,7 +183,7 @@ class ChoosingBackend(Backend):
         return kept, {}
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return the `Choices` for a graph and its loops' bodies; `NONE` without any."""
+        """Return what to keep in float32 or replace in a graph and its loops; `NONE` if nothing."""
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
             return NONE
@@ -233,7 +233,7 @@ class ChoosingBackend(Backend):
         return last_reason(site, [one for one in rule.by_shape if checks[one.name].in_calls])
 
     def cached_op_flags(self, flags: Sequence[Any], graph: Graph) -> Sequence[Any]:
-        """Return a CachedOp's flags, without static_shape if an RNN would go wrong.
+        """Return a CachedOp's flags, without static_shape if it breaks an RNN in the graph.
 
         It leaves the RNN's training flag unset.
         """
@@ -241,7 +241,7 @@ class ChoosingBackend(Backend):
         return [flag for flag in flags if flag[0] != "static_shape" or not unset]
 
     def reads_unset_flag(self, rnn: Node) -> bool:
-        """Return whether an RNN needs its training flag, which static_shape leaves unset.
+        """Return whether an RNN reads its training flag, which static_shape leaves unset.
 
         If the memory of the flag says training, an LSTM with a projection fails in inference with
         "No training support", and an LSTM with dropout drops elements.

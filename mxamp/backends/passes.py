@@ -63,7 +63,7 @@ class Call:
         return self.shapes[1] if self.shapes[1:] else None
 
     def lowers(self, operator: str) -> bool:
-        """Return whether `operator`, instead of this call, would run in the target dtype."""
+        """Return whether `operator`, in place of the called one, would run in the target dtype."""
         rule = self.policy.rule(operator)
         low = rule.op_class == "low" and not rule.no_kernel
         return low and not self.policy.keeps_layer(self.node.name)

@@ -1,1 +1,1 @@
-"""The backend of GPUs: `backend` has its class; `libraries` runs before MXNet is imported."""
+"""The GPU backend: `backend` holds its class, `libraries` the code that runs before MXNet."""

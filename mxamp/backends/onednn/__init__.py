@@ -1,1 +1,1 @@
-"""The backend of CPUs, on oneDNN: `backend` has its class; `cpu` doesn't import MXNet."""
+"""The CPU backend, on oneDNN: `backend` holds its class; `cpu` works without MXNet."""

@@ -84,7 +84,7 @@ def fuse_attention(view: FusionView, edit: Edit) -> None:
 
 
 def _scores_above(view: FusionView, i: int, heads: int) -> _Scores | None:
-    """Return the attention scores that node i multiplies with the values; None if it doesn't."""
+    """Return the attention scores that batch_dot node i reads, or None if it reads no scores."""
     nodes = view.graph.nodes
     if _transposes(nodes[i]) != (False, False) or not _is_lowered(view, i):
         return None
@@ -170,7 +170,7 @@ def _belong_together(view: FusionView, projections: Sequence[_Projection]) -> bo
 
 
 def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | None:
-    """Return the node that joins the heads of product i; None if there is none."""
+    """Return the node that merges the heads in the output of product i, or None."""
     chain = []
     for _ in range(3):
         if not view.is_read_once(i):
@@ -187,7 +187,7 @@ def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | 
 
 
 def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return the output shapes of Reshape, transpose, Reshape that swap axes 1 and 2; else [].
+    """Return a chain's output shapes if it swaps axes 1 and 2 by Reshape and transpose; else [].
 
     The first Reshape makes four axes then, as the transpose needs.
     """
@@ -283,14 +283,14 @@ def _add_mixed(
 
 
 def _add_low(edit: Edit, name: str, output: Output) -> Output:
-    """Add a cast to bfloat16 in front of a fused operator; return its output."""
+    """Add a cast to bfloat16 for the input of a fused operator; return the cast's output."""
     return edit.add("amp_cast", f"{name}_low", [output], dtype="bfloat16")
 
 
 def _interleaved(
     view: FusionView, projections: Sequence[_Projection], position: int, scales: Sequence[float]
 ) -> NDArray:
-    """Return the weights (`position` 1) or biases (2) of queries, keys and values, by head."""
+    """Return one weight (`position` 1) or bias (2) with queries, keys and values interleaved."""
     thirds = []
     for one, scale in zip(projections, scales):
         name = view.own_parameter(view.graph.nodes[one.dense], position)

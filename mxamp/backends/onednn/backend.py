@@ -1,4 +1,4 @@
-"""The backend of CPUs: oneDNN's workarounds, shape rules, faster equivalents, fusion."""
+"""The CPU backend: workarounds for oneDNN, shape rules, faster equivalents and fusion."""
 
 # ruff: noqa: D102  # `Backend` says what the methods do
 

@@ -21,7 +21,7 @@ _LEAST, _LEAST_WHEN_TRAINING = 2**22, 2**19
 
 
 def match_narrow_groups(call: Call) -> Detail | None:
-    """Return the weight's shape if `merged_groups` makes a convolution faster; else None."""
+    """Return a convolution's weight shape if `merged_groups` makes it faster; else None."""
     weight = _planar_weight(call)
     if weight is None or (call.training and call.behind_concat):
         return None
@@ -37,7 +37,7 @@ def match_narrow_groups(call: Call) -> Detail | None:
 
 
 def merged_groups(parts: Parts, detail: Detail) -> None:
-    """Replace a convolution of narrow groups with one of groups of 16 zero-padded channels.
+    """Merge a convolution's narrow groups into groups of 16 channels, with zeros in the weight.
 
     Conditions: float32 inputs. In training it is not behind a Concat of channels, since the
     gradient of its data is in blocks of 16 channels.
@@ -63,13 +63,16 @@ def merged_groups(parts: Parts, detail: Detail) -> None:
 
 
 def _planar_weight(call: Call) -> tuple[int, ...] | None:
-    """Return the weight's shape of a 2-D convolution in NCHW layout; None for other calls."""
+    """Return the weight shape of a 2-D convolution in NCHW layout; None for any other call."""
     plain = call.attrs.get("layout", "None") in ("None", "NCHW")
     return call.weight if plain and len(call.weight or ()) == PLANAR_AXES else None
 
 
 def match_image_convolution(call: Call) -> Detail | None:
-    """Return () if `image_convolution` makes a convolution of color images faster; else None."""
+    """Return () if a fourth channel makes a convolution of color images faster; else None.
+
+    `image_convolution` needs no numbers: the tuple is empty.
+    """
     weight = _planar_weight(call)
     fits = (
         weight is not None

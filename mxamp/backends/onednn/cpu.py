@@ -70,7 +70,7 @@ def fast_dtype() -> str:
 
 
 def float32_substitutions() -> Mapping[str, str]:
-    """Return the faster float32 equivalents of operators and their gains on this CPU."""
+    """Return the faster equivalents to use in float32 on this CPU: names, with measured gains."""
     instructions = "avx512" if "avx512" in onednn_features() else "avx2"
     gains: Mapping[str, str] = own_tables("float32")[instructions]
     return gains
@@ -88,7 +88,7 @@ def why_float32() -> str:
 
 
 def speed_warning(policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
-    """Return (key, log line, *values) for a policy that is slow on this CPU; else None."""
+    """Return a warning (key, log line, *values) if a policy is slow on this CPU, else None."""
     if policy.target_dtype == "float16":
         return "float16", ONLY_TRUE, fast_dtype(), FOR_GPUS if of_model else ""
     if computes_bfloat16():

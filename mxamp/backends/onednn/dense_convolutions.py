@@ -78,7 +78,7 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _Images:
-    """Matrices reshaped to images for 1x1 convolutions, and back for other consumers."""
+    """Reshapes of matrices to images, which 1x1 convolutions read, and back for other nodes."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit
@@ -87,7 +87,7 @@ class _Images:
         self._on_images: set[int] = set()  # nodes of the source graph that read an image
 
     def restore_matrices(self) -> None:
-        """Add reshapes of images to matrices for consumers that are no convolutions."""
+        """Add reshapes of images back to matrices, for consumers that can't read images."""
         for output, image in self.by_output.items():
             readers = self._view.consumers.get(output, [])
             if all(i in self._on_images and k == 0 for i, k in readers):

@@ -39,7 +39,7 @@ VIEWS = (
 
 
 def build_view(original: Original) -> Original:
-    """Wrap an array method that returns views, to record which bfloat16 arrays are views."""
+    """Wrap an array method that returns views to mark bfloat16 views, which oneDNN misreads."""
 
     @functools.wraps(original)
     def method(self: NDArray, *args: object, **keywords: object) -> NDArray:
@@ -88,7 +88,7 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
 
 
 class _Calls(Parts):
-    """Builder of a faster equivalent in eager calls: it runs each operator at once."""
+    """Runner of a faster equivalent in eager mode: `add` runs an operator, and adds no node."""
 
     def __init__(self, eager: EagerOperator, original: Invoke, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments

@@ -17,7 +17,7 @@ _LEAST_PRODUCT = 2**23
 
 
 def match_relu6(call: Call) -> Detail | None:
-    """Return (whether to keep NaN,) for a clip from 0 to 6 that `relu6` replaces; else None."""
+    """Return (whether to keep NaN,) if `relu6` should replace a clip from 0 to 6; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     is_safe = not call.training or call.feeds_products
     fits = bounds == (0, 6) and is_safe and has_elements(call)
@@ -43,7 +43,7 @@ def relu6(parts: Parts, detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return (times to center,) for a LayerNorm that `layer_norm` makes faster; else None."""
+    """Return (how often to subtract the mean,) if `layer_norm` should replace a call; else None."""
     if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
         return None
     attrs = call.attrs
@@ -87,7 +87,10 @@ def layer_norm(parts: Parts, detail: Detail) -> None:
 
 
 def match_masked_softmax(call: Call) -> Detail | None:
-    """Return () for a softmax with a length per row that `masked_softmax` replaces; else None."""
+    """Return () if `masked_softmax` should replace a softmax with a length per row; else None.
+
+    `masked_softmax` needs no numbers: the tuple is empty.
+    """
     attrs = call.attrs
     plain = attrs.get("axis", "-1") == "-1" and not {"temperature", "dtype"} & set(attrs)
     masked = is_true(attrs.get("use_length", "False"))
@@ -125,11 +128,13 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
 
 
 def match_split(call: Call) -> Detail | None:
-    """Return (number of axes or 0, *bounds) for a split of the last axis to replace; else None.
+    """Return the bounds of the parts if `split` should replace a call; else None.
+
+    The result is (number of axes, *bounds), with 0 axes for slices.
 
     Along the last axis, MXNet copies element by element. In training, equal parts are split along a
     new axis before the last one, so that the gradient is copied row by row: the gradient of slices
-    is a sum of arrays that are mostly zeros. The number of axes is 0 for slices.
+    is a sum of arrays that are mostly zeros.
     """
     shape, attrs = call.shape, call.attrs
     if shape is None or not all(shape) or is_true(attrs.get("squeeze_axis", "False")):
@@ -149,7 +154,7 @@ def match_split(call: Call) -> Detail | None:
 
 
 def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
-    """Replace a split along the last axis with slices, or a split along a new axis.
+    """Replace a split along the last axis by slices, or by a Reshape and a split on a new axis.
 
     Conditions: no part is empty.
     """
@@ -168,7 +173,7 @@ def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
 
 
 def match_large_products(call: Call) -> Detail | None:
-    """Return (pairs, output columns) for a batch_dot to replace by dense layers; else None.
+    """Return (pairs, output columns) if dense layers should replace a batch_dot; else None.
 
     The units are the columns of a product.
     """

@@ -32,7 +32,7 @@ from .substitutions import PASSES as RUNNING_PASSES
 def fused(
     graph: Graph, params: Mapping[str, NDArray], policy: Policy
 ) -> tuple[Graph, Params, Policy]:
-    """Return a float32 model with its operators fused for oneDNN, and a policy that casts them.
+    """Fuse a float32 model's operators for oneDNN; return the model and a policy for its casts.
 
     Products that `policy` keeps in float32, by class, shape or name, stay in float32 when fused.
     Raises `ArgumentError` where the device or dtype has no fused operators, a parameter is float64,
@@ -60,7 +60,7 @@ def fused(
 def apply_pass(
     fusion_pass: Pass, graph: Graph, params: Params, policy: Policy
 ) -> tuple[Graph, Params]:
-    """Return a model's graph after a fusion pass, and the parameters that it still needs."""
+    """Apply one pass of the fusion; return the new graph and the parameters that it still reads."""
     if fusion_pass.name is not None and fusion_pass.name not in policy.substitutions:
         return graph, params
     edit = Edit(graph, params)
@@ -71,7 +71,7 @@ def apply_pass(
 
 
 def _without_shared_weights(graph: Graph) -> Graph:
-    """Return the graph with fused dense layers that share a weight unfused again.
+    """Undo the fusion of dense layers that share a weight; return the graph.
 
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
@@ -106,7 +106,7 @@ def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
-    """Replace reshapes and joins of parameters with parameters that hold the result.
+    """Compute reshapes and joins of parameters once, and store the results as parameters.
 
     Conditions: the array is no graph output.
 
@@ -175,7 +175,7 @@ def _normalizes_channels(norm: Node, product: Node) -> bool:
 
 
 def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) -> tuple[Any, Any]:
-    """Return the scale and the shift of each channel to which a BatchNorm is equivalent.
+    """Return the scale and shift per channel that together equal a BatchNorm in inference.
 
     `statistics` are gamma, beta, mean and variance.
     """
@@ -187,7 +187,7 @@ def _scale_and_shift(attrs: Mapping[str, str], statistics: Sequence[NDArray]) ->
 
 
 def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shift: Values) -> None:
-    """Fold a scale and a shift of each output channel into layer i's parameters.
+    """Fold a scale and a shift per output channel into the weight and bias of layer i.
 
     `names` are the names of its weight and, if it has one, its bias.
     """
@@ -207,7 +207,7 @@ def _scale_product(edit: Edit, i: int, names: Sequence[str], scale: Values, shif
 
 
 def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
-    """Give color images a fourth channel of zeros before convolutions, for faster kernels.
+    """Add a fourth channel of zeros to color images before convolutions, for faster kernels.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -230,7 +230,7 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
-    """Replace convolutions of narrow groups with groups of 16 zero-padded channels.
+    """Merge narrow groups of convolutions into groups of 16 channels, with zeros in the weights.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
@@ -247,7 +247,7 @@ def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:
-    """Yield index and weight of each convolution that the equivalent `substitution` replaces.
+    """Yield the index and weight of each convolution that `substitution` would make faster.
 
     The weights have no other consumers.
     """

@@ -1,4 +1,4 @@
-"""Limits of MXNet's fusion for oneDNN: models that it can't fuse, and guards against errors."""
+"""Checks of what MXNet can fuse for oneDNN, and barriers against wrong fusion."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def float32_array(values: Values) -> NDArray:
 
 
 def set_parameter(edit: Edit, i: int, values: Values) -> None:
-    """Set the value of the parameter at node i, in float32 and in any shape."""
+    """Replace the value of the parameter at node i, as float32; its shape may change."""
     variable = edit.node(i)
     edit.params[variable.name] = float32_array(values)
     edit.change(i, attrs=without_shape(variable))
 
 
 def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
-    """Raise if a model can't be fused: for its device, its dtype or a float64 parameter."""
+    """Raise if a model can't be fused because of its device, its dtype or a float64 parameter."""
     if policy.device != "cpu" or policy.precision == "float16":
         raise ArgumentError(NOT_FUSIBLE.format(dtype=policy.precision, device=policy.device))
     if policy.lowers and policy.rule("Convolution").no_kernel:
@@ -98,7 +98,7 @@ def check_fusible(params: Mapping[str, NDArray], policy: Policy) -> None:
 
 
 def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = None) -> None:
-    """Raise if a graph has fused operators without a bfloat16 kernel, except `layers`.
+    """Raise if a graph has fused operators, except `layers`, that can't run in bfloat16.
 
     The graph may have contained such operators before the conversion. In float32 they would run,
     but silently slower than the caller expects. With `layers` None, nothing lowers any of them.
@@ -114,7 +114,7 @@ def check_fused(graph: Graph, policy: Policy, layers: Container[str] | None = No
 
 
 def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
-    """Return whether a node is a fused operator without a bfloat16 kernel."""
+    """Return whether a node, not one of `layers`, is fused and has no bfloat16 kernel."""
     # The fusion of mxamp leaves no BatchNorm to fold and nothing to quantize.
     fixed = any(is_true(node.attrs.get(name, "False")) for name in ("with_bn", "quantized"))
     return fixed and node.op in FUSED and node.name not in layers
@@ -124,7 +124,7 @@ def _has_no_bfloat16(node: Node, layers: Container[str]) -> bool:
 
 
 def with_barriers(graph: Graph, before_norms: bool = False) -> tuple[Graph, AbstractSet[str]]:
-    """Return an inference graph with barriers (no-ops) against wrong fusion, and their names.
+    """Insert no-ops (barriers) where MXNet would fuse wrongly; return the graph and their names.
 
     MXNet fuses a product with the operator that reads it, in executors and in
     `get_backend_symbol`, even where the product is a graph output or has a second consumer. A

@@ -77,7 +77,7 @@ def _keeps_layout(node: Node) -> bool:
 
 
 def follows_concat(node: Node, concats: AbstractSet[int]) -> bool:
-    """Return whether a node concatenates channels, or has the memory layout of such a Concat.
+    """Return whether a node is a Concat of channels, or shares the memory layout of one.
 
     A blocked gradient of such a node reaches the Concat, where oneDNN splits it among the inputs.
     oneDNN fails, or crashes the process, if an input ends within a block of channels.
@@ -114,7 +114,7 @@ def _nodes_before(
     keeps: Callable[[Node], bool],
     heads: AbstractSet[int] = frozenset(),
 ) -> frozenset[int]:
-    """Return indexes of nodes before operators `ends`, through nodes for which `keeps` is true."""
+    """Return indexes of nodes that lead to operators `ends` via nodes for which `keeps` is true."""
     reaching = {*heads}
     for i in range(len(nodes) - 1, -1, -1):
         node = nodes[i]
@@ -127,7 +127,7 @@ def _nodes_before(
 
 
 def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) -> frozenset[int]:
-    """Return the indexes of nodes, no graph outputs, whose consumers all satisfy `fits`.
+    """Return the indexes of nodes, except graph outputs, whose consumers all satisfy `fits`.
 
     `fits(consumer, position, found)` gets a consumer, the position of the input that it reads, and
     whether the consumer is itself one of the nodes to return.
@@ -157,7 +157,7 @@ def nodes_before_products(graph: Graph) -> frozenset[int]:
 
 
 def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
-    """Return the indexes of nodes that may read a 3-D convolution's output in blocked layout.
+    """Return indexes of nodes that may read a 3-D convolution's output in oneDNN's blocked layout.
 
     Operators that follow their inputs may keep the layout, whatever the shape. An input of five
     axes may be the result of an eager call.
@@ -175,7 +175,7 @@ def volume_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> froze
 
 
 def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> frozenset[int]:
-    """Return the indexes of nodes that may read a view of a 3-D convolution's output.
+    """Return the indexes of nodes that may read a reshaped view of a 3-D convolution's output.
 
     An equivalent that begins with a view can't replace these nodes.
     """
@@ -193,7 +193,7 @@ def volume_view_readers(nodes: Sequence[Node], policy: Policy, usage: Usage) -> 
 def _volumes(
     nodes: Sequence[Node], usage: Usage, keeps: Callable[[Node], bool]
 ) -> tuple[set[int], set[int]]:
-    """Return the indexes of nodes that may hold a 3-D convolution's result, and of their readers.
+    """Return the nodes that may output a 3-D convolution's result, and the nodes that read them.
 
     `keeps` says whether an input of five axes, or a node that reads a volume, may hold one.
     """

@@ -41,7 +41,7 @@ _float = np.float32
 def patched_update_impl(
     original: Original, self: SGD, indices: Any, *arrays: Any, multi_precision: bool = False
 ) -> None:
-    """Run `SGD._update_impl`, in NumPy for the weights for which NumPy is faster."""
+    """Run `SGD._update_impl`, with NumPy for weights that NumPy updates faster than MXNet."""
     policy = current_policy()
     if policy is None or SGD_STEP not in policy.substitutions:
         original(self, indices, *arrays, multi_precision)
@@ -81,7 +81,7 @@ def _is_faster(optimizer: SGD, *arrays: NDArray | None) -> bool:
 
 
 def _blocks(*arrays: machine.Values) -> Iterator[list[machine.Values]]:
-    """Yield blocks of all arrays at the same place, with two scratch blocks each time."""
+    """Yield matching slices of all arrays, together with two scratch arrays of the same size."""
     buffers = [np.empty(min(_BLOCK, arrays[0].size), _float) for _ in range(2)]
     for start in range(0, arrays[0].size, _BLOCK):
         parts = [array[start : start + _BLOCK] for array in arrays]
@@ -120,7 +120,7 @@ def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDAr
 
 @functools.lru_cache(maxsize=256)
 def _parsed_number(value: float) -> np.float32:
-    """Return a number as MXNet's text parser reads it: in float32, the last bit may differ.
+    """Round a number to float32 as MXNet's text parser does: its last bit may differ from NumPy's.
 
     An operator computes 0 - value * -1, which is slow: cached.
     """

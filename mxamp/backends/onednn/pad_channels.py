@@ -30,7 +30,10 @@ _LARGEST = 1e4
 
 
 class Channels(NamedTuple):
-    """The channels of a tensor, each an original one or padding with zeros or constants."""
+    """The channel layout of a tensor: which channels are original, and which are padding.
+
+    Padding channels hold zeros or other constants.
+    """
 
     mask: Mask
     added_by: frozenset[int] = frozenset()  #: the padded convolutions
@@ -52,14 +55,14 @@ Inputs = Sequence[Channels]  #: the channels of a node's inputs
 
 
 def concatenated_channels(parts: Inputs) -> Channels:
-    """Return the `Channels` of tensors concatenated along the channel axis."""
+    """Return the channel layout of tensors concatenated along the channel axis."""
     mask = tuple(own for part in parts for own in part.mask)
     added_by: frozenset[int] = frozenset().union(*(part.added_by for part in parts))
     return Channels(mask, added_by, max(part.bound for part in parts))
 
 
 def padded_weight(values: Any, axis: int, mask: Mask, fill: float) -> Any:
-    """Return a parameter with padding channels of value `fill` inserted along an axis."""
+    """Return a parameter with padding channels, filled with `fill`, inserted along an axis."""
     places = np.repeat(mask, values.shape[axis] // sum(mask))
     shape = list(values.shape)
     shape[axis] = len(places)
@@ -128,7 +131,7 @@ _ELEMENTWISE: Mapping[str, Callable[[Attributes, float], float]] = {
 
 
 def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
-    """Return the output's `Channels` of an elementwise operator; else `_UNKNOWN`."""
+    """Return the channel layout of an elementwise operator's output; else `_UNKNOWN`."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
     if operator in with_trait("sums"):
@@ -236,7 +239,7 @@ class _Padding:
                 self._refuse_inner_padding(output)
 
     def _refuse_inner_padding(self, output: Output) -> None:
-        """Give up padding between original channels, which one slice can't remove."""
+        """Give up padding that lies between original channels: a single slice can't remove it."""
         channels = self._channels[output]
         if not all(channels.mask[: channels.own]):
             self.refused |= channels.added_by
@@ -246,7 +249,7 @@ class _Padding:
     # where the operator can't read its input's padding.
 
     def _channels_after_other(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output's `Channels` of an operator without a weight."""
+        """Return the channel layout of the output of an operator without a weight."""
         if not inputs or not all(one.mask for one in inputs):
             return _UNKNOWN
         if node.operator == "Flatten":
@@ -257,7 +260,7 @@ class _Padding:
         return _channels_after_elementwise(node, inputs)
 
     def _channels_after_convolution(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Return the output's `Channels` of a convolution of any kind."""
+        """Pad a convolution where possible; return the channel layout of its output."""
         data, weight = inputs[0], self._weight_shape(node)
         own, groups = int(node.attrs["num_filter"]), int(node.attrs.get("num_group", "1"))
         if weight is not None and len(weight) == PLANAR_AXES and weight[0] == own:
@@ -269,7 +272,7 @@ class _Padding:
         return _UNKNOWN if data.added else Channels((True,) * own)
 
     def _channels_after_ungrouped(self, i: int, node: Node, data: Channels) -> Channels:
-        """Pad an ungrouped convolution to a multiple of 16; return its output's `Channels`."""
+        """Pad an ungrouped convolution to a multiple of 16 channels; return its output's layout."""
         if data.added:
             self._pad_input(node, 1, 1, data.mask)
         own, read = int(node.attrs["num_filter"]), len(data.mask)
@@ -282,7 +285,7 @@ class _Padding:
         return outputs
 
     def _channels_after_depthwise(self, i: int, node: Node, data: Channels) -> Channels:
-        """Pad a depthwise convolution like its input; return the output's `Channels`."""
+        """Pad a depthwise convolution like its input; return the channel layout of its output."""
         each = int(node.attrs["num_filter"]) // data.own
         mask = tuple(own for own in data.mask for _ in range(each))
         outputs = Channels(mask, data.added_by)
@@ -292,7 +295,7 @@ class _Padding:
         return outputs
 
     def _channels_after_dense(self, _i: int, node: Node, inputs: Inputs) -> Channels:
-        """Adapt a dense layer to padded input; return its output's `Channels`."""
+        """Pad a dense layer's weight for its padded input; return its output's channel layout."""
         data, weight = inputs[0], self._weight_shape(node)
         flatten = flattens_data(node.attrs)
         if data.added:
@@ -302,7 +305,7 @@ class _Padding:
         return Channels((True,) * int(node.attrs["num_hidden"])) if flatten else _UNKNOWN
 
     def _channels_after_norm(self, i: int, node: Node, inputs: Inputs) -> Channels:
-        """Pad a BatchNorm like its input; return the output's `Channels`."""
+        """Pad a BatchNorm like its input; return the channel layout of its output."""
         data = inputs[0]
         changeable = self._weight_shape(node) is not None and i not in self.view.multi_output_nodes
         if node.attrs.get("axis", "1") != "1" or (data.added and not changeable):
@@ -321,7 +324,7 @@ class _Padding:
     # ------------------------------------------------------------------ parameters
 
     def _add_filters(self, i: int, node: Node, outputs: Channels, attrs: dict[str, str]) -> None:
-        """Plan padding of convolution i's filters and bias to the channels `outputs`."""
+        """Plan zero filters and biases in convolution i for the padding channels of `outputs`."""
         self._attrs[i] = attrs
         for k in range(1, len(node.inputs)):
             self._pad_input(node, k, 0, outputs.mask)
@@ -334,5 +337,5 @@ class _Padding:
     def _pad_input(
         self, node: Node, position: int, axis: int, mask: Mask, fill: float = 0.0
     ) -> None:
-        """Plan padding of the parameter at an input of a node, along `axis` with `fill`."""
+        """Plan padding, filled with `fill`, of the parameter that a node reads at `position`."""
         self._paddings.setdefault(node.inputs[position][0], []).append((axis, mask, fill))

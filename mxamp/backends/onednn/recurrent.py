@@ -34,7 +34,7 @@ _WIDE_ROW = 16
 
 
 def opened_inputs(graph: Graph, node: Node) -> list[Output]:
-    """Return a node's inputs; for an RNN, separate parameters in place of their joined vector.
+    """Return a node's inputs, with an RNN's parameter vector replaced by the tensors it joins.
 
     A parameter that is only reshaped to be joined is read before the reshape.
     """
@@ -50,7 +50,7 @@ def opened_inputs(graph: Graph, node: Node) -> list[Output]:
 
 
 def match_rnn(call: Call) -> Detail | None:
-    """Return the shape (steps, rows, width) of an LSTM that is faster unrolled; else None.
+    """Return (steps, rows, width) of an LSTM's data if unrolling makes it faster; else None.
 
     Unrolled are calls with large states and few steps. The parameters are one vector, or matrices
     and biases.
@@ -69,7 +69,7 @@ def match_rnn(call: Call) -> Detail | None:
 
 
 def match_layers(call: Call) -> Detail | None:
-    """Return (rows, width) of an RNN that is faster with one `RNN` per layer; else None.
+    """Return (rows, width) of an RNN's data if one `RNN` per layer is faster; else None.
 
     Each layer's parameters are tensors of their own, which rows can hold.
     """
@@ -104,7 +104,7 @@ def _are_apart(call: Call) -> bool:
 
 
 def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
-    """Return the width of rows in which a layer's weights and biases fit without padding.
+    """Return a row width to which a layer's weights and biases reshape, to join them row by row.
 
     It is the width of the weights if that fits, so that they need no other shape.
     """
@@ -181,7 +181,9 @@ def _add_layers(
     sizes: Sequence[int],
     add_layer: Callable[[int, Tensor, _Tensors, _Tensors], tuple[Tensor, _Tensors]],
 ) -> _Tensors | None:
-    """Add an RNN's layers by calls of `add_layer`; return the outputs, None for a single one.
+    """Add an RNN's layers one by one with `add_layer`; return the outputs.
+
+    None stands for a single output, which takes the place of the RNN's.
 
     `sizes` are rows and width of the data. `add_layer(k, below, own, begin)` adds layer
     k, directions counted as layers, which reads `below`. Its parameters are `own`, and `begin` is
@@ -249,7 +251,7 @@ def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor
 
 
 def _add_parameters(parts: Parts, tensors: _Tensors, shapes: Sequence[Shape]) -> _Tensors:
-    """Return an RNN's parameters; add operators that slice them from one vector, if joined.
+    """Return an RNN's parameters as tensors; if they are one vector, add slices of it.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.
@@ -289,7 +291,7 @@ class _LayerSteps:
         self._read, self._recur, self._read_bias, self._bias = weights
 
     def steps(self, data: Tensor, order: Sequence[int], begin: _Tensors) -> tuple[Any, _Tensors]:
-        """Add operators for all time steps; return the outputs by time, and the last state.
+        """Unroll the layer over time; return its outputs by time step, and its last state and cell.
 
         `data` is the layer's input, and `begin` the state and cell before the first step.
         """
@@ -307,7 +309,7 @@ class _LayerSteps:
         return [states[t] for t in sorted(states)], state
 
     def _step(self, gates: Tensor, state: _Tensors) -> _Tensors:
-        """Add an LSTM step after the sums of its gates; return the new state and cell."""
+        """Add an LSTM cell's operators after the gates' dense layers; return the state and cell."""
         open_gates = self._add_activation(gates, "sigmoid")
         into, forget, out = (self._gate(open_gates, k) for k in (0, 1, 3))
         new = self._add_activation(self._gate(gates, 2), "tanh")
@@ -323,7 +325,7 @@ class _LayerSteps:
         return self._add("Activation", act_type, tensor, act_type=act_type)
 
     def _gate(self, tensor: Tensor, k: int) -> Tensor:
-        """Add a slice that takes gate number k out of all gates; return its output."""
+        """Add a slice of gate number k from the tensor of all gates; return its output."""
         begin, end = str(k * self._size), str((k + 1) * self._size)
         return self._add("slice_axis", f"gate{k}", tensor, axis="2", begin=begin, end=end)
 
@@ -336,5 +338,5 @@ class _LayerSteps:
 
 
 def is_divided(node: Node) -> bool:
-    """Return whether `layers` may split a node: an RNN of several layers or directions."""
+    """Return whether a node is an RNN of several layers or directions, which `layers` may split."""
     return node.op == "RNN" and int(node.attrs["num_layers"]) * _directions(node.attrs) > 1

@@ -25,7 +25,7 @@ _UNSET = {"dtype": "None", "initial": "None", "where": "None"}
 
 
 def match_sum(call: Call) -> Detail | None:
-    """Return (first axis, end axis, *shape) for a sum or mean to replace; else None.
+    """Return (first axis, end axis, *shape) if a product should replace a sum or mean; else None.
 
     The axes are adjacent, the array has at least `_LEAST_ELEMENTS` elements, and each sum has at
     most `_MOST_TERMS` terms. The shape has a 0 for a batch of any size.
@@ -82,7 +82,7 @@ def _add_mean(parts: Parts, attrs: Attributes, detail: Detail) -> None:
 
 
 def _add_sums(parts: Parts, detail: Detail) -> Tensor:
-    """Add a matrix product with ones that sums over the axes in `detail`; return the sums."""
+    """Add a matrix product with ones, which sums over the axes in `detail`; return the sums."""
     first, last, *shape = detail
     [data] = parts.inputs
     add = parts.add_float32
@@ -99,7 +99,7 @@ def _add_sums(parts: Parts, detail: Detail) -> Tensor:
 
 
 def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -> None:
-    """Add a Reshape of `sums` to the output shape of the sum or mean that is replaced."""
+    """Add a Reshape that gives `sums` the output shape of the sum or mean it replaces."""
     first, last, *shape = detail
     before = [-1, *shape[1:first]] if first else []
     kept = [1] * (last - first) if is_true(attrs.get("keepdims", "False")) else []
@@ -108,7 +108,7 @@ def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -
 
 
 def match_pool(call: Call) -> Detail | None:
-    """Return the tiles' (height, width) for a global average Pooling to replace; else None.
+    """Return (tile height, tile width) if `pool_in_parts` should replace a Pooling; else None.
 
     The call is a global average Pooling with a slow gradient. Where parts don't help, return the
     shape without the batch: `pool_in_parts` then uses a product.
@@ -164,9 +164,9 @@ _LEAST_RESULT = 2**15
 
 
 def match_broadcast(call: Call) -> Detail | None:
-    """Return the `detail` that `broadcast` needs if it makes an operator faster; else None.
+    """Return the numbers that `broadcast` needs if it makes an operator faster; else None.
 
-    The detail is the operator's index in `_KINDS`, the position of the repeated input, its repeats
+    They are the operator's index in `_KINDS`, the position of the repeated input, its repeats
     along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
     """
     one, other = call.shape, call.weight
@@ -186,7 +186,7 @@ def match_broadcast(call: Call) -> Detail | None:
 
 
 def broadcast(parts: Parts, detail: Detail) -> None:
-    """Replace a broadcast with products that repeat an input, and an elementwise operator.
+    """Replace a broadcast: matrix products repeat one input, then the operator is elementwise.
 
     Conditions: training, float32 inputs, and a large result.
 

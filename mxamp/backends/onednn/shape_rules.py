@@ -83,12 +83,12 @@ def _matches(setting: Setting) -> dict[int, Match]:
 
 
 def _running(node: Node, match: Match | None) -> Node:
-    """Return a node, as an `Activation` if its faster equivalent is one."""
+    """Return the node that will run: an `Activation` if that replaces this node, else this node."""
     return replace(node, op="Activation") if match and match[0] in ACTIVATIONS else node
 
 
 class _Sites(Sites):
-    """Maker of each node's `Site`, with the memory layouts that oneDNN gives its inputs."""
+    """Maker of what shape rules read of each node (`Site`), including oneDNN's memory layouts."""
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
         super().__init__(setting)
@@ -100,10 +100,11 @@ class _Sites(Sites):
     def walk(
         self, small_layers: Mapping[int, Reason]
     ) -> tuple[dict[int, Reason], dict[int, Reason], float]:
-        """Return float32 reasons by node, the small layers, and their excess over the limit.
+        """Apply the rules to all nodes; return what stays in float32, and what may be too small.
 
-        The layers of the argument stay in float32. Their excess is that of the multiplications over
-        the limit of the rule, relative to it.
+        Both are reasons by node index: for float32, and of the layers that have the rule about
+        small layers. The number is the sum of how far these layers are over the rule's limit,
+        relative to it. The layers of the argument stay in float32.
         """
         kept, small, excess = {}, {}, 0.0  # type: dict[int, Reason], dict[int, Reason], float
         blocked: dict[Output, bool] = {}
@@ -130,7 +131,10 @@ class _Sites(Sites):
         return kept, small, excess
 
     def _in_layouts(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
-        """Return node i's `Site`, given which outputs are in oneDNN's blocked layout."""
+        """Return what shape rules read of node i (`Site`), including its inputs' memory layouts.
+
+        `blocked` says which outputs are in oneDNN's blocked layout.
+        """
         return self.at(i)._replace(
             feeds_norm=i in self._norms,
             blocked=bool(node.inputs) and blocked.get(node.inputs[0], False),
@@ -189,7 +193,7 @@ def is_small(site: Site, limit: int) -> bool:
 
 
 def _relative_size(site: Site, limit: int) -> float:
-    """Return a layer's number of multiplications divided by `limit`; inf if unknown.
+    """Return a layer's multiplications as a fraction of a rule's `limit`; inf if unknown.
 
     Of a convolution it is an upper bound, exact for strides of 1. It is at least 1 if the weight
     needs no cast, or many layers share its cast and the sum of its gradients.
@@ -227,7 +231,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
 
 @rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
-    """Return whether some weights of a convolution may read only padding, in training.
+    """Return whether, in training, some weights of a convolution's kernel may read only padding.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
     stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
@@ -257,7 +261,7 @@ def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
 
 @rule("plain_layout")
 def has_plain_layout(site: Site, _limit: int = 0) -> bool:
-    """Return whether a BatchNorm's input is not in oneDNN's blocked layout: it is slow then."""
+    """Return whether a BatchNorm is slow because its input is not in oneDNN's blocked layout."""
     return not site.blocked
 
 
@@ -272,5 +276,5 @@ def casts_weight(site: Site, _limit: int = 0) -> bool:
 
 @rule("volume_views", changes_results=True, is_missing_kernel=True)
 def reads_volume(site: Site, _limit: int = 0) -> bool:
-    """Return whether a node may view a 3-D convolution's output, which oneDNN can't read."""
+    """Return whether a node may reshape a 3-D convolution's output to a view oneDNN can't read."""
     return site.reads_volume

@@ -30,7 +30,7 @@ _ONE_TO_ONE = 2**11
 
 
 def _activation(act_type: str) -> Pass:
-    """Return the replacement of relu, sigmoid or tanh by the faster operator `Activation`."""
+    """Return the pass that replaces relu, sigmoid or tanh with the faster operator `Activation`."""
 
     def match(call: Call) -> Detail | None:
         # Only arrays of mx.np may be empty.
