@@ -173,7 +173,7 @@ class ChoosingBackend(Backend):
     passes: ClassVar[Passes] = Passes(())  #: for graphs that run
 
     def choose_nodes(self, setting: Setting) -> tuple[Mapping[int, Reason], Mapping[int, Match]]:
-        """Return two dicts by node index: reasons to stay in float32, and faster equivalents."""
+        """Return two dicts by node index: why nodes stay in float32, and what replaces nodes."""
         sites, kept = Sites(setting), {}
         for i, (node, policy) in enumerate(zip(setting.graph.nodes, setting.policies)):
             rules = () if node.is_variable else policy.rule(node.operator).by_shape

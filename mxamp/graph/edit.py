@@ -111,7 +111,7 @@ class View:
         return variable.name if self._reads_by_name[variable.name] == 1 else None
 
     def own_parameters(self, node: Node) -> list[str] | None:
-        """Return the names of all inputs but the first if no other node reads them, else None."""
+        """Return the names of a layer's parameters if no other node reads them, else None."""
         names = [self.own_parameter(node, k) for k in range(1, len(node.inputs))]
         return None if None in names else [name for name in names if name is not None]
 

@@ -298,7 +298,7 @@ def _recognize_by_name(graph: Graph) -> None:
 
 
 def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
-    """Return whether a graph's recorded dtypes show that a conversion inserted these casts.
+    """Return whether variables have recorded dtypes as a conversion that inserts casts leaves them.
 
     An earlier version recorded those of all variables that a cast depends on. MXNet's own
     conversion does for the parameters, which it casts in the graph or has cast offline.

@@ -242,7 +242,7 @@ class Variants:
     def _choose(
         self, made: Made, policy: Policy, call: CallKey, graph: Graph, args: Sequence[NDArray]
     ) -> Chosen:
-        """Choose which nodes to keep in float32 or to replace, for the shapes of a call.
+        """Choose the graph's nodes to keep in float32 or to substitute, for one call's shapes.
 
         Once `_MOST` graphs exist, data of new shapes shares the choices that hold for any shape.
         """

@@ -1,4 +1,6 @@
-"""The table of monkey patches that cast; `scaling.backward_passes` has those that scale.
+"""The table of the monkey patches of MXNet that cast operators' inputs.
+
+Those for loss scaling are in `scaling.backward_passes`.
 
 `init` and each `autocast` region install the whole table or nothing; the last user removes it.
 Comments say why MXNet's own attributes are not enough.

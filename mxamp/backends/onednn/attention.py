@@ -274,7 +274,7 @@ def _add_scores(edit: Edit, name: str, heads: Output, count: dict[str, str]) -> 
 def _add_mixed(
     edit: Edit, name: str, heads: Output, shares: Output, count: dict[str, str]
 ) -> Output:
-    """Add oneDNN's product of attention weights and values in bfloat16; return the product."""
+    """Add oneDNN's bfloat16 product of attention weights (`shares`) and values (`heads`)."""
     read = [mx.sym.var("heads"), mx.sym.var("shares")]
     mixed = mx.sym.contrib.interleaved_matmul_selfatt_valatt(*read, **count)
     body = Graph.from_symbol(mx.sym.amp_cast(mixed, dtype="float32"))

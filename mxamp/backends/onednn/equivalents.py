@@ -128,7 +128,7 @@ def masked_softmax(parts: Parts, _detail: Detail) -> None:
 
 
 def match_split(call: Call) -> Detail | None:
-    """Return the bounds of the parts if `split` should replace a call; else None.
+    """Return where the outputs of a split begin and end if `split` should replace it; else None.
 
     The result is (number of axes, *bounds), with 0 axes for slices.
 

@@ -251,7 +251,7 @@ def _add_concat(parts: Parts, name: str, tensors: _Tensors, axis: int) -> Tensor
 
 
 def _add_parameters(parts: Parts, tensors: _Tensors, shapes: Sequence[Shape]) -> _Tensors:
-    """Return an RNN's parameters as tensors; if they are one vector, add slices of it.
+    """Return an RNN's weights and biases; if MXNet stores them in one vector, slice it.
 
     MXNet lists a graph's inputs in the order of a walk from its outputs. A vector with all biases
     and an element of each weight, which the first product reads, keeps their order.

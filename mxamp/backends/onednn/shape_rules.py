@@ -231,7 +231,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
 
 @rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
-    """Return whether, in training, some weights of a convolution's kernel may read only padding.
+    """Return whether some weights of a trained convolution may be applied to padding alone.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
     stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
