@@ -55,7 +55,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--empty-backend"):
-        backends.shape_checks()  # the lists name these rules, which nothing asks for then
+        backends.shape_checks()  # the lists name these rules, which nothing asks for then,
+        backends.Backend.substitutions = backends.substitutions()  # and these equivalents
         backends.backend_of.cache_clear()
         backends._CLASSES.update(dict.fromkeys(backends.DEVICES, "mxamp.backends:Backend"))
 

@@ -14,7 +14,7 @@ from .inputs import Named, input_values
 from .output import examples, print_errors
 
 FOR_HALVES = "--fp32-op and --device are for 16-bit dtypes: leave them out with --dtype float32"
-NO_FORM = "the form in --policy is {!r}, which needs no conversion: see the comments in its file"
+NO_FORM = "the form in --policy is {!r}: only 'converted' and 'fused' need this command"
 
 _EXAMPLES = examples(
     "mxamp convert model-fp16 --dtype float32 --out model-fp32",
