@@ -150,6 +150,9 @@ def _scaled_backward(
     """
     this_pass = backward_pass_of(thread)
     backward = partial(backward, **others)
+    if this_pass.scale == 1:
+        call_inside(this_pass, 1.0, partial(backward, req=req, out_grad=out_grad, in_grad=in_grad))
+        return
     # float16 gradients stay scaled: without the scale, small ones would be lost.
     given = this_pass.scale if any(dtype_name(g.dtype) == "float16" for g in out_grad) else 1.0
     gradients = _OutGradients(out_grad, given / this_pass.scale)
