@@ -58,9 +58,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """Return the tables of a TOML file; raise `ArgumentError` if it can't be read or parsed."""
     try:
         return parse_toml(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"{str(path)!r} can't be read: {error.strerror}") from None
-    except (TypeError, ValueError, RecursionError) as error:  # of the path, of UTF-8 or TOML
+    except (OSError, TypeError) as error:
+        raise ArgumentError(f"{str(path)!r} can't be read: {error.args[-1]}") from None
+    except (ValueError, RecursionError) as error:  # of the path, of UTF-8 or TOML
         raise ArgumentError(f"{str(path)!r} is not valid TOML: {error}") from None
 
 

@@ -60,7 +60,10 @@ def save_states(state: State, fname: str) -> None:
     try:
         if state.scaled_by == "initialize":
             with suspended():
-                wide = {i: cast(one, "float32") for i, one in _weights(trainer, 0, held).items()}
+                wide = {
+                    i: cast(one, "float32") if dtype_of(one) == "float16" else one
+                    for i, one in _weights(trainer, 0, held).items()
+                }
                 updater.states, added[_MASTERS] = _converted(trainer, held, wide)
         vars(trainer._optimizer).update(added)
         content = updater.get_states(dump_optimizer=True)

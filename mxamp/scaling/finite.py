@@ -106,11 +106,15 @@ def multiply(arrays: Sequence[NDArray], factor: float) -> None:
         return
     with autograd.pause(), suspended():
         for array in arrays:
-            # MXNet casts the factor to the array's dtype, and float16 rounds small ones to 0.
-            left, small = factor, dtype_of(array) == "float16"
-            while small and 0 < abs(left) < LEAST_NORMAL:
-                array.__imul__(LEAST_NORMAL)
-                left /= LEAST_NORMAL
+            # MXNet casts the factor to the array's dtype. float16 rounds small factors to 0, and
+            # large ones to Inf, which makes NaN of zeros.
+            left, half = factor, dtype_of(array) == "float16"
+            while half and (
+                0 < abs(left) < LEAST_NORMAL or 1 / LEAST_NORMAL < abs(left) < math.inf
+            ):
+                step = LEAST_NORMAL if abs(left) < 1 else 1 / LEAST_NORMAL
+                array.__imul__(step)
+                left /= step
             array.__imul__(left)
 
 

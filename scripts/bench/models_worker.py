@@ -242,6 +242,7 @@ def mxnet_step(
 ) -> Tuple[Callable[[], Any], Dict[str, Any]]:
     """Return a function that runs or trains a model once, and what `tune` has chosen."""
     amp = enable_amp(contender, dtype)
+    import mxnet as mx
     from mxnet import autograd, gluon, nd
 
     net, data, labels = initialized_model(model)
@@ -286,6 +287,7 @@ def mxnet_step(
     if folder is not None:
         np.save(folder / f"{contender}-outputs.npy", infer().astype("float32").asnumpy())
     if folder is not None and mode == "training":
+        mx.random.seed(0)  # the same dropout, whether parameters were initialized or loaded
         train()
         factor = 1.0
         if contender == "stock":

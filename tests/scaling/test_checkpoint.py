@@ -27,9 +27,10 @@ def test_a_scaler_that_is_given_after_loading_goes_on_from_the_file(tmp_path):
     assert (other.amp_loss_scale, other.amp_steps) == (512, 1)
 
 
-@pytest.mark.parametrize(
-    "saved, own", [(amp.NoScaler(), amp.LossScaler(8)), (amp.LossScaler(8), amp.NoScaler())]
-)
+NONE, DYNAMIC = amp.NoScaler(), amp.LossScaler(8)
+
+
+@pytest.mark.parametrize("saved, own", [(NONE, DYNAMIC), (DYNAMIC, NONE)])
 def test_a_scaler_does_not_give_way_to_none_nor_the_other_way_round(tmp_path, saved, own):
     path = str(tmp_path / "states")
     setup(scaler=saved)[1].save_states(path)
@@ -278,6 +279,17 @@ def test_a_momentum_that_was_set_to_zero_is_loaded_as_in_plain_mxnet(tmp_path):
         trainer.save_states(str(tmp_path / "states"))
         trainer.load_states(str(tmp_path / "states"))
     assert trainer._optimizer.momentum == 0.0
+
+
+def test_states_of_float64_parameters_stay_in_float64(tmp_path):
+    net, trainer = setup(dtype="float64", momentum=0.9)
+    amp.initialize(net, trainer, "O0")
+    backpropagate(lambda: net(mx.nd.ones((2, 4), dtype="float64")).sum())
+    trainer.step(2)
+    trainer.save_states(str(tmp_path / "states"))
+    plain = gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9})
+    plain.load_states(str(tmp_path / "states"))
+    assert {state.dtype for state in plain._updaters[0].states.values()} == {np.float64}
 
 
 def in_half(way, optimizer, units=2):
