@@ -66,7 +66,7 @@ def test_what_is_no_file(tmp_path):
     for path, words in (
         (tmp_path / "none.toml", "can't be read: No such file"),
         (tmp_path, "can't be read: Is a directory"),
-        (None, "not NoneType"),
+        (None, "not .*NoneType"),
         ("a\0b", "null"),
     ):
         with pytest.raises(amp.ArgumentError, match=words):
