@@ -51,7 +51,7 @@ class BackwardPass:
 
 
 class Running(NamedTuple):
-    """What a thread runs: a backward pass, or a custom operator or Function inside one."""
+    """A backward pass that a thread runs, or a custom operator or Function inside it."""
 
     backward_pass: BackwardPass
     given_scale: float | None  #: of the gradients that the operator receives; None in a pass
