@@ -150,8 +150,8 @@ class Policy:
         """
         if op_class not in SHOWN_CLASSES:
             raise unknown("class", op_class, SHOWN_CLASSES)
-        shown = {n: "conditional" if r.conditions else r.op_class for n, r in self.rules.items()}
-        return sorted(name for name, found in shown.items() if found == op_class)
+        classes = {n: "conditional" if r.conditions else r.op_class for n, r in self.rules.items()}
+        return sorted(name for name, found in classes.items() if found == op_class)
 
     def __repr__(self) -> str:
         given = [item for one in self.changes for item in one.given().items()]
@@ -470,7 +470,7 @@ def chosen_policy(
     dtype = backend_of(device).fast_dtype()
     own = targets.default_dtype(device) if policy is None else DEFAULT_TARGET
     wanted = requested_policy(own, *lists, policy=policy, ctx=ctx)
-    if dtype == "float32" != wanted.target_dtype:
+    if dtype == "float32" and wanted.target_dtype != "float32":
         return float32_choice(device)
     with prefix_errors(f"'auto' is {dtype} on the {device.upper()} here"):
         targets.check_same_target(wanted.target_dtype, wanted.device, dtype, device)

@@ -181,8 +181,8 @@ def compare(
     errors: dict[Key, TensorError] = {}
     with measured.alike_numbers() as restart:
         for batch in measured.batches_of(data, labeled=False):
+            copy = copy or measured.copied(net, batch.inputs, HALVES)
             with measured.explained_errors(net, batch.inputs):
-                copy = copy or measured.copied(net, batch.inputs, HALVES)
                 runs = []
                 for region in (autocast(enabled=False), autocast(policy=rounding)):
                     restart()
