@@ -123,8 +123,8 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
         new = with_copies_before_casts(new, dtypes)
     written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
     # Not of a policy without substitutions, such as that of a plain form that `tune` chose.
-    may_fuse = policy.substitutions and not options.fuse and not policy.lowers
-    if options.notes and may_fuse and new.to_json() == Graph.from_symbol(symbol).to_json():
+    may_fuse = all((options.notes, policy.substitutions, not options.fuse, not policy.lowers))
+    if may_fuse and new.to_json() == Graph.from_symbol(symbol).to_json():
         logger.warning(UNCHANGED)
     taken = {name: dtypes[name] for name in dtypes.keys() & set(data)}
     return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
