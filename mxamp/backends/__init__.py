@@ -150,7 +150,7 @@ class Backend:
 
     # ------------------------------------------------------------------ decisions
 
-    def reason_to_widen(self, call: DecidedCall) -> str | None:
+    def reason_by_attributes(self, call: DecidedCall) -> str | None:
         """Return why the attributes of an operator call require float32; None if they don't."""
         return None
 
@@ -164,7 +164,7 @@ class Backend:
         """Return the positions of inputs to copy first, since a cast can't read their layout."""
         return frozenset()
 
-    def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
+    def reason_by_shapes(self, rule: Rule, site: Site) -> Reason | None:
         """Return why the shapes of an eager call keep it in float32; None if they don't."""
         return None
 

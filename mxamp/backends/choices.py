@@ -227,7 +227,7 @@ class ChoosingBackend(Backend):
                     edit.redirect((i, k), output)
         return edit.applied()
 
-    def reason_to_keep(self, rule: Rule, site: Site) -> Reason | None:
+    def reason_by_shapes(self, rule: Rule, site: Site) -> Reason | None:
         """Return why the shapes of an eager call keep it in float32, or None."""
         checks = shape_checks()
         return last_reason(site, [one for one in rule.by_shape if checks[one.name].in_calls])

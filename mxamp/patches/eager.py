@@ -242,7 +242,7 @@ def keep_float32(then: Action, eager: Any) -> Action:
     """
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
-        if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_to_keep(arguments)):
+        if all_float32(arguments[1]) and (eager.stays_float32 or eager.reason_by_shapes(arguments)):
             return original(*arguments)
         return then(original, arguments)
 
@@ -293,7 +293,7 @@ class _EagerOperator:
         outputs = original(*call._replace(arrays=_cast_all(decision, call.arrays), out=None))
         return self.write(_rounded(decision, outputs, call.is_np_op), call.out)
 
-    def reason_to_keep(self, arguments: Sequence[Any]) -> Reason | None:
+    def reason_by_shapes(self, arguments: Sequence[Any]) -> Reason | None:
         """Return the reason to keep a call of these shapes in float32, or None; cached."""
         if not (self._by_shape and arguments[1][1:]):
             return None  # without a weight MXNet raises an error of its own
@@ -305,7 +305,7 @@ class _EagerOperator:
         try:
             return self._kept[key]
         except TypeError:  # kernels may be lists
-            return self.reason_to_keep((None, arrays, keys, [*map(str, vals)]))
+            return self.reason_by_shapes((None, arrays, keys, [*map(str, vals)]))
         except KeyError:
             if len(self._kept) >= MANY:
                 self._kept.clear()
@@ -320,7 +320,7 @@ class _EagerOperator:
         shapes, backend = [array.shape for array in arrays[:2]], backend_of(self.policy.device)
         site = Site(self.operator.name, attrs, shapes, training, casts_weight=casts, in_call=True)
         try:
-            return backend.reason_to_keep(self.rule, site)
+            return backend.reason_by_shapes(self.rule, site)
         except (IndexError, ValueError):
             return None  # MXNet raises an error of its own
 
@@ -334,7 +334,7 @@ class _EagerOperator:
         elif self._attributes:
             attributes = tuple(item for item in call.attrs.items() if item[0] in self._attributes)
         # On float32 alone, `keep_float32` has asked: no shape keeps the call there.
-        kept = None if {*codes} == {_FLOAT32} else self.reason_to_keep(call)
+        kept = None if {*codes} == {_FLOAT32} else self.reason_by_shapes(call)
         # Rules that don't change results spare the cast of a float32 weight.
         if kept is not None and not kept.changes_results and codes[1] != _FLOAT32:
             kept = None

@@ -93,7 +93,7 @@ def decide(
     """
     rule, backend = policy.rules.get(operator, UNLISTED), backend_of(policy.device)
     call = DecidedCall(rule, attributes, dtypes, policy.target_dtype)
-    why, no_kernel = backend.reason_to_widen(call), rule.no_kernel
+    why, no_kernel = backend.reason_by_attributes(call), rule.no_kernel
     if kept_float32 is not None and kept_float32.is_missing_kernel:
         no_kernel = kept_float32.text
     elif kept_float32 is not None:

@@ -61,7 +61,7 @@ class OneDNN(ChoosingBackend):
 
     # ------------------------------------------------------------------ decisions
 
-    def reason_to_widen(self, call: DecidedCall) -> str | None:
+    def reason_by_attributes(self, call: DecidedCall) -> str | None:
         # oneDNN reads a float32 weight as it is, and has no gradient for a cast one.
         if call.rule.operator != "Deconvolution" or not call.rule.no_kernel:
             return None

@@ -37,7 +37,7 @@ def test_sums_of_products_and_their_gradients_are_short(attributes, a, b, infere
     for mode, wanted in (("inference", inference), ("training", training)):
         assert precisions(symbol, mode, a=a, b=b)["scores"] == wanted
         rule, training = GPU.rule("batch_dot"), mode == "training"
-        kept = backend_of("gpu").reason_to_keep(rule, Site("batch_dot", texts, (a, b), training))
+        kept = backend_of("gpu").reason_by_shapes(rule, Site("batch_dot", texts, (a, b), training))
         assert (kept is None) == (wanted == "float16")
 
 

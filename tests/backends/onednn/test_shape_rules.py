@@ -51,7 +51,7 @@ def test_kernels_that_read_only_padding_train_in_float32(
         attrs = layer.attr_dict()["conv"]
         rule = policy.untuned().rule("Convolution")
         site = Site("Convolution", attrs, shapes, training, in_call=True)
-        reason = backend_of("cpu").reason_to_keep(rule, site)
+        reason = backend_of("cpu").reason_by_shapes(rule, site)
         assert (reason is not None) == bool(expected)
 
 
@@ -183,7 +183,7 @@ def test_what_surrounds_small_convolutions_stays_in_float32_too(channels, side, 
 ])  # fmt: skip
 def test_calls_count_as_small_up_to_eight_times_the_size(operator, attrs, shapes, small, training):
     site = Site(operator, attrs, shapes, training, in_call=True)
-    reason = backend_of("cpu").reason_to_keep(B.rule(operator), site)
+    reason = backend_of("cpu").reason_by_shapes(B.rule(operator), site)
     assert (reason and reason.kind) == ("small_layers" if small else None)
 
 
