@@ -104,7 +104,7 @@ class _BackwardPatches(FrontEnd):
         states = shared_states()
         dropped = {state for state in states if state.overflown}
         scale = _lowest_scale(one)
-        with ledger.written(one, one.scale):
+        with ledger.recording(one, one.scale):
             if scale == 1:
                 # No scale to take out; trainers check the gradients they are about to use.
                 run(one, partial(compute, one.head_grads))

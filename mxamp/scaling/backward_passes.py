@@ -189,10 +189,10 @@ class _ScalingPatches(FrontEnd):
         elif automatic is not None and not any(marks):  # the script has scaled no loss itself
             automatic.run(compute, this_pass)
         else:
-            with ledger.written(this_pass, this_pass.scale):
+            with ledger.recording(this_pass, this_pass.scale):
                 running.run(this_pass, compute)
             # Passes inside this one have left gradients at scales of their own.
-            ledger.bring(ledger.behind(this_pass.inner), this_pass.scale)
+            ledger.rescale(ledger.behind(this_pass.inner), this_pass.scale)
         if this_pass.frees:
             tape.forget(name for found in marks for name in found)
             # `set_scales` has cached the names if there are output operators.
@@ -246,7 +246,7 @@ def _run_nested(
     both = ledger.behind(this_pass.names & outer.names)
     if this_pass.scale != outer.scale and any(entry.adds for entry in both):
         raise StateError(NESTED_SUM)
-    with ledger.written(this_pass, this_pass.scale):
+    with ledger.recording(this_pass, this_pass.scale):
         compute()
     outer.inner |= this_pass.names
 

@@ -24,7 +24,7 @@ from ..framework import distributed as transports
 from ..framework.patching import Original
 from ..policy.active import current_policy, suspended
 from ..policy.rules import custom_classes
-from .ledger import Carried, Entry, entries_of, ledger
+from .ledger import Entry, GradientRecord, entries_of, ledger
 
 #: Keys of mxamp's exchanges, far from the keys of parameters, which count from 0. Each exchange
 #: takes a new key, because a key can be initialized only once.
@@ -133,7 +133,7 @@ def sum_gradients(trainer: Trainer, scale: float, has_workers: bool) -> None:
             fill([entry.gradient], np.inf)
         elif not entry.data._fresh_grad:
             fill([entry.gradient], 0)
-            ledger.note(entry, Carried(scale))
+            ledger.note(entry, GradientRecord(scale))
             stale.append(entry)
     type(trainer)._allreduce_grads(trainer)
     for entry in stale:

@@ -75,7 +75,7 @@ def fresh(trainer: Trainer) -> list[Entry]:
 
 
 @dataclass(frozen=True)
-class Carried:
+class GradientRecord:
     """The loss scale of a gradient, and whether it has overflowed or is summed over devices."""
 
     scale: float
@@ -91,9 +91,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.trainers: WeakKeyDictionary[Trainer, RunningStatistics] = WeakKeyDictionary()
-        self._scale = 1.0  #: the scale of all gradients that have no note
+        self._scale = 1.0  #: the scale of all gradients that have no record
         #: By the gradient's handle: another `grad_req`, dtype or device makes another gradient.
-        self._notes: WeakValueDictionary[int, Carried] = WeakValueDictionary()
+        self._records: WeakValueDictionary[int, GradientRecord] = WeakValueDictionary()
 
     def add(self, trainer: Trainer) -> None:
         """Track a trainer's gradients, and set to zero those whose loss scale is unknown.
@@ -104,7 +104,7 @@ class Ledger:
             return
         known = {param for other in self.known() for param in other._params}
         _locked(self.trainers.setdefault)(trainer, RunningStatistics())
-        scales = {self._scale, *(carried.scale for carried in list(self._notes.values()))}
+        scales = {self._scale, *(record.scale for record in list(self._records.values()))}
         for entry in fresh(trainer) if scales != {1.0} else ():
             if entry.param not in known:
                 logger.warning(MADE_LATE, entry.param.name)
@@ -115,41 +115,41 @@ class Ledger:
         """Return the trainers whose gradients the ledger tracks, as a copy for thread safety."""
         return _listed(self.trainers)
 
-    def of(self, entry: Entry) -> Carried:
+    def of(self, entry: Entry) -> GradientRecord:
         """Return the record of a gradient's loss scale, overflow, and sum over devices."""
-        # Needs no lock: `_settle` changes `_scale` before it drops the notes that it replaces.
-        return self._notes.get(entry.gradient.handle.value) or Carried(self._scale)
+        # Needs no lock: `_settle` changes `_scale` before it drops the records that it replaces.
+        return self._records.get(entry.gradient.handle.value) or GradientRecord(self._scale)
 
     @_locked
-    def note(self, entry: Entry, carried: Carried) -> None:
+    def note(self, entry: Entry, record: GradientRecord) -> None:
         """Set the record of a gradient's loss scale, overflow, and sum over devices."""
         handle = entry.gradient.handle
-        handle._amp_carried = self._notes[handle.value] = carried
-        if carried == Carried(self._scale):
-            del self._notes[handle.value]
+        handle._amp_record = self._records[handle.value] = record
+        if record == GradientRecord(self._scale):
+            del self._records[handle.value]
 
     def overflown_among(self, find: Callable[[], list[Entry]]) -> list[Entry]:
         """Return the gradients from `find()` that have overflowed.
 
         `find` is not called if no gradient can have overflowed.
         """
-        return [entry for entry in find() if self.of(entry).overflown] if self._notes else []
+        return [entry for entry in find() if self.of(entry).overflown] if self._records else []
 
     def is_summed(self, trainer: Trainer) -> bool:
         """Return whether a trainer's gradients are already summed over devices and workers."""
-        return bool(self._notes) and all(self.of(entry).summed for entry in entries_of(trainer))
+        return bool(self._records) and all(self.of(entry).summed for entry in entries_of(trainer))
 
     def note_sum(self, trainer: Trainer, summed: bool = True) -> None:
         """Record whether a trainer's gradients are summed over devices and workers."""
-        for entry in entries_of(trainer) if summed or self._notes else ():
+        for entry in entries_of(trainer) if summed or self._records else ():
             self.note(entry, replace(self.of(entry), summed=summed))
 
     def all_carry(self, scale: float) -> bool:
         """Return whether all gradients have this loss scale, and no overflow or sum is recorded."""
-        return self._scale == scale and not self._notes
+        return self._scale == scale and not self._records
 
     @contextmanager
-    def written(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
+    def recording(self, this_pass: BackwardPass, scale: float) -> Iterator[None]:
         """Return a context that records the loss scale of gradients that a backward pass writes.
 
         Gradients that the pass adds to are brought to this scale before it. If the pass raises, the
@@ -163,10 +163,10 @@ class Ledger:
         for entry in adding:
             # After an overflow the program may have set the sum to zero.
             was_overflown = self.of(entry).overflown and square_sum([entry.gradient]) != 0
-            self.note(entry, Carried(self.of(entry).scale, was_overflown))
-        self.bring(adding, scale)
+            self.note(entry, GradientRecord(self.of(entry).scale, was_overflown))
+        self.rescale(adding, scale)
         for entry, _ in replaced:  # before the pass, since Ctrl-C may come right after it
-            self.note(entry, Carried(scale))
+            self.note(entry, GradientRecord(scale))
         try:
             yield
         except Exception:  # after KeyboardInterrupt the pass may have written them
@@ -180,7 +180,7 @@ class Ledger:
         """Return the gradients whose record changes when a backward pass writes them at `scale`."""
         if self.all_carry(scale):
             return []
-        unlike = [entry for entry in self._entries() if self.of(entry) != Carried(scale)]
+        unlike = [entry for entry in self._entries() if self.of(entry) != GradientRecord(scale)]
         found = named(unlike, this_pass.names) if unlike else []
         return [*{id(entry.data): entry for entry in found}.values()]  # trainers may share one
 
@@ -199,12 +199,12 @@ class Ledger:
         Does nothing while a gradient without a record relies on the present default.
         """
         entries = self._entries()
-        if all(entry.gradient.handle.value in self._notes for entry in entries):
+        if all(entry.gradient.handle.value in self._records for entry in entries):
             self._scale = scale
             for entry in entries:
                 self.note(entry, self.of(entry))
 
-    def bring(self, entries: Iterable[Entry], scale: float) -> None:
+    def rescale(self, entries: Iterable[Entry], scale: float) -> None:
         """Multiply gradients in place so that their loss scale becomes `scale`."""
         for entry in entries:
             before = self.of(entry)
@@ -226,40 +226,40 @@ class Ledger:
             entry.data._fresh_grad and self.of(entry).scale != 1 for entry in entries_of(trainer)
         )
 
-    def carried(self, trainer: Trainer) -> float:
+    def lowest_scale(self, trainer: Trainer) -> float:
         """Return the loss scale of a trainer's new gradients, the lowest one if they differ.
 
         New gradients were written by a backward pass since the last update.
         """
-        if not self._notes:
+        if not self._records:
             return self._scale
         return min((self.of(entry).scale for entry in fresh(trainer)), default=self._scale)
 
     def equalize(self, trainer: Trainer) -> float:
         """Bring a trainer's gradients to one loss scale by multiplication; return that scale."""
-        scale = self.carried(trainer)
-        entries = entries_of(trainer) if self._notes else []
+        scale = self.lowest_scale(trainer)
+        entries = entries_of(trainer) if self._records else []
         used = {entry.param for entry in entries if entry.data._fresh_grad or entry.adds}
         # MXNet adds a stale gradient to the fresh one of another device.
-        self.bring([entry for entry in entries if entry.param in used], scale)
+        self.rescale([entry for entry in entries if entry.param in used], scale)
         return scale
 
     def remove_scales(self, trainer: Trainer) -> None:
         """Divide a trainer's gradients by their loss scales, and record Inf and NaN in them."""
         entries = [e for e in entries_of(trainer) if e.data._fresh_grad or self.of(e).scale != 1]
         before = [self.of(entry) for entry in entries]
-        for entry, carried in zip(entries, before):
-            self.note(entry, replace(carried, overflown=True))  # see `bring`
-        self.bring(entries, 1.0)
+        for entry, record in zip(entries, before):
+            self.note(entry, replace(record, overflown=True))  # see `rescale`
+        self.rescale(entries, 1.0)
         bad = nonfinite([entry.gradient for entry in entries])
-        for i, (entry, carried) in enumerate(zip(entries, before)):
-            overflown = carried.overflown or (i in bad and entry.data._fresh_grad)
-            self.note(entry, replace(carried, scale=1.0, overflown=overflown))
+        for i, (entry, record) in enumerate(zip(entries, before)):
+            overflown = record.overflown or (i in bad and entry.data._fresh_grad)
+            self.note(entry, replace(record, scale=1.0, overflown=overflown))
 
     def end_step(self, trainer: Trainer) -> None:
         """Mark a trainer's gradients as neither overflowed nor summed, after its step."""
-        for entry in entries_of(trainer) if self._notes else ():
-            self.note(entry, Carried(self.of(entry).scale))
+        for entry in entries_of(trainer) if self._records else ():
+            self.note(entry, GradientRecord(self.of(entry).scale))
 
     def clear(self) -> None:
         """Divide all gradients by their loss scales, and stop tracking all trainers."""

@@ -49,7 +49,7 @@ from .distributed import (
 )
 from .finite import all_finite, layout_of, multiply, nonfinite, square_sum
 from .float16_optimizers import check_float16_update, divide_updates
-from .ledger import Carried, Entry, entries_of, fresh, gradients_of, ledger
+from .ledger import Entry, GradientRecord, entries_of, fresh, gradients_of, ledger
 from .scaler import LossScaler, NoScaler, positive_number, whole_number
 from .statistics import running_statistics
 
@@ -117,7 +117,7 @@ class StepReport(NamedTuple):
     nonfinite: tuple[str, ...] = ()  #: parameters whose gradients held Inf or NaN
 
 
-class Pending(NamedTuple):
+class PendingGradients(NamedTuple):
     """Gradients that await a trainer's step: their loss scale, and whether they are unscaled."""
 
     scale: float  #: the scale of the first of these losses
@@ -142,7 +142,8 @@ class State:
 
     def __init__(self, trainer: Trainer, scaler: LossScaler, scaled_by: str) -> None:
         self.trainer, self.scaler, self.scaled_by = trainer, scaler, scaled_by
-        self.pending: Pending | None = None  #: None if no loss was scaled since the last step
+        #: None if no loss was scaled since the last step.
+        self.pending: PendingGradients | None = None
         self.report: StepReport | None = None  #: of the last step
         self.steps = self.skips = 0
         #: Pairs of a weight and its master weight from a loaded file. The next step, not the
@@ -179,7 +180,7 @@ class State:
             return self.scaler.loss_scale
         if self.pending is not None and not fresh(self.trainer):
             return self.pending.scale
-        return ledger.carried(self.trainer)
+        return ledger.lowest_scale(self.trainer)
 
     # Attributes of contrib's scaler: scripts such as Sockeye save and restore them.
     _loss_scale = _next_loss_scale = property(
@@ -206,7 +207,7 @@ class State:
         if not scaling_patches.is_open:
             # Nothing will see the coming backward pass, which makes gradients that are not summed.
             ledger.note_sum(self.trainer, False)
-        self.pending = self.pending or Pending(scale)
+        self.pending = self.pending or PendingGradients(scale)
 
     @property
     def overflown(self) -> bool | None:
@@ -240,15 +241,15 @@ class State:
         if has_dropped and is_new and self.workers is None:
             self.scaler.update(False)
         for entry in bad:
-            ledger.note(entry, Carried(ledger.of(entry).scale, True))
-        self.pending = Pending(scale, Stage.UNSCALED)
+            ledger.note(entry, GradientRecord(ledger.of(entry).scale, True))
+        self.pending = PendingGradients(scale, Stage.UNSCALED)
 
     def unscale(self) -> None:
         """Divide the trainer's gradients by the loss scale, and record Inf and NaN in them."""
         self.check("unscale")
         scale = self._equalize()
         ledger.remove_scales(self.trainer)
-        self.pending = (self.pending or Pending(scale))._replace(stage=Stage.UNSCALED)
+        self.pending = (self.pending or PendingGradients(scale))._replace(stage=Stage.UNSCALED)
         if self.scaler.finite_by_state is not None and self.overflown is not None:
             # Already now: the program may leave out the step.
             self.scaler.finite_by_state[self] = not self.overflown
@@ -259,7 +260,7 @@ class State:
         trainer = self.trainer
         if ledger.is_summed(trainer) and self.stage is not Stage.NONE:
             return  # `clip_grad_global_norm` or the script has summed them before `step`
-        carried = self._equalize()
+        scale = self._equalize()
         self._unsent = wait_for_weights(trainer, self._unsent)
         if self.workers is None and not chose_float32():
             workers = workers_of(trainer)
@@ -268,18 +269,19 @@ class State:
             self.workers = workers
         if self.workers is not None and self.stage is Stage.NONE and not fresh(trainer):
             # Only other workers have computed gradients. They are scaled if the last step's were.
-            scale, last, carried = self.scaler.loss_scale, self.report, 1.0
-            if last is None or last.loss_scale != 1 or scale == 1:
-                self.pending = Pending(scale, Stage.UNSCALED if self.is_shared else Stage.SCALED)
-                carried = 1.0 if self.is_shared else scale
-        sum_gradients(trainer, carried, self.workers is not None)
+            first, last, scale = self.scaler.loss_scale, self.report, 1.0
+            if last is None or last.loss_scale != 1 or first == 1:
+                stage = Stage.UNSCALED if self.is_shared else Stage.SCALED
+                self.pending = PendingGradients(first, stage)
+                scale = 1.0 if self.is_shared else first
+        sum_gradients(trainer, scale, self.workers is not None)
 
     def _equalize(self) -> float:
         """Bring all gradients of the trainer to one loss scale, and return that scale."""
-        carried = ledger.equalize(self.trainer)
+        scale = ledger.equalize(self.trainer)
         if self.stage is Stage.SCALED:
-            self.pending = self.pending or Pending(carried)
-        return carried
+            self.pending = self.pending or PendingGradients(scale)
+        return scale
 
     def has_overflow(self, _params: object = None) -> bool:
         """Check the gradients of a step; return whether `Trainer._update` has to skip the update.
@@ -356,14 +358,15 @@ class State:
         elif optimizer.multi_precision:
             divide_updates(optimizer, scale)
         else:
-            ledger.bring(self._used(), 1.0)
+            ledger.rescale(self._used(), 1.0)
 
-    def _record(self, carried: float, bad: Sequence[Entry]) -> StepReport:
+    def _record(self, scale: float, bad: Sequence[Entry]) -> StepReport:
         """Update the loss scale and the gradients' records after a step; return its report."""
         stage, scaler, finite = self.stage, self.scaler, not bad
         if stage is Stage.NONE:
             return StepReport(True, 1.0, self.loss_scale)
-        scale = self.pending.scale if self.pending and stage is Stage.UNSCALED else carried
+        if self.pending and stage is Stage.UNSCALED:
+            scale = self.pending.scale
         names = tuple(dict.fromkeys(entry.param.name for entry in bad))
         if bad:
             # A later step with ignore_stale_grad=True must not use the skipped gradients.

@@ -7,7 +7,7 @@ import mxamp
 
 #: By class or module.
 SCALES = {
-    "Ledger": {"_notes", "_scale", "trainers"},
+    "Ledger": {"_records", "_scale", "trainers"},
     "State": {"pending"},
     "LossScaler": {"finite_by_state"},
     "tape": {"_marks"},
@@ -39,9 +39,9 @@ OTHER = {
     "Layout": {"ctx", "dtype", "in_host_memory", "is_empty", "is_scalar"},
     "finite": {"_layouts"}, "distributed": {"_on_servers"},
     "ScaleMark": {"factor", "product", "scale"}, "Entry": {"data", "gradient", "param"},
-    "Carried": {"overflown", "scale", "summed"}, "Running": {"backward_pass", "frame", "given_scale"},
-    "Variable": {"adds", "array"},
-    "Pending": {"scale", "stage"},
+    "GradientRecord": {"overflown", "scale", "summed"},
+    "Running": {"backward_pass", "frame", "given_scale"},
+    "Variable": {"adds", "array"}, "PendingGradients": {"scale", "stage"},
     "StepReport": {"loss_scale", "next_loss_scale", "nonfinite", "stepped"},
 }  # fmt: skip
 
