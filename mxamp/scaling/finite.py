@@ -75,13 +75,13 @@ def _all_finite_on_device(batch: Sequence[NDArray], earlier: NDArray | None = No
 
 def nonfinite(arrays: Sequence[NDArray]) -> list[int]:
     """Return the positions of arrays that contain Inf or NaN; syncs at most twice."""
-    if all_finite(arrays):
-        return []
     on_device, in_host = _split_by_memory(arrays)
-    with autograd.pause(), suspended():
-        flags = _to_numpy([_all_finite_on_device([array]) for array in on_device.values()])
-        bad = [i for i, is_finite in zip(on_device, flags) if not is_finite]
-        return sorted(bad + _nonfinite_in_host(in_host))
+    bad = _nonfinite_in_host(in_host)
+    if not all_finite([*on_device.values()]):
+        with autograd.pause(), suspended():
+            flags = _to_numpy([_all_finite_on_device([array]) for array in on_device.values()])
+        bad += [i for i, is_finite in zip(on_device, flags) if not is_finite]
+    return sorted(bad)
 
 
 def square_sum(arrays: Sequence[NDArray]) -> float:
