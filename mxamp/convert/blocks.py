@@ -183,13 +183,13 @@ class ConvertedBlock(SymbolBlock):
             super().__init__(converted.symbol, traced.inputs)
         # MXNet's gradients of fused operators are wrong.
         self._is_fused, self._has_warned = options.fuse, False
-        frozen = converted.params if options.fuse else converted.narrowed
+        frozen = converted.params if options.fuse else converted.offline
         #: The parameters that train in the original block only.
         self._frozen = [n for n, p in traced.params.items() if p.grad_req != "null" and n in frozen]
         self._source: Optional[Source] = None
         # With 16-bit dtypes at its boundary, the source graph is another model.
         if options.keep_io_types or not options.policy.lowers:
-            self._source = Source(converted.source, converted.policy, frozenset(converted.narrowed))
+            self._source = Source(converted.graph, converted.policy, frozenset(converted.offline))
         dtypes = {} if options.keep_io_types else converted.data
         #: The dtypes of inputs that the block casts, or None.
         self._input_dtypes = [dtypes.get(one.name) for one in traced.inputs]

@@ -108,7 +108,7 @@ def convert_files(
     """
     options = Options.of(**locals())
     read = model_files(prefix, epoch)
-    written = checked_output_files(read, out, epoch, force)
+    targets = checked_output_files(read, out, epoch, force)
     if not tolerance > 0:
         raise ArgumentError(f"`tolerance` must be a number above 0, not {shown(tolerance)}")
     with saved_semantics(prefix, epoch):
@@ -128,6 +128,6 @@ def convert_files(
                 original = converted_model(model, Options.of("float32", input_dtypes=input_dtypes))
             errors = compare_models(original, runnable, check_inputs)
             check_errors(errors, tolerance, INEXACT)
-        write_model(converted, written, force)
-    before, after = (sum(path.stat().st_size for path in files) for files in (read, written))
-    return ConvertedFiles(*written, before, after, errors)
+        write_model(converted, targets, force)
+    before, after = (sum(path.stat().st_size for path in files) for files in (read, targets))
+    return ConvertedFiles(*targets, before, after, errors)

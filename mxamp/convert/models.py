@@ -291,13 +291,13 @@ def convert_bucketing_module(
     symbols = {key: bucket._symbol for key, bucket in bucketing_mod._buckets.items()}
     buckets = {key: convert(symbol, options, values) for key, symbol in symbols.items()}
     # All buckets share their parameters in one dtype.
-    narrowed = [frozenset(one.narrowed) for one in buckets.values()]
-    not_common = frozenset.union(*narrowed) - frozenset.intersection(*narrowed)
+    offline = [frozenset(one.offline) for one in buckets.values()]
+    not_common = frozenset.union(*offline) - frozenset.intersection(*offline)
     if not_common:
         options = replace(options, not_offline=not_common)
         buckets = {key: convert(symbol, options, values) for key, symbol in symbols.items()}
     for one in buckets.values():  # each has new values only for the parameters that it reads
-        values.update({n: one.params[n] for n in one.source.input_names if n in one.params})
+        values.update({n: one.params[n] for n in one.graph.input_names if n in one.params})
     return BucketingModule.load_dict(
         {key: one.symbol for key, one in buckets.items()},
         arg_params={name: values[name] for name in args},

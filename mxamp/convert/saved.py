@@ -73,14 +73,14 @@ def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> F
     Existing files raise without `force` only.
     """
     check_prefix(out)
-    written = model_files(out, epoch)
-    for path in written:
+    targets = model_files(out, epoch)
+    for path in targets:
         check_file_path(path)
         if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
             raise ArgumentError(SAME_FILES.format(out=os.fspath(out), path=str(path)))
         if path.exists() and not force:
             raise ArgumentError(IS_THERE.format(path=str(path)))
-    return written
+    return targets
 
 
 def check_prefix(prefix: Prefix) -> None:
@@ -223,13 +223,13 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
     if mx.util.is_np_shape() and "bfloat16" in {dtype_name(a.dtype) for a in content.values()}:
         logger.warning(NUMPY_BFLOAT16, files[0])
 
-    def check_content(written: Sequence[Path]) -> None:
+    def check_content(temporary: Sequence[Path]) -> None:
         for path in files:
             if not force and (path.exists() or left_beside(path)):
                 raise ArgumentError(IS_THERE.format(path=str(path)))
-        checksum(written[1])  # reads the file from the disk, not from the cache
+        checksum(temporary[1])  # reads the file from the disk, not from the cache
         try:
-            found = _read_symbol(written[0]), *_read_params(written[1])
+            found = _read_symbol(temporary[0]), *_read_params(temporary[1])
         except ArgumentError as error:
             raise OSError(NOT_THE_SAME) from error
         if _fingerprint(found) != _fingerprint(model):

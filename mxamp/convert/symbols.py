@@ -75,10 +75,10 @@ class Converted(NamedTuple):
     """The result of a conversion: symbol, parameters and new dtypes, and the original graph."""
 
     symbol: Symbol
-    narrowed: Dict[str, str]  #: new dtypes of the inputs that were cast offline
+    offline: Dict[str, str]  #: new dtypes of the inputs that were cast offline
     data: Dict[str, str]  #: dtypes of the inputs that are no parameters
     params: Params  #: all values, cast, including those of fused operators
-    source: Graph  #: the graph without casts
+    graph: Graph  #: without casts
     policy: Policy
 
 
@@ -109,28 +109,28 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     elif policy.lowers and not has_halves(graph, dtypes):
         backend_of(policy.device).check_fused(graph, policy)
     shapes = {name: array.shape for name, array in values.items()}
-    uncast = _uncast(graph, data, options)
-    offline = frozenset(graph.input_names) - uncast
+    kept = _kept_inputs(graph, data, options)
+    offline = frozenset(graph.input_names) - kept
     usage = Usage(dtypes, shapes, offline=offline, restore=options.keep_io_types, converting=True)
     new = rewrite(graph, policy, usage).graph
     lowered = names_cast_to(new, policy.target_dtype)
-    new, narrowed = cast_offline(with_recorded_dtypes(new, dtypes), uncast, policy.target_dtype)
-    dtypes = {**dtypes, **narrowed}
+    new, new_dtypes = cast_offline(with_recorded_dtypes(new, dtypes), kept, policy.target_dtype)
+    dtypes = {**dtypes, **new_dtypes}
     noted = values if options.notes else {}
-    _warn_of_bad_values(noted, graph, lowered | narrowed.keys(), policy.target_dtype)
+    _warn_of_bad_values(noted, graph, lowered | new_dtypes.keys(), policy.target_dtype)
     warn_of_speed(policy, of_model=True)
     if not options.fuse:
         new = with_copies_before_casts(new, dtypes)
-    written = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
+    result = new.to_symbol(_cast_keeping_class(type(symbol)))  # type: ignore[arg-type]
     # Not of a policy without substitutions, such as that of a plain form that `tune` chose.
     may_fuse = all((options.notes, policy.substitutions, not options.fuse, not policy.lowers))
     if may_fuse and new.to_json() == Graph.from_symbol(symbol).to_json():
         logger.warning(UNCHANGED)
     taken = {name: dtypes[name] for name in dtypes.keys() & set(data)}
-    return Converted(written, narrowed, taken, cast_params(values, narrowed), graph, policy)
+    return Converted(result, new_dtypes, taken, cast_params(values, new_dtypes), graph, policy)
 
 
-def _uncast(graph: Graph, data: Collection[str], options: Options) -> Set[str]:
+def _kept_inputs(graph: Graph, data: Collection[str], options: Options) -> Set[str]:
     """Return the names of inputs that a conversion must not cast offline."""
     params = () if options.cast_optional_params or options.fuse else {*graph.input_names} - {*data}
     return {*options.not_offline, *params, *(data if options.keep_io_types else ())}

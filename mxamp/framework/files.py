@@ -26,8 +26,8 @@ def write_file(path: Union[str, Path], content: bytes) -> None:
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
 
-    def check_content(written: List[Path]) -> None:
-        if checksum(written[0]) != zlib.crc32(content):
+    def check_content(temporary: List[Path]) -> None:
+        if checksum(temporary[0]) != zlib.crc32(content):
             raise OSError(NOT_THE_SAME)
 
     with replaced_files([path], check_content) as (temporary,):
@@ -52,17 +52,17 @@ def replaced_files(
     for path in paths:
         check_file_path(path)
     places = [Path(os.path.realpath(path)) for path in paths]
-    written = [_temporary(place, _NEW) for place in places]
+    temporaries = [_temporary(place, _NEW) for place in places]
     with wrap_write_errors(paths[0]):
         try:
-            yield written
+            yield temporaries
             with locked(*places) as folders:
-                for temporary, place in zip(written, places):
+                for temporary, place in zip(temporaries, places):
                     if place.exists():
                         shutil.copymode(place, temporary)
                     sync_to_disk(temporary)
-                check(written)
-                _replace_all(written, places)
+                check(temporaries)
+                _replace_all(temporaries, places)
                 with suppress(OSError):  # the files are in place, and whole after a crash too
                     for folder in folders:
                         os.fsync(folder)
@@ -73,7 +73,7 @@ def replaced_files(
                             if temporary.stat().st_mtime < time.time() - _ORPHANED:
                                 temporary.unlink()
         finally:
-            for temporary in written:
+            for temporary in temporaries:
                 temporary.unlink(missing_ok=True)
 
 
@@ -96,10 +96,10 @@ def locked(*paths: Path) -> Iterator[List[int]]:
             os.close(descriptor)
 
 
-def _replace_all(written: Sequence[Path], places: Sequence[Path]) -> None:
+def _replace_all(temporaries: Sequence[Path], places: Sequence[Path]) -> None:
     """Move temporary files to their final places; on an error, restore the old files."""
     aside = [(one, _temporary(one, _OLD)) for one in places if len(places) > 1 and one.exists()]
-    moves = [*aside, *reversed([*zip(written, places)])]
+    moves = [*aside, *reversed([*zip(temporaries, places)])]
     done: List[Tuple[Path, Path]] = []
     try:
         for source, target in moves:
