@@ -56,7 +56,7 @@ class Patch:
         self.ours: Any = None
 
     def apply(self) -> None:
-        """Install the patch; patches of the attribute that are marked `on_top` still run first."""
+        """Install the patch, below patches of the same attribute that are marked `on_top`."""
         getattr(self.owner, self.name, None)  # a module's __getattr__ may load it lazily
         # vars(), not getattr(): a class may inherit the attribute, or hold it as a descriptor.
         current, stack = vars(self.owner)[self.name], _stacks.setdefault(self._key, [])

@@ -159,7 +159,7 @@ backward_patches = _BackwardPatches()
 
 
 def shared_states() -> list[State]:
-    """Return the loss scaling states of trainers whose loss is scaled inside `backward`."""
+    """Return the loss scaling states of all trainers that share a loss scale."""
     found = [active_state(trainer) for trainer in ledger.known()]
     return [state for state in found if state is not None and state.is_shared]
 

@@ -100,7 +100,7 @@ class Change:
     operator_list: str | None = None  #: a whole list in place of the one before, as JSON
 
     def given(self) -> dict[str, Any]:
-        """Return the change's non-default fields by name, as policy files store them."""
+        """Return the non-default fields of the change by name, as policy files store them."""
         return {name: value for name, value in vars(self).items() if value != getattr(Change, name)}
 
     def apply(self, before: OperatorList, dtype: str) -> OperatorList:
@@ -126,7 +126,7 @@ class Change:
         return {op_class: names for op_class, names in lists.items() if names is not None}
 
     def _changed_rule(self, rule: Rule) -> Rule:
-        """Return the new rule of an operator that the change does not name."""
+        """Return the rule that this change gives an operator which it does not name."""
         if self.untuned:
             needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
             return replace(rule, by_shape=needed)

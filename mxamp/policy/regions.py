@@ -80,7 +80,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
 
 
 def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool) -> str | None:
-    """Return the dtype of the cast that a decorator, such as `half_function`, put into a graph.
+    """Return the target dtype of a decorator's cast in a graph (`half_function`, for example).
 
     None where mixed precision is off.
     """

@@ -111,7 +111,7 @@ def load_states(state: State, fname: str) -> None:
 
 
 def resume(state: State) -> None:
-    """Restore the loss scaling state that a loaded optimizer contains, and remove it there."""
+    """Restore the loss scaling state stored in a loaded optimizer, and delete it there."""
     saved = vars(state.trainer._optimizer).pop(_ATTRIBUTE, None)
     if isinstance(saved, dict):
         state.load_state_dict(saved)

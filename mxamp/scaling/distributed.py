@@ -98,7 +98,7 @@ def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
 
 
 def patched_init_params(original: Original, trainer: Trainer) -> None:
-    """Call `Trainer._init_params` once pending computation has ended, to send current values.
+    """Wait for pending computation, then call `Trainer._init_params`, which sends the parameters.
 
     Under static_shape MXNet's engine does not know that the pass writes BatchNorm's running
     statistics: the kvstore would send their old values to all devices.

@@ -173,7 +173,7 @@ def split(parts: Parts, detail: Detail) -> Sequence[Any] | None:
 
 
 def match_large_products(call: Call) -> Detail | None:
-    """Return (pairs, output columns) if dense layers should replace a batch_dot; else None.
+    """Return (batch size, output columns) if dense layers should replace a batch_dot; else None.
 
     The units are the columns of a product.
     """

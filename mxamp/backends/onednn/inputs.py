@@ -6,7 +6,7 @@ from ...graph.ir import Graph, Node
 
 
 def with_reversed_inputs(graph: Graph) -> Graph:
-    """Return the graph with its inputs reversed, so that MXNet frees gradients earlier.
+    """Return a graph that lists its inputs in reverse, so that MXNet frees gradients earlier.
 
     It is equal to `graph` but for the attributes of its inputs, such as initializers. A cached op
     reads none of them, and MXNet's JSON reader takes a third of its time for them.

@@ -338,5 +338,5 @@ class _LayerSteps:
 
 
 def is_divided(node: Node) -> bool:
-    """Return whether a node is an RNN of several layers or directions, which `layers` may split."""
+    """Return whether a node is an RNN of several layers or directions."""
     return node.op == "RNN" and int(node.attrs["num_layers"]) * _directions(node.attrs) > 1

@@ -236,7 +236,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ patches
 
     def patches(self) -> Sequence[Patch]:
-        """Return the patches by which the check sees operators, backward passes and updates."""
+        """Return the patches that run the check after operators, backward passes and updates."""
         return [
             *super().patches(),
             *(patch_over(one, "backward", self._run_backward) for one in _BACKWARD),
