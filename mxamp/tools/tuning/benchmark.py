@@ -13,7 +13,7 @@ from ...policy.policy import Policy
 from ...policy.targets import default_dtype
 from ..debugging.measured import Data, Net
 from . import forms
-from .forms import HOW, Loss, Timing, opened, seconds_of, table, time_in_turns
+from .forms import HOW, OPENVINO, Loss, Timing, opened, seconds_of, table, time_in_turns
 
 NOT_PAID = "Run this model in plain MXNet, or let mxamp.tune look for a faster form of it."
 
@@ -52,8 +52,7 @@ class Benchmark:
             speeds = map(_speed, tasks, (" this model", " it"), (" as float32", ""))
             said.append(f"{precision}{equivalents} {', and '.join(speeds)}.")
         said += self.notes
-        serving = [t for t in others if t.way in HOW]
-        served = max(serving, key=lambda t: t.quartiles[0], default=None)
+        served = next(iter(_fastest(one for one in others if one.way in HOW)), None)
         if others and all(one.quartiles[1] < 1 for one in others):
             said.append(NOT_PAID)
         elif served and served.quartiles[0] > max(1.05, *(t.speedup for t in best)):
@@ -70,7 +69,8 @@ class Benchmark:
 def _fastest(timings: Iterable[Timing]) -> list[Timing]:
     """Return the fastest timing of each task: training, if it was timed, and inference."""
     tasks = itertools.groupby(timings, lambda one: one.task)
-    return [max(group, key=lambda one: one.speedup) for _, group in tasks]
+    # Another engine has to beat MXNet by 5 % to be worth its installation.
+    return [max(g, key=lambda t: t.speedup / (1.05 if t.way == OPENVINO else 1)) for _, g in tasks]
 
 
 def _speed(timing: Timing, model: str, reference: str) -> str:
@@ -94,7 +94,7 @@ def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[f
     policies += [policy] if policy is not wide and model.lowers(policy) else []
     ways = {"float16": forms.CONVERTED}  # oneDNN's fused operators have no float16 kernels
     served = [(ways.get(one.target_dtype, forms.FUSED), one) for one in policies]
-    served += [(forms.OPENVINO, policy)] if policy.device == "cpu" else []
+    served += [(OPENVINO, policy)] if policy.device == "cpu" else []
     return model.forms((forms.AUTOCAST, one) for one in policies), model.forms(served)
 
 
@@ -118,7 +118,8 @@ def benchmark(
     equivalents of operators are timed beside those in 16 bits. Each round times plain float32 and
     then each other form, and compares the form with float32. A training step is a forward pass, a
     backward pass and an update by SGD, in 16 bits with the overflow check. The report ends with a
-    sentence that says which form is faster on this machine, or "too noisy to tell".
+    sentence that says which form is faster on this machine, or "too noisy to tell". It names a form
+    to serve with that is at least 5 % faster, and OpenVINO if it beats MXNet's forms by 5 %.
 
     Parameters
     ----------

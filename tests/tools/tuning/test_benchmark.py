@@ -144,11 +144,11 @@ def test_numpy_arrays():
 # ---------------------------------------------------------------------- the sentence
 
 
-def report(*speeds, way="fused", first=0):
-    tasks = [("training", "autocast"), ("inference", "autocast"), ("inference", way)][first:]
+def report(*speeds, ways=("autocast", "autocast", "fused", "openvino")):
+    tasks = ["training"] * (len(ways) - 3) + ["inference"] * 3
     timings = [
-        Timing(*task, "bfloat16", 10 / (sum(pair) / 2), sum(pair) / 2, pair)
-        for task, pair in zip(tasks, speeds)
+        Timing(task, way, "bfloat16", 10 / (sum(pair) / 2), sum(pair) / 2, pair)
+        for task, way, pair in zip(tasks, ways, speeds)
     ]
     return Benchmark("bfloat16", tuple(timings)).summary()
 
@@ -167,8 +167,9 @@ def test_the_sentence(speeds, said):
 
 
 def test_the_fastest_way_alone_is_recommended():
-    said = report((1.7, 1.9), (1.5, 1.6), (2.0, 2.2), way="openvino")
+    said = report((1.5, 1.6), (1.4, 1.8), (2.0, 2.2), ways=("autocast", "fused", "openvino"))
     assert "export the model by `export_onnx`, and run it on OpenVINO in bfloat16 (" in said
-    assert "export_onnx" in report((1.5, 1.6), (2.0, 2.2), way="openvino", first=1)
+    assert "fuse=True" in report((1.7, 1.9), (1.5, 1.6), (2.0, 2.2), (2.05, 2.2))
+    assert "OpenVINO" in report((1.7, 1.9), (1.5, 1.6), (2.0, 2.2), (2.2, 2.3))
     assert "convert" not in report((1.7, 1.9), (1.5, 1.6), (1.4, 1.8))
     assert "convert" not in report((1.7, 1.9), (0.5, 0.6), (0.9, 1.1))
