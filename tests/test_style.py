@@ -77,7 +77,7 @@ def test_no_import_points_up(path):
 #: Modules without a test of their name, and where their tests are.
 TESTED_ELSEWHERE = {
     "__main__": "cli/test_main", "_version": "test_packaging", "errors": "framework/test_keywords",
-    "debugging": "test_style", "backends/cuda/backend": "backends/onednn/test_cpu",
+    "debugging": "test_style",
     "backends/onednn/inputs": "backends/test_passes", "cli/doctor": "tools/test_doctor",
     "cli/inputs": "cli/test_convert", "cli/onnx": "tools/test_onnx", "cli/options": "cli/test_main",
     "cli/output": "cli/test_main", "convert/options": "convert/test_models",

@@ -13,8 +13,10 @@ from typing import Any
 from ...framework.environment import variable
 from ...framework.machine import default_device
 from ...policy.policy import Policy
+from ...policy.values import same_value
+from .. import Site, rule
 from ..choices import ChoosingBackend
-from . import libraries, products  # noqa: F401  # `products` registers a rule
+from . import libraries
 
 NO_GPU = (
     "mixed precision is on for GPUs, but MXNet sees no GPU: arrays on the CPU stay as they are, "
@@ -45,3 +47,18 @@ class Cuda(ChoosingBackend):
         # MXNet's fusion fails for some graphs on several devices, or ends the process, without
         # casts too.
         return variable(libraries.FUSION, "0" if groups else None)
+
+
+@rule("long_sums", changes_results=True, in_calls=True, reads_weight=True)
+def has_long_sums(site: Site, limit: int) -> bool:
+    """Return whether a matrix product may sum more than `limit` terms; True if unknown.
+
+    Some kernels sum in half precision, which loses digits in long sums. A product of M by K and K
+    by N sums K terms, and its gradients sum N and M.
+    """
+    shapes = (*site.shapes, None, None)[:2]
+    if site.training:
+        return not all(shapes) or max(n for one in shapes for n in (one or ())[-2:]) > limit
+    transposed = same_value(site.attrs.get("transpose_a", "0"), "1")
+    first = shapes[0]
+    return not first or first[-2 if transposed else -1] > limit
