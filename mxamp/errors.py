@@ -146,7 +146,7 @@ def closest(name: object, candidates: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def prefix_errors(place: object) -> Iterator[None]:
-    """Return a context that prefixes messages of `ArgumentError` with `place`, such as a file."""
+    """Prefix messages of `ArgumentError` with `place`, such as a file (a context manager)."""
     try:
         yield
     except ArgumentError as error:

@@ -44,7 +44,7 @@ NOT_FUSIBLE = (
 
 
 class DecidedCall(NamedTuple):
-    """An operator call as a backend sees it when casts are decided: its rule and input dtypes."""
+    """An operator call whose casts are being decided: its rule, attributes and input dtypes."""
 
     rule: Rule
     attributes: Mapping[str, str]
@@ -53,7 +53,7 @@ class DecidedCall(NamedTuple):
 
 
 class Site(NamedTuple):
-    """An operator call with its shapes and its neighbors in the graph, as shape rules read it."""
+    """An operator call as shape rules see it: attributes, input shapes, neighbors in the graph."""
 
     operator: str
     attrs: Mapping[str, str]
@@ -87,7 +87,7 @@ Action = Callable[[Invoke, Sequence[Any]], Any]
 
 
 class EagerOperator(Protocol):
-    """Interface through which a backend's wrappers see the eager operator that they wrap."""
+    """Interface of an eager operator for the wrappers that a backend puts around its calls."""
 
     operator: Operator
     rule: Rule
@@ -120,7 +120,7 @@ class Backend:
     substitutions: ClassVar[frozenset[str]] = frozenset()
 
     def said(self, text: str) -> str:
-        """Return a reason's text, prefixed with the name of this backend, such as "oneDNN: "."""
+        """Return a reason's text with the backend's name before it, as in "oneDNN: no kernel"."""
         return f"{self.name}: {text}" if self.name else text
 
     # ------------------------------------------------------------------ the machine
@@ -138,7 +138,7 @@ class Backend:
         return "no half precision is known to be fast here"
 
     def float32_substitutions(self) -> Mapping[str, str]:
-        """Return the names of faster equivalents to use in float32, with their measured gains."""
+        """Return the operators' faster equivalents to use in float32, as {name: measured gain}."""
         return {}
 
     def speed_warning(self, policy: Policy, of_model: bool) -> tuple[Any, ...] | None:
@@ -161,7 +161,7 @@ class Backend:
     def inputs_to_copy(
         self, call: DecidedCall, dtype: str, reads: Sequence[str | None]
     ) -> frozenset[int]:
-        """Return the positions of inputs to copy first, since a cast can't read their layout."""
+        """Return the positions of inputs to copy because a cast can't read their memory layout."""
         return frozenset()
 
     def reason_by_shapes(self, rule: Rule, site: Site) -> Reason | None:
@@ -198,7 +198,7 @@ class Backend:
         return flags
 
     def binding(self, groups: object) -> AbstractContextManager[Any]:
-        """Return a context manager in which to bind an executor, for workarounds.
+        """Return a context manager that applies workarounds while an executor is bound.
 
         `groups` is the argument `group2ctx` of `bind`.
         """
@@ -216,7 +216,7 @@ class Backend:
     # ------------------------------------------------------------------ eager calls and patches
 
     def steps(self, operator: str) -> Sequence[Step]:
-        """Return wrappers for an operator's eager calls, which run before its inputs are cast."""
+        """Return wrappers for an operator's eager calls; they run before its inputs are cast."""
         return ()
 
     def patches(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
@@ -277,7 +277,7 @@ def substitutions() -> frozenset[str]:
 
 
 def shape_checks() -> Mapping[str, ShapeCheck]:
-    """Return the tests of shapes that device backends define, by their names in operator lists."""
+    """Return the shape rules of all device backends, by their names in operator lists."""
     for device in DEVICES:
         backend_of(device)
     return _shape_checks

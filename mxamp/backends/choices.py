@@ -51,7 +51,7 @@ Chosen = Union[Choices, Tuple[()]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A backend's input for its choices in a graph: each node's policy and known input shapes."""
+    """A graph with all that a backend's choices depend on, such as policies and input shapes."""
 
     graph: Graph
     policies: Sequence[Policy]  #: of each node
@@ -66,7 +66,7 @@ class Setting:
 
 
 class Sites:
-    """Maker of the `Site` (operator call, shapes, neighbors) of each node of a graph."""
+    """Builder of the `Site` (operator call, shapes and neighbors) of each node in a graph."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -88,7 +88,7 @@ class Sites:
 
 
 class Passes:
-    """The table of a backend's faster equivalents, by name and by replaced operator."""
+    """A backend's passes (one per faster equivalent), indexed by name and by replaced operator."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.by_name: Mapping[str, Pass] = {str(one.name): one for one in passes}
@@ -98,7 +98,7 @@ class Passes:
                 self.by_operator.setdefault(operator, []).append(one)
 
     def match(self, call: Call) -> Match | None:
-        """Return the name of a call's faster equivalent and the numbers to build it, or None.
+        """Return (name, numbers to build it) of a call's faster equivalent; None if none fits.
 
         A user who sets the class of an operator turns its substitutions off.
         """
@@ -116,7 +116,7 @@ class Passes:
         return None
 
     def match_in(self, setting: Setting, call: Call) -> Match | None:
-        """Return the name of a node's faster equivalent and the numbers to build it, or None."""
+        """Return the match of a node; None in a conversion, or if its input dtypes don't fit."""
         match = None if setting.usage.converting else self.match(call)
         if match is None:
             return None
@@ -127,7 +127,7 @@ class Passes:
         return match if castable and one.fits(read) else None
 
     def inputs(self, graph: Graph, node: Node) -> Sequence[Output]:
-        """Return the tensors that a node's faster equivalent reads instead of its inputs."""
+        """Return the tensors that a node's faster equivalent reads (by default, its inputs)."""
         passes = self.by_operator.get(node.operator)
         return passes[0].inputs(graph, node) if passes else node.inputs
 
@@ -183,7 +183,7 @@ class ChoosingBackend(Backend):
         return kept, {}
 
     def choose(self, graph: Graph, policy: Policy, usage: Usage) -> Chosen:
-        """Return what to keep in float32 or replace in a graph and its loops; `NONE` if nothing."""
+        """Return the choices for a graph and its loop bodies; `NONE` if nothing is to change."""
         inside = (policy_for_node(policy, {REGION: mark}) for mark in graph.marks)
         if not any(one.depends_on_shapes for one in (policy, *inside)):
             return NONE

@@ -126,7 +126,7 @@ def has_elements(call: Call) -> bool:
 
 
 class Pass(NamedTuple):
-    """A faster equivalent of the operators `ops`, or a pass that prepares a graph for fusion.
+    """A graph pass: it replaces the operators `ops` with a faster equivalent, or prepares fusion.
 
     `apply(parts, detail)` adds the equivalent to the graph. The operator without a suffix takes the
     place of the call, or `apply` returns the values in place of the call's outputs. In fusion it is

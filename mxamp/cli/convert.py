@@ -75,7 +75,7 @@ def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -
 
 
 def _form_options(policy: Optional[str]) -> Dict[str, bool]:
-    """Return arguments of `convert_files` for the `form` in a tuned policy file.
+    """Return arguments of `convert_files` for the form (converted, fused) that `tune` found best.
 
     A form is a way to run a model, such as converted or fused.
     """

@@ -50,7 +50,7 @@ def print_errors(errors: Iterable[Any]) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Return a context that shows a spinner with the running step on a terminal."""
+    """Show a spinner and the current step on a terminal (a context manager)."""
     from rich.console import Console  # other commands start faster without it
 
     steps, handler = logging.getLogger("mxamp.progress"), logging.Handler()

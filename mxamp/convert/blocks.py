@@ -90,7 +90,7 @@ def _cpu_value(param: Parameter) -> NDArray:
 
 
 def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
-    """Return a block's graph and parameters (`TracedBlock`) from its cache or `example_inputs`.
+    """Return a block's graph and parameters, from its cached graph or a call on `example_inputs`.
 
     The block keeps its cached graph, and so does a SymbolBlock its only one. A first call with
     the example initializes parameters of deferred shape.
@@ -155,7 +155,7 @@ def _checked_arguments(example_inputs: Any) -> Tuple[Any, ...]:
 def _with_states_as_list(
     layer: _RNNLayer, inputs: NDArray, states: object = None, *lengths: object
 ) -> Tuple[Any, ...]:
-    """Return the arguments of a recurrent layer's call, with initial states if it passes none."""
+    """Return a recurrent layer's call arguments with the states as a list, created if missing."""
     if states is None:
         batch_size = inputs.shape[layer._layout.find("N")]
         states = layer.begin_state(batch_size, ctx=inputs.context, dtype=inputs.dtype)
@@ -262,7 +262,7 @@ class ConvertedBlock(SymbolBlock):
 
 
 def _cast_input(value: Any, dtype: Optional[str]) -> object:
-    """Return an array or symbol cast to `dtype`, unless one of the dtypes can't be cast."""
+    """Return an array or symbol cast to `dtype`, or unchanged if either dtype can't be cast."""
     if value is None or dtype not in CASTABLE:
         return value
     if isinstance(value, Symbol):

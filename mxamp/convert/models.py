@@ -47,7 +47,7 @@ def convert_symbol(
     keep_io_types: Optional[bool] = None,
     input_dtypes: Optional[Mapping[str, Any]] = None,
 ) -> Symbol:
-    """Return a copy of a symbol, with casts, that computes in another precision.
+    """Return a copy of a symbol, with casts inserted to compute in another precision.
 
     >>> import mxnet as mx, mxamp as amp
     >>> net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")

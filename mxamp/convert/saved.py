@@ -68,7 +68,7 @@ def model_files(prefix: Prefix, epoch: int) -> Files:
 
 
 def checked_output_files(read: Files, out: Prefix, epoch: int, force: bool) -> Files:
-    """Return the paths of the files to write; raise if one exists or is a file of the original.
+    """Return the paths to write a model to; raise if one exists or is a file of the source model.
 
     Existing files raise without `force` only.
     """
@@ -100,7 +100,7 @@ def epochs_of(prefix: Prefix) -> List[int]:
 
 
 def saved_semantics(prefix: Prefix, epoch: int = 0) -> Any:
-    """Return a context with the shape semantics (NumPy's or classic) of a saved model.
+    """Return a context manager that sets a saved model's shape semantics (NumPy's or classic).
 
     MXNet marks each array of a file with the semantics that were on when it was saved, and loads it
     under the same only.
@@ -137,7 +137,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
 
 
 def _left_by_kills(path: Path) -> str:
-    """Return an error message's hint that killed conversions have left files; "" if none."""
+    """Return a hint for error messages about files that killed conversions left; "" if none."""
     with locked(path):  # other conversions set files aside for a moment
         left = left_beside(path) if os.access(path.parent, os.R_OK) else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""

@@ -165,7 +165,7 @@ def widened_for(
 
 
 def cast_params(params: Mapping[str, NDArray], dtypes: Mapping[str, str]) -> Params:
-    """Return all parameters by name, with those named in `dtypes` cast to their dtype there."""
+    """Return the parameters by name; cast each one named in `dtypes` to the dtype given there."""
     with suspended():
         # oneDNN may hold a weight in a layout that it can't cast from: a copy is plain.
         lowered = {n: cast(copy(params[n]), dtypes[n]) for n in params.keys() & dtypes.keys()}

@@ -120,7 +120,7 @@ def copy(array: NDArray, is_np_op: bool = False, operator: int = _COPY) -> NDArr
 def copy_inputs_at(
     arrays: Sequence[NDArray], positions: Sequence[int], is_np_op: bool
 ) -> List[NDArray]:
-    """Return an operator's inputs with copies at `positions`, so that backward can't crash.
+    """Return an operator's inputs with those at `positions` copied, to prevent a backward crash.
 
     `positions` are those of gradients that are zero by definition. If an array gets no gradient but
     such zeros, eager backward calls `zeros_like` on the inputs of the preceding operators, back to

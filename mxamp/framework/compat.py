@@ -34,7 +34,7 @@ WRONG_MXNET = (
 
 
 def import_mxnet() -> types.ModuleType:
-    """Import MXNet, on Python and NumPy newer than it supports, and return the module.
+    """Import MXNet and return it, even with Python and NumPy newer than it supports.
 
     Raises `InstallError` if MXNet or the GPU build's driver is missing, if MXNet is not 1.9.1, if
     NumPy is too old or too new, and if the import fails or has failed before in this process.

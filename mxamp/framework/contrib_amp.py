@@ -1,4 +1,4 @@
-"""Guard against using `mxnet.contrib.amp` together with mxamp: both would cast, so it raises."""
+"""Guard that raises if `mxnet.contrib.amp` and mxamp are used together: both would cast."""
 
 import sys
 from typing import List

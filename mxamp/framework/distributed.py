@@ -125,7 +125,7 @@ class HorovodStore:
 
 
 def horovod_store(owner: Any) -> Optional[HorovodStore]:
-    """Return a Horovod trainer's or optimizer's kvstore (`HorovodStore`); None for one worker."""
+    """Return the kvstore of a Horovod trainer or optimizer; None if no other worker takes part."""
     process_set = owner._process_set
     if not process_set.included() or process_set.size() == 1:
         return None

@@ -21,7 +21,7 @@ NOT_THE_SAME = "the content read back differs from the content written"
 
 
 def write_file(path: Union[str, Path], content: bytes) -> None:
-    """Replace a file's content atomically, and verify it by reading it back first.
+    """Replace a file's content atomically, once the new content has been read back and verified.
 
     Raises `WriteError` on failure, and leaves `path` as it was.
     """
@@ -79,7 +79,7 @@ def replaced_files(
 
 @contextmanager
 def locked(*paths: Path) -> Iterator[List[int]]:
-    """Return a context that holds exclusive locks on the folders of `paths`.
+    """Return a context that holds exclusive locks on the parent folders of `paths`.
 
     Yields file descriptors of the folders. A folder that can't be locked, as in some network file
     systems, does not raise.
@@ -112,7 +112,7 @@ def _replace_all(temporaries: Sequence[Path], places: Sequence[Path]) -> None:
 
 
 def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
-    """Return the temporary files of one `kind` that killed processes left beside `path`.
+    """Return temporary files of one `kind` (new or old) that killed processes left beside `path`.
 
     An old file may be the only copy. Within `locked(path)`, no file is one of a running process.
     """

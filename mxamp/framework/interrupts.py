@@ -22,14 +22,14 @@ def ending(function: Callable[..., Any], *args: object) -> ExitStack:
 
 
 def holding(lock: "threading.RLock") -> ContextDecorator:
-    """Return a decorator: the function holds `lock` while it runs, and Ctrl-C releases it too."""
+    """Return a decorator that holds `lock` during each call, and releases it even after Ctrl-C."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()
     return decorator
 
 
 def is_running(frame: FrameType, thread: Optional[int] = None) -> bool:
-    """Return whether a stack frame is still on a thread's stack, by default the caller's.
+    """Return whether `frame` is still on the stack of a thread, by default the current thread.
 
     If not, whatever the function began, and an interrupt kept it from ending, is over.
     """

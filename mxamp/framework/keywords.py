@@ -44,7 +44,7 @@ def checked_call(function: Function) -> Function:
 
 
 def hint(owner: str, name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: advice or the closest names.
+    """Return the end of an unknown-name error message: what to write, or the closest names.
 
     It is the advice of lists/spellings.toml to users of other libraries, else the closest names.
 

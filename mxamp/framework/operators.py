@@ -61,7 +61,7 @@ class Operator:
         return name
 
     def check_values(self, attribute: str, values: Iterable[Any]) -> Tuple[str, ...]:
-        """Return an attribute's values as text; raise if the operator does not allow one."""
+        """Return attribute values as text; raise if the operator does not accept one of them."""
         listed, allowed = tuple(map(str, values)), self.choices.get(attribute, ())
         for value in listed:
             if allowed and value not in allowed:

@@ -86,7 +86,7 @@ class Patch:
 
     @property
     def _key(self) -> Tuple[int, str]:
-        """The key of the patched attribute in `_stacks`: the id of its owner, and its name."""
+        """The key by which patches of one attribute are stacked: (owner's id, attribute name)."""
         return id(self.owner), self.name
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ def original(owner: object, name: str) -> Any:
 
 
 def patches_of_function(owner: object, name: str, build: Callable[..., Any]) -> List[Patch]:
-    """Return patches of a function, one for each module that holds it, imports included."""
+    """Return patches of a function: one for its owner, and one for each module that imported it."""
     first, current = original(owner, name), getattr(owner, name)
     modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     holding = [
@@ -154,7 +154,7 @@ class PatchSet:
 
     @locked
     def open(self) -> None:
-        """Install all patches of the set, or none after an error; a no-op if installed.
+        """Install all patches of the set, or undo them if one fails; a no-op if already installed.
 
         Builds a set anew that Ctrl-C has left half installed.
         """
@@ -177,7 +177,7 @@ class PatchSet:
         self._undo()
 
     def _undo(self) -> None:
-        """Undo the installed patches of the set, the last one first; may be called again."""
+        """Undo the set's installed patches, last first; can be called again after an interrupt."""
         self._is_whole = False
         while self._applied:
             self._applied[-1].undo()

@@ -221,7 +221,7 @@ def _write_float32(net: Block, method: str, *args: object, **kwargs: object) -> 
 
 
 def _with_float32_variables(symbol: Symbol, params: Dict[str, Parameter]) -> Symbol:
-    """Return a copy of a symbol in which the variables named in `params` record float32."""
+    """Return a copy of a symbol in which variables in `params` record float32 (`__dtype__`)."""
     graph = Graph.from_symbol(symbol)
     for node in graph.variables:
         if node.name in params and "__dtype__" in node.attrs:

@@ -57,7 +57,7 @@ class _AutomaticRun(FrontEnd):
         return [Patch(public, name, wrapping(_patched_init)) for name in ("init", "initialize")]
 
     def close(self) -> None:
-        """End the automatic run: undo its patches, and let other APIs scale the losses."""
+        """End the automatic run: undo its patches, and detach its loss scaling from trainers."""
         super().close()
         for state in shared_states():  # gradients that wait for their step are checked
             state.scaled_by = ""
@@ -125,7 +125,7 @@ def start_from_environment(imported_by_mxamp: bool = False) -> None:
 
 
 def end_automatic_run(function: str = "", dtype: str = "") -> None:
-    """Turn off the mixed precision that an environment variable or `mxamp run` turned on.
+    """End the automatic run that an environment variable or `mxamp run` started, if any.
 
     `function` is the function of mxamp that the program calls; a forked process gives none. `dtype`
     is the dtype of the run.

@@ -67,7 +67,7 @@ class _BackwardPatches(FrontEnd):
 
     @locked
     def open(self) -> None:
-        """Patch backward passes, and find the arrays that have gradients already."""
+        """Patch backward passes, and record the arrays that already have gradients."""
         check_contrib_is_off()
         if not self.is_open:
             scaling_patches.open()
@@ -85,7 +85,7 @@ class _BackwardPatches(FrontEnd):
     def _patched_init(
         self, original: Original, trainer: Trainer, *args: object, **kwargs: object
     ) -> None:
-        """Call `Trainer.__init__`; attach the loss scale of its optimizer or automatic run."""
+        """Call `Trainer.__init__`; attach the loss scale of `decorate` or of an automatic run."""
         original(trainer, *args, **kwargs)
         given = kwargs.get("optimizer", args[1] if len(args) > 1 else None)
         own_scale = scale_of(given) or scale_of(trainer._optimizer)
@@ -159,7 +159,7 @@ backward_patches = _BackwardPatches()
 
 
 def shared_states() -> list[State]:
-    """Return the loss scaling states of all trainers that share a loss scale."""
+    """Return the loss scaling state of each trainer that uses `decorate` or an automatic run."""
     found = [active_state(trainer) for trainer in ledger.known()]
     return [state for state in found if state is not None and state.is_shared]
 

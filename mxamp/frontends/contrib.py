@@ -1,4 +1,4 @@
-"""Replacement of `mxnet.contrib.amp`: mxamp's functions and operator lists under its names.
+"""Drop-in replacement for `mxnet.contrib.amp`: its functions and operator lists, from mxamp.
 
 The lists hold canonical operator names, and `init` and `convert_*` take them as they are.
 """
@@ -17,7 +17,7 @@ from ..policy.targets import check_target
 
 
 class _StandIn(ModuleType):
-    """Class given to the modules of `mxnet.contrib.amp` so that they hold mxamp's functions.
+    """Class set on the modules of `mxnet.contrib.amp`: attribute lookups find mxamp's functions.
 
     Python lets a module change its class, for attributes that are computed when they are read. So
     scripts that hold the module already get mxamp's functions, those that contrib lacks included.
@@ -188,7 +188,7 @@ def list_lp16_use_fp32_params(target_dtype: Dtype) -> Optional[Dict[str, List[bo
 
 
 def _operators(target_dtype: Dtype, *classes: str) -> List[str]:
-    """Return the operators of these precision classes, except those that depend on attributes.
+    """Return operators of these precision classes, except those conditional on attribute values.
 
     The lists of `mxnet.contrib.amp` know conditions on single values only.
     """

@@ -105,7 +105,7 @@ def promote_function(function: Function) -> Function:
 
 
 def _with_casts(function: Function, inside: str) -> Function:
-    """Wrap a function so that it casts its array and symbol arguments, as `inside` says.
+    """Wrap a function so that its array and symbol arguments are cast; `inside` selects the dtype.
 
     `inside` is TARGET_INSIDE, WIDEST_INSIDE, or FLOAT32_INSIDE, which turns mixed precision off.
     """
@@ -143,7 +143,7 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
 
 
 def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
-    """Cast an array to `dtype`, or mark a symbol to be cast when its graph runs.
+    """Cast an array to `dtype`, or append an identity to a symbol, to be cast when the graph runs.
 
     Other values are unchanged.
     """
@@ -231,7 +231,7 @@ def _register(module: Union[ModuleType, type], name: str, inside: str) -> None:
 
 @checked_call
 def register_custom_operator(op_type: str, kind: str = "half") -> None:
-    """Set the precision of a custom operator (`mx.operator.Custom`), by default float32.
+    """Set the precision of a custom operator (`mx.operator.Custom`); unregistered ones use float32.
 
     ::
 

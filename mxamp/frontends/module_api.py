@@ -111,7 +111,7 @@ def _patched_init_optimizer(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Initialize a module's optimizer, and attach the loss scale if it was decorated."""
+    """Initialize a module's optimizer; attach the loss scale of `decorate` or an automatic run."""
     shared = scale_of(optimizer) or backward_patches.default_scale
     checks = shared is not None and shared.scaler.is_scaling
     if checks:

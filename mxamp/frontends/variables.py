@@ -45,7 +45,7 @@ class Variables(Dict[str, Variable]):
         ]
 
     def add_existing(self) -> None:
-        """Record the arrays that had a gradient before the patches, found in Python's memory."""
+        """Record arrays that had a gradient before the patches, by scanning Python's heap."""
         objects = gc.get_objects()
         # Only parameters know their `grad_req`. For other arrays "add" is the safe guess: the old
         # gradient is scaled too, and a write replaces it.
@@ -66,7 +66,7 @@ class Variables(Dict[str, Variable]):
         return [self[name] for name in names if name in self]
 
     def prune(self, freed: AbstractSet[str]) -> None:
-        """Forget arrays that only this registry references, once their tape is freed.
+        """Forget arrays that only this registry references, if their tape is freed (`freed`).
 
         Of those whose tape may live, the newest `_UNHELD` stay.
         """
@@ -96,7 +96,7 @@ class Variables(Dict[str, Variable]):
         self.add([array], grad_req)
 
     def _keep_gradient(self, array: NDArray) -> None:
-        """Keep the old gradient of an array that gets a new one: the tape may still write it."""
+        """Keep an array's old gradient when it gets a new one: the tape may write to the old."""
         name = name_of(array)
         before = self.get(name)
         if before is not None:

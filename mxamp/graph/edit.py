@@ -23,7 +23,7 @@ _CALLER = -1
 
 
 class UniqueNames:
-    """The set of node names in use, which makes new names unique."""
+    """The set of node names in use; a taken name gets a number to make it unique."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)

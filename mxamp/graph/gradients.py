@@ -31,7 +31,7 @@ _IS_TRAINED = "is_trained"
 
 
 def weights_beside_biases(graph: Graph) -> frozenset[str]:
-    """Return the names of variables from which weights of dense layers with a bias are computed."""
+    """Return the names of variables on which the weights of dense layers with a bias depend."""
     found: set[int] = set()
     for node in graph.nodes:
         if _is_dense_with_bias(node):
@@ -133,7 +133,7 @@ def trained_graph(graph: Graph, frozen: AbstractSet[str]) -> Graph:
 
 
 def _frozen_inputs(loop: Node, position: int, gets_gradient: Sequence[bool]) -> AbstractSet[str]:
-    """Return the names of inputs of a loop's body whose values need no gradient."""
+    """Return the names of a loop body's inputs that need no gradient."""
     names = loop.subgraphs[position].input_names
     outer_inputs = body_inputs(loop, position).items()
     return {names[inner] for inner, outer in outer_inputs if not gets_gradient[outer]}

@@ -298,7 +298,7 @@ def _recognize_by_name(graph: Graph) -> None:
 
 
 def _records_dtypes_as_converted(graph: Graph, casts: AbstractSet[int]) -> bool:
-    """Return whether variables have recorded dtypes as a conversion that inserts casts leaves them.
+    """Return whether the dtypes recorded on variables look like those that a conversion records.
 
     An earlier version recorded those of all variables that a cast depends on. MXNet's own
     conversion does for the parameters, which it casts in the graph or has cast offline.
@@ -443,7 +443,7 @@ def infer_dtypes(graph: Graph, usage: Usage) -> dict[Output, str]:
 
 
 def variable_dtype(node: Node, usage: Usage) -> str:
-    """Return the dtype of a variable node, or "sparse"."""
+    """Return the dtype of a variable node, or "sparse" if its storage is sparse."""
     dense = node.attrs.get("__storage_type__", "0") == "0"
     return usage.dtypes.get(node.name, "float32") if dense else "sparse"
 

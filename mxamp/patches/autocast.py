@@ -251,7 +251,7 @@ class autocast(active.Regional):
 
 
 def _leave(region: active.Region) -> None:
-    """Leave an `autocast` region; keep the patches installed if a graph records such regions."""
+    """Leave an `autocast` region; keep the patches if graph nodes created in regions need them."""
     active.end(region)
     if region.policy and active.process.has_marked_nodes and active.current_policy() is None:
         casting_patches.acquire(GRAPHS)

@@ -70,7 +70,7 @@ def build_call_cached_op(original: Original) -> Original:
 
 
 def _records_under_policy() -> Policy | None:
-    """Return the policy that decides on loss scaling while autograd records, else None.
+    """Return the policy for loss scaling if autograd is recording, else None.
 
     It applies where casts are off too. The loss scale is that of the whole program: losses of
     output operators carry it here too.
@@ -87,7 +87,7 @@ def patched_get_graph(original: Original, self: HybridBlock, *args: object) -> o
 
 
 def patched_setattr(original: Original, self: HybridBlock, name: str, value: object) -> None:
-    """Set a block's attribute; wrap a new cached op so that `autocast` in the block works."""
+    """Set a block's attribute; wrap a new cached op whose graph has `autocast` regions."""
     original(self, name, value)
     # A block whose code enters regions needs a rewritten graph even if mixed precision is off
     # outside. The call that traces it has already passed the patch of `_call_cached_op`.
@@ -148,7 +148,7 @@ class CallKey(NamedTuple):
 
 
 class Made:
-    """The cached ops of one block under one policy, and which nodes these keep in float32."""
+    """One block's cached ops under one policy, and the nodes kept in float32 or substituted."""
 
     def __init__(self) -> None:
         #: The ops, by call, graph, accumulated gradients and choices.
@@ -215,7 +215,7 @@ class Variants:
         return op
 
     def _drop_stale_ops(self, policy: Policy) -> None:
-        """Drop all cached ops if parameters got new gradient arrays: ops may write the old ones.
+        """Drop the cached ops if parameters got new gradient arrays: ops may write to the old.
 
         Remake MXNet's own op too, since it has not run the calls that the other ops have run.
         """
@@ -371,7 +371,7 @@ class PolicyCachedOp:
         return op
 
     def _policy_in_force(self) -> tuple[Policy | None, bool]:
-        """Return a call's policy, and whether only `autocast` regions in the graph follow it."""
+        """Return the call's policy, and whether it is for the graph's `autocast` regions only."""
         policy = self._own_policy or current_policy()
         if policy is not None:
             if policy is not self._idle[0]:

@@ -201,7 +201,7 @@ def scale_gradients(then: Action, _eager: EagerOperator) -> Action:
 
 
 def copy_inputs(then: Action, eager: EagerOperator) -> Action:
-    """Wrap an eager operator to copy inputs with zero gradients, so that backward can't crash."""
+    """Wrap an eager operator to copy inputs whose gradient is always 0, so backward can't crash."""
     positions = eager.operator.zero_gradients
 
     def action(original: Invoke, arguments: Sequence[Any]) -> object:
@@ -236,7 +236,7 @@ def copy_by_float32(then: Action, _eager: EagerOperator) -> Action:
 
 
 def keep_float32(then: Action, eager: Any) -> Action:
-    """Wrap an eager operator so that float32 inputs are not cast in calls kept in float32.
+    """Wrap an eager operator to skip casts if its inputs are float32 and the call stays in float32.
 
     The policy keeps a call in float32, or a rule about its shapes does.
     """
@@ -345,7 +345,7 @@ class _EagerOperator:
     def _decide_anew(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
-        """Return the cast decision for inputs of these dtype codes, or None for no casts."""
+        """Return the cast decision for these dtype codes, uncached; None if nothing is cast."""
         dtypes = [mx_arrays.KIND_NAMES.get(code, "other") for code in codes]
         name, policy = self.operator.name, self.policy
         decision = decide(name, dict(attributes), dtypes, policy, kept_float32=kept)

@@ -148,7 +148,7 @@ class _Binding:
         return self._symbols[choices]
 
     def bind(self, call: Callable[[], Executor], rest: Sequence[Any], options: Any) -> Executor:
-        """Return the executor that `call` binds, changed to show the symbol without casts.
+        """Return the executor that `call` binds; its symbol is the original one, without casts.
 
         `rest` and `options` are the last arguments of `bind` or `simple_bind`, with `group2ctx`.
         """
@@ -160,7 +160,7 @@ class _Binding:
 
 
 class _RewrittenExecutor(Executor):
-    """An executor of a graph with casts, which stay when mixed precision is turned off."""
+    """An executor bound with a policy's casts; they stay when mixed precision is turned off."""
 
     _binding: _Binding
 
@@ -203,7 +203,7 @@ class _RewrittenExecutor(Executor):
 def _resized(
     name: str, array: NDArray, shape: Shape, ctx: mx.Context, is_free: bool, may_grow: bool
 ) -> NDArray:
-    """Return an executor's array in a new shape, as a view or zeros; raise if options forbid it."""
+    """Return an executor's array in a new shape: a view, or zeros if larger; raise if forbidden."""
     if array.shape == shape:
         return array
     size, option = math.prod(shape), "allow_up_sizing" if is_free else "partial_shaping"

@@ -143,7 +143,7 @@ class _CastingPatches(PatchSet):
         self._users: set[Any] = set()
 
     def patches(self) -> list[Patch]:
-        """Return monkey patches that cast, and patches that make `mxnet.contrib.amp` raise."""
+        """Return the casting patches, and patches that make `mxnet.contrib.amp` functions raise."""
         # However they were imported, they would cast or scale a second time.
         return [*(Patch(*row) for row in TABLE), *refusals()]
 

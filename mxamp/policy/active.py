@@ -108,7 +108,7 @@ def _regions() -> Iterator[Region]:
 
 
 def nearest_policy() -> PolicyChoice | None:
-    """Return the policy of the innermost `autocast` that has one, else the policy of `init`.
+    """Return the policy of the innermost `autocast` that is not disabled, else that of `init`.
 
     `PLAIN_FLOAT32` if "auto" has chosen float32 there.
     """
@@ -182,7 +182,7 @@ def end(region: Region) -> None:
 
 
 class Regional(closing):  # type: ignore[type-arg]  # Python 3.8 has no closing[Any]
-    """Base class of `autocast`: a context manager whose exit leaves the innermost `autocast`."""
+    """Base class of `autocast`: a `contextlib.closing` of the region that is innermost at exit."""
 
     thing = property(_innermost.get)
 

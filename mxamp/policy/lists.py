@@ -210,7 +210,7 @@ class _RuleBuilder:
             self._amend_rule(name, by_shape=(*before, rule))
 
     def _add_exceptions(self) -> None:
-        """Record the inputs and outputs of operators that the list exempts from the usual casts."""
+        """Record which inputs and outputs of operators the list exempts from the usual casts."""
         for kind in ("keep_inputs", "follow_inputs", "keep_outputs"):
             for name, kept in self._data.get(kind, {}).items():
                 if name == "CuDNNBatchNorm" and name not in registry():

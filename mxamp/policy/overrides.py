@@ -126,7 +126,7 @@ class Change:
         return {op_class: names for op_class, names in lists.items() if names is not None}
 
     def _changed_rule(self, rule: Rule) -> Rule:
-        """Return the rule that this change gives an operator which it does not name."""
+        """Return an operator's rule after this change, if the change does not name the operator."""
         if self.untuned:
             needed = tuple(one for one in rule.by_shape if one.reason.changes_results)
             return replace(rule, by_shape=needed)
@@ -167,13 +167,13 @@ class Change:
 
 
 def _moved(rule: Rule, op_class: str, reason: str, **more: Any) -> Rule:
-    """Return an operator's rule in another precision class, without its conditions."""
+    """Return a rule moved to another precision class, without the conditions of the old class."""
     fields = {"conditions": (), "by_shape": _missing_kernels(rule), **more}
     return replace(rule, op_class=op_class, reason=reason, **fields)
 
 
 def _missing_kernels(rule: Rule) -> tuple[ShapeRule, ...]:
-    """Return the rules about shapes (`ShapeRule`) that work around a kernel MXNet lacks."""
+    """Return an operator's shape rules that exist because MXNet lacks a kernel."""
     return tuple(one for one in rule.by_shape if one.reason.is_missing_kernel)
 
 

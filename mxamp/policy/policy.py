@@ -75,7 +75,7 @@ class Policy:
 
     @cached_property
     def _list(self) -> OperatorList:
-        """The policy's operator list: mxamp's own one with all changes made."""
+        """The policy's operator list: mxamp's own list after all of the policy's changes."""
         features, custom = self._surroundings or surroundings(self.device)
         *before, last = self.changes or (None,)
         if last is None and self.target_dtype == "float32":
@@ -98,7 +98,7 @@ class Policy:
 
     @cached_property
     def substitutions(self) -> Mapping[str, str]:
-        """The faster equivalents that may replace operators in graphs, with measured gains."""
+        """The faster equivalents of operators that graphs may use: name to measured gain."""
         return self._list.substitutions
 
     def rule(self, operator: str) -> Rule:
@@ -318,7 +318,7 @@ class Policy:
         return self.changed(change)
 
     def untuned(self) -> Policy:
-        """Return the policy without speedups: no faster equivalents, and no float32 only for speed.
+        """Return the policy without choices made only for speed, such as faster equivalents.
 
         >>> Policy.default("bfloat16").untuned().substitutions
         mappingproxy({})
@@ -339,7 +339,7 @@ class Policy:
         return self.changed(Change(in_float32=True))
 
     def changed(self, change: Change) -> Policy:
-        """Return the policy with one more change; itself if the change alters nothing."""
+        """Return the policy with a change appended; the same object if the change has no effect."""
         changes = *self.changes, change
         policy = policy_of(self.target_dtype, self.device, changes, self._surroundings)
         return self if policy._list == self._list else policy
@@ -367,7 +367,7 @@ class PerPolicy(Generic[Value]):
 def policy_of(
     dtype: str, device: str, changes: tuple[Change, ...] = (), now: Surroundings | None = None
 ) -> Policy:
-    """Return the policy with these fields: the existing object if an equal policy is in use."""
+    """Return the policy with these fields; equal policies in use share one object."""
     key = (dtype, device, changes, surroundings(device) if now is None else now)
     found = _policies.get(key)
     return found if found is not None else _policies.setdefault(key, Policy(*key))
@@ -426,7 +426,7 @@ PolicyChoice = Union[Policy, _PlainFloat32]
 
 
 def float32_choice(device: str) -> PolicyChoice:
-    """Return the float32 policy of a device; `PLAIN_FLOAT32` if it would run as plain MXNet."""
+    """Return a device's float32 policy, or `PLAIN_FLOAT32` if that has no faster equivalents."""
     policy = Policy.default("float32", device)
     return policy if policy.substitutions else PLAIN_FLOAT32
 

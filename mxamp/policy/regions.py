@@ -60,7 +60,7 @@ _policies_inside: PerPolicy[dict[str, Policy]] = PerPolicy(lambda _policy: {})
 
 
 def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool = False) -> Policy:
-    """Return the policy for a graph node: that of the `autocast` it records, else the graph's.
+    """Return the policy for a node: that of its recorded `autocast` region, else the graph's.
 
     With `regions_only`, mixed precision is off around the graph: nodes without a mark are not cast.
     """
@@ -80,7 +80,7 @@ def policy_for_node(policy: Policy, attrs: Mapping[str, str], regions_only: bool
 
 
 def argument_dtype(policy: Policy, attrs: Mapping[str, str], regions_only: bool) -> str | None:
-    """Return the target dtype of a decorator's cast in a graph (`half_function`, for example).
+    """Return the dtype to which a decorator such as `half_function` casts arguments in a graph.
 
     None where mixed precision is off.
     """
@@ -129,7 +129,7 @@ def with_region_reason(decision: Decision, attrs: Mapping[str, str]) -> Decision
 
 
 def policy_for_regions(marks: frozenset[str]) -> Policy | None:
-    """Return a policy for a graph in which only its own `autocast` regions have casts.
+    """Return a policy for a graph in which only nodes of `autocast` regions are cast.
 
     That is, mixed precision is off around it. None if it is on, or if no region casts anything.
     """

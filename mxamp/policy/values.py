@@ -72,7 +72,7 @@ def _parse_value(text: str) -> object:
 
 
 def _as_in_mxnet(value: object) -> object:
-    """Return a parsed attribute value as MXNet reads it: lists as tuples, fractions in float32."""
+    """Return a parsed attribute value as MXNet reads it: lists as tuples, floats in float32."""
     if isinstance(value, (list, tuple)):
         items = tuple(_as_in_mxnet(item) for item in value)
         return items[0] if len(items) == 1 else items

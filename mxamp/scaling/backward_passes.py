@@ -1,4 +1,4 @@
-"""Patches of backward passes and trainer steps that keep track of gradients' loss scales."""
+"""Patches that track each gradient's loss scale through backward passes and trainer steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def scale_losses(loss: object, scale: float) -> Any:
 
 
 def _check_recorded(heads: Sequence[NDArray], status: int) -> None:
-    """Raise MXNet's error of a backward pass; if a loss was scaled outside record, say so."""
+    """Raise if a backward pass failed, with advice if its loss was scaled outside `record`."""
     try:
         check_call(status)
     except MXNetError as error:
@@ -95,7 +95,7 @@ def _raise_no_loss(value: object) -> object:
 
 
 class _ScalingPatches(FrontEnd):
-    """Patches of backward passes and `Trainer.step` that track the loss scale of gradients."""
+    """Patches of backward passes and trainers that track each gradient's loss scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def _patched_clip(original: Original, arrays: Any, *args: object, **named: objec
 
 
 def _patched_allreduce(original: Original, trainer: Trainer) -> None:
-    """Call `Trainer.allreduce_grads`; record the sum, so that a step does not repeat it."""
+    """Call `Trainer.allreduce_grads`, and record it so that the next step does not sum again."""
     ledger.equalize(trainer)
     original(trainer)
     ledger.note_sum(trainer)

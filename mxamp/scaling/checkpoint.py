@@ -121,7 +121,7 @@ def resume(state: State) -> None:
 
 
 def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
-    """Reset stale float32 master weights, which no longer round to their float16 weights.
+    """Copy float16 weights to stale float32 master weights, which no longer round to them.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its
     own steps have made stale. A float32 weight has no master weight: it takes the values of the
@@ -171,7 +171,7 @@ def master_place(optimizer: Optimizer) -> int | None:
 
 
 def _weights(trainer: Trainer, device: int, states: dict[int, Any]) -> dict[int, NDArray]:
-    """Return a device's weights whose optimizer states can be converted, by parameter index.
+    """Return a device's dense weights that have an optimizer state, by parameter index.
 
     A sparse parameter has all its rows on the kvstore alone.
     """

@@ -85,7 +85,7 @@ def check_kvstore(trainer: Trainer) -> None:
 
 
 def wait_for_weights(trainer: Trainer, waited_for: int | None) -> int:
-    """Wait until a distributed kvstore has received the initial weights of a trainer.
+    """Wait, unless done before, until a distributed kvstore has a trainer's initial weights.
 
     Without that wait, MXNet's `dist_sync` kvstore may take the first gradients for the weights
     where parameters are not updated on it. Returns the number of parameters of a deferred shape,

@@ -261,7 +261,7 @@ class GradScaler:
             self._scaler.load_state_dict(state)
 
     def _attached_state(self, trainer: Trainer) -> State:
-        """Return a trainer's loss scaling state after recording that its loss was scaled.
+        """Record that a trainer's loss was scaled; return the trainer's loss scaling state.
 
         The state is created if needed.
         """

@@ -129,7 +129,7 @@ class Ledger:
             del self._records[handle.value]
 
     def overflown_among(self, find: Callable[[], list[Entry]]) -> list[Entry]:
-        """Return the gradients from `find()` that have overflowed.
+        """Return the overflowed gradients in the list that `find()` returns.
 
         `find` is not called if no gradient can have overflowed.
         """
@@ -215,19 +215,19 @@ class Ledger:
                 self.note(entry, replace(before, scale=scale))
 
     def scale_of(self, arrays: Iterable[NDArray]) -> float:
-        """Return the largest loss scale among gradients that no update has used yet; 1 if none."""
+        """Return the largest loss scale among unused gradients in `arrays`; 1 if there is none."""
         given = {id(array) for array in arrays}
         found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
         return max((self.of(entry).scale for entry in found), default=1.0)
 
     def carry_scale(self, trainer: Trainer) -> bool:
-        """Return whether gradients since a trainer's last update are multiplied by a loss scale."""
+        """Return whether a gradient written since a trainer's last update has a loss scale."""
         return not self.all_carry(1) and any(
             entry.data._fresh_grad and self.of(entry).scale != 1 for entry in entries_of(trainer)
         )
 
     def lowest_scale(self, trainer: Trainer) -> float:
-        """Return the loss scale of a trainer's new gradients, the lowest one if they differ.
+        """Return the lowest loss scale of a trainer's new gradients; the default scale if none.
 
         New gradients were written by a backward pass since the last update.
         """

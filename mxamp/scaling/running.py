@@ -70,7 +70,7 @@ _running: dict[int, Running] = {}  #: what threads run, by a thread's number
 
 
 def run(this_pass: BackwardPass, compute: Callable[[], Result], to_end: bool = False) -> Result:
-    """Run `compute()` as a backward pass of this thread, and return its result.
+    """Call `compute`, registered as this thread's backward pass, and return its result.
 
     With `to_end` it waits until MXNet has computed the pass. It waits too if an operator in Python
     may run in the pass, in another thread and later: the operator has to find its pass.
@@ -110,19 +110,19 @@ def call_inside(
 
 
 def has_python_operators() -> bool:
-    """Return whether a custom operator or `autograd.Function` awaits its backward pass."""
+    """Return whether an operator in Python (custom or `autograd.Function`) awaits its backward."""
     held = getattr(mx.operator._registry, "ref_holder", {})
     custom = any(isinstance(one, CustomOp) for one in list(held.values()))
     return custom or bool(autograd.Function._registry.ref_holder)
 
 
 def _all_running() -> dict[int, Running]:
-    """Return the backward pass of each thread, without those that Ctrl-C has ended."""
+    """Return running backward passes by thread id, without passes that Ctrl-C interrupted."""
     return {t: one for t, one in list(_running.items()) if is_running(one.frame, t)}
 
 
 def current() -> Running | None:
-    """Return what the calling thread runs: a backward pass, a custom operator, or None."""
+    """Return the backward pass or Python operator that the calling thread runs, or None."""
     return _all_running().get(threading.get_ident()) if _running else None
 
 
@@ -132,7 +132,7 @@ def is_any_running() -> bool:
 
 
 def backward_pass_of(thread: int) -> BackwardPass:
-    """Return the running backward pass that calls a custom operator recorded in `thread`.
+    """Return the running backward pass to which an operator recorded in `thread` belongs.
 
     Returns a pass of scale 1 if no thread runs one. Raises `StateError` if the passes of several
     threads are possible, and their scales differ.

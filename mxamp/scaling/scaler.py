@@ -107,7 +107,7 @@ class LossScaler:
         self._overflows_left = self._hysteresis
 
     def _start(self, scale: float) -> None:
-        """Initialize the fields of a constant loss scale; a dynamic scaler then sets its own."""
+        """Initialize all fields as for a constant loss scale; `LossScaler` then overwrites some."""
         # A user-defined subclass saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
         self.steps = self.skips = self.skips_in_a_row = 0  #: updates done and skipped

@@ -41,7 +41,7 @@ class RunningStatistics:
         self._has_logged = False
 
     def before_pass(self, find: Find) -> None:
-        """Take a snapshot before the first backward pass, which updates the statistics."""
+        """Count a backward pass; take a snapshot before the first one updates the statistics."""
         self._backward_passes += 1
         if self._saved is None:
             self._save(find())
@@ -51,7 +51,7 @@ class RunningStatistics:
             self._saved, self._age = [copy(array) for _, array in found], 0
 
     def after_step(self, finite: bool, find: Find) -> None:
-        """Restore statistics with Inf or NaN from the snapshot, and take one every 10 steps."""
+        """Restore Inf or NaN statistics from the snapshot; take a new one every 10 finite steps."""
         self._age += finite
         # After several passes the program may have left out the step of one that overflowed.
         is_good = finite and self._backward_passes <= 1

@@ -54,7 +54,7 @@ def _factor(ctx: Any, dtype: str, scale: float, ndim: int, is_numpy: bool) -> ND
 
 
 def marked(array: NDArray) -> NDArray:
-    """Return an alias of an array under a new name on autograd's tape, without a gradient.
+    """Return an alias of an array as a newly named variable on autograd's tape, without gradient.
 
     By that name the array's use is found in a recorded graph.
     """
@@ -65,7 +65,7 @@ def marked(array: NDArray) -> NDArray:
 
 
 def scaled(loss: NDArray, scale: float) -> NDArray:
-    """Return a loss multiplied by a loss scale, which a backward pass finds on autograd's tape.
+    """Return a loss times a loss scale, recorded so that a backward pass can find the scale.
 
     Raises `StateError` if float32 can't hold the scale.
     """
@@ -124,7 +124,7 @@ atexit.register(_marks.clear)
 
 
 def arrays_of(handles: Any) -> list[Any]:
-    """Return NDArrays for C API handles of arrays, which stay connected to autograd's tape."""
+    """Return NDArrays for C API handles, as aliases that share their entries on autograd's tape."""
     found: list[Any] = []
     for one in handles:
         copied = NDArrayHandle()
@@ -194,7 +194,7 @@ def marks_behind(head: NDArray) -> dict[str, float]:
 
 
 def _mark_of(symbol: mx.sym.Symbol) -> dict[str, float] | None:
-    """Return {tape name: scale} if a recorded symbol is a scaled loss; {} if it is not.
+    """Return {tape name: scale} if a recorded symbol is a scaled loss; {} for other operators.
 
     None for a variable, which no recorded call has computed.
     """

@@ -157,7 +157,7 @@ class State:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the trainer shares its loss scale, by `decorate` or in an automatic run.
+        """Whether the trainer shares a loss scale with others, by `decorate` or an automatic run.
 
         The script itself then scales no loss.
         """
@@ -230,7 +230,7 @@ class State:
             self.pending = None
 
     def note_unscaled(self, scale: float, overflown: set[int], has_dropped: bool = False) -> None:
-        """Record that a backward pass scaled the loss and unscaled the gradients by itself.
+        """Record a backward pass that scaled the loss and unscaled the gradients internally.
 
         `overflown` are arrays, by `id`, whose gradients are not finite. If the program
         `has_dropped` such gradients without a step, a second overflow lowers the scale.
@@ -313,7 +313,7 @@ class State:
         return scale
 
     def _used(self) -> list[Entry]:
-        """Return the gradients that this step uses.
+        """Return the gradients with which this step updates the parameters.
 
         With several workers, all; otherwise those that a backward pass has written since the last
         update.
@@ -609,7 +609,7 @@ def attach_state(
 
 
 def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:
-    """Return whether a trainer's updates can be skipped, because no kvstore applies them.
+    """Return whether updates can be skipped: no kvstore or Horovod optimizer applies them.
 
     Raises `StateError` if they can't, and `scaler` has to be able to skip updates.
     """

@@ -40,7 +40,7 @@ _PRECISIONS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 def export_onnx(
     model: Union[Model, HybridBlock], path: Union[str, Path], inputs: Data, *, check: bool = True
 ) -> Tuple[OutputError, ...]:
-    """Write a model as an ONNX file in float32, for ONNX Runtime, OpenVINO and others.
+    """Write a model as a float32 ONNX file, which ONNX Runtime and OpenVINO can run.
 
     ::
 

@@ -32,7 +32,7 @@ class OnnxCall:
         self.constants: List[Any] = []
 
     def __call__(self, op: str, *inputs: object, outputs: int = 1, **attrs: object) -> Any:
-        """Add an ONNX node that reads names or constants; return the names of its outputs."""
+        """Add an ONNX node with names or constant values as inputs; return its output names."""
         names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
         made = [f"{self.name}:{len(self.nodes)}.{k}" for k in range(outputs)]
         self.nodes.append(self.onnx.helper.make_node(op, names, made, **attrs))

@@ -1,1 +1,1 @@
-"""The GPU backend: `backend` holds its class, `libraries` the code that runs before MXNet."""
+"""The GPU backend: `backend` holds its class; `libraries` runs before MXNet is imported."""

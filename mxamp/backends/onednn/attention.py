@@ -187,7 +187,7 @@ def _node_that_joins_heads(view: FusionView, i: int, one: _Projection) -> int | 
 
 
 def _shapes_swapping_heads(chain: Sequence[Node], shape: Shape) -> list[Shape]:
-    """Return a chain's output shapes if it swaps axes 1 and 2 by Reshape and transpose; else [].
+    """Return the output shapes of nodes that swap axes 1 and 2 by Reshape and transpose; else [].
 
     The first Reshape makes four axes then, as the transpose needs.
     """

@@ -65,12 +65,12 @@ def computes_bfloat16() -> bool:
 
 
 def fast_dtype() -> str:
-    """Return the dtype that "auto" stands for: bfloat16 if this CPU computes it, else float32."""
+    """Return the dtype that "auto" stands for: bfloat16 if it is fast on this CPU, else float32."""
     return "bfloat16" if computes_bfloat16() else "float32"
 
 
 def float32_substitutions() -> Mapping[str, str]:
-    """Return the faster equivalents to use in float32 on this CPU: names, with measured gains."""
+    """Return the faster equivalents to use in float32 on this CPU, as {name: measured gain}."""
     instructions = "avx512" if "avx512" in onednn_features() else "avx2"
     gains: Mapping[str, str] = own_tables("float32")[instructions]
     return gains

@@ -78,7 +78,7 @@ def _is_elementwise(node: Node) -> bool:
 
 
 class _Images:
-    """Reshapes of matrices to images, which 1x1 convolutions read, and back for other nodes."""
+    """Builder of reshapes from matrices to the images that 1x1 convolutions read, and back."""
 
     def __init__(self, view: FusionView, edit: Edit) -> None:
         self._view, self._edit = view, edit

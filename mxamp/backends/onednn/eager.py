@@ -1,4 +1,4 @@
-"""Wrappers of eager operator calls on CPUs, which run before inputs are cast.
+"""Wrappers of eager operator calls on CPUs; they run before the operator's inputs are cast.
 
 Each step takes the action that follows it, and the operator that it is made for, and returns an
 action: a function of MXNet's own `_imperative_invoke` and the arguments of a call.
@@ -39,7 +39,7 @@ VIEWS = (
 
 
 def build_view(original: Original) -> Original:
-    """Wrap an array method that returns views to mark bfloat16 views, which oneDNN misreads."""
+    """Wrap an array method so that bfloat16 views it returns are marked: oneDNN misreads them."""
 
     @functools.wraps(original)
     def method(self: NDArray, *args: object, **keywords: object) -> NDArray:
@@ -88,7 +88,7 @@ def add_in_place_of_broadcast(then: Action, eager: EagerOperator) -> Action:
 
 
 class _Calls(Parts):
-    """Runner of a faster equivalent in eager mode: `add` runs an operator, and adds no node."""
+    """Builder of a faster equivalent in eager mode: `add` runs an operator, without a graph."""
 
     def __init__(self, eager: EagerOperator, original: Invoke, arguments: Sequence[Any]) -> None:
         _, self.inputs, keys, vals, _, self._is_np_op, _ = arguments

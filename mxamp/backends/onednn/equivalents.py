@@ -43,7 +43,7 @@ def relu6(parts: Parts, detail: Detail) -> None:
 
 
 def match_layer_norm(call: Call) -> Detail | None:
-    """Return (how often to subtract the mean,) if `layer_norm` should replace a call; else None."""
+    """Return (times to subtract the mean,) if `layer_norm` should replace a call; else None."""
     if math.prod(call.shape or (_LEAST_NORM,)) < _LEAST_NORM:
         return None
     attrs = call.attrs

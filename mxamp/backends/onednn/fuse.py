@@ -71,7 +71,7 @@ def apply_pass(
 
 
 def _without_shared_weights(graph: Graph) -> Graph:
-    """Undo the fusion of dense layers that share a weight; return the graph.
+    """Return the graph with dense layers that share a weight unfused again.
 
     Each fused layer packs a copy of its weight. The copies of an unrolled recurrent layer, one per
     step, take up the cache, and more time than fusion saves.
@@ -106,7 +106,7 @@ def _drop_no_ops(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _arrange_parameters(view: fusible.FusionView, edit: Edit) -> None:
-    """Compute reshapes and joins of parameters once, and store the results as parameters.
+    """Fold constants: compute reshaped, joined and sliced parameters ahead of time.
 
     Conditions: the array is no graph output.
 

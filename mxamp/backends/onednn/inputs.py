@@ -1,4 +1,4 @@
-"""The order of a graph's inputs, by which MXNet frees gradients early or late."""
+"""The order of a graph's inputs, which decides how early MXNet frees gradients."""
 
 from __future__ import annotations
 

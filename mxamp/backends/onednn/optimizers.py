@@ -60,7 +60,7 @@ def patched_update_impl(
 
 
 def _is_large(weight: NDArray) -> bool:
-    """Return whether a weight is large enough for NumPy's SGD update, cached on its handle."""
+    """Return whether a weight is large enough to update in NumPy; cache this on its handle."""
     handle = weight.handle
     if not hasattr(handle, "is_large"):
         handle.is_large = math.prod(shape_of(weight)) >= _LEAST
@@ -89,7 +89,7 @@ def _blocks(*arrays: machine.Values) -> Iterator[list[machine.Values]]:
 
 
 def _sgd(optimizer: SGD, index: int, weight: NDArray, grad: NDArray, state: NDArray | None) -> None:
-    """Update a weight in place by m = [m * momentum] - (lr * wd) * w - (lr * rescale) * g.
+    """Update a weight in place: m = momentum * m - (lr * wd) * w - (lr * rescale) * g; w += m.
 
     With momentum, m is kept in `state`.
     """

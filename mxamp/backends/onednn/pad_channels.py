@@ -131,7 +131,7 @@ _ELEMENTWISE: Mapping[str, Callable[[Attributes, float], float]] = {
 
 
 def _channels_after_elementwise(node: Node, inputs: Inputs) -> Channels:
-    """Return the channel layout of an elementwise operator's output; else `_UNKNOWN`."""
+    """Return the channel layout after an elementwise operator; `_UNKNOWN` after other operators."""
     operator, first = node.operator, inputs[0]
     bounds = [one.bound for one in inputs]
     if operator in with_trait("sums"):

@@ -104,7 +104,7 @@ def _are_apart(call: Call) -> bool:
 
 
 def _row_width(weights: Sequence[tuple[int, ...]]) -> int:
-    """Return a row width to which a layer's weights and biases reshape, to join them row by row.
+    """Return a width to which a layer's weights and biases all reshape, to be stacked as rows.
 
     It is the width of the weights if that fits, so that they need no other shape.
     """

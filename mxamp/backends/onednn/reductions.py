@@ -164,7 +164,7 @@ _LEAST_RESULT = 2**15
 
 
 def match_broadcast(call: Call) -> Detail | None:
-    """Return the numbers that `broadcast` needs if it makes an operator faster; else None.
+    """Return the numbers for `broadcast` if it should replace a broadcasting operator; else None.
 
     They are the operator's index in `_KINDS`, the position of the repeated input, its repeats
     along the first and along the last axes, and the result's shape, with 0 for a batch of any size.
@@ -186,7 +186,7 @@ def match_broadcast(call: Call) -> Detail | None:
 
 
 def broadcast(parts: Parts, detail: Detail) -> None:
-    """Replace a broadcast: matrix products repeat one input, then the operator is elementwise.
+    """Replace broadcasting: repeat an input by matrix products, then apply an elementwise operator.
 
     Conditions: training, float32 inputs, and a large result.
 

@@ -88,7 +88,7 @@ def _running(node: Node, match: Match | None) -> Node:
 
 
 class _Sites(Sites):
-    """Maker of what shape rules read of each node (`Site`), including oneDNN's memory layouts."""
+    """Builder of the `Site` of each node on a CPU, with oneDNN's memory layouts."""
 
     def __init__(self, setting: Setting, substituted: Mapping[int, Match]) -> None:
         super().__init__(setting)
@@ -100,7 +100,7 @@ class _Sites(Sites):
     def walk(
         self, small_layers: Mapping[int, Reason]
     ) -> tuple[dict[int, Reason], dict[int, Reason], float]:
-        """Apply the rules to all nodes; return what stays in float32, and what may be too small.
+        """Return nodes kept in float32, layers that may be too small, and their excess (a number).
 
         Both are reasons by node index: for float32, and of the layers that have the rule about
         small layers. The number is the sum of how far these layers are over the rule's limit,
@@ -131,7 +131,7 @@ class _Sites(Sites):
         return kept, small, excess
 
     def _in_layouts(self, i: int, node: Node, blocked: Mapping[Output, bool]) -> Site:
-        """Return what shape rules read of node i (`Site`), including its inputs' memory layouts.
+        """Return the `Site` of node i, with its fields about oneDNN's memory layouts filled in.
 
         `blocked` says which outputs are in oneDNN's blocked layout.
         """
@@ -231,7 +231,7 @@ def has_odd_channels(site: Site, _limit: int = 0) -> bool:
 
 @rule("padded_kernel", changes_results=True, in_calls=True)
 def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
-    """Return whether some weights of a trained convolution may be applied to padding alone.
+    """Return whether, in training, some weights of a convolution's kernel may read only padding.
 
     oneDNN 2.4 leaves the gradients of such weights unwritten in bfloat16. Measured: 3 x 3 with a
     stride of 2 on maps of 1 x 1, 5 x 5 on 1 x 2, 7 x 7 on 2 x 3; of volumes, strides in depth.
@@ -253,7 +253,7 @@ def has_padded_kernel(site: Site, _limit: int = 0) -> bool:
 
 
 def _misses(size: int, kernel: int, stride: int, pad: int, dilate: int) -> bool:
-    """Return whether weights of a kernel read only padding along an axis."""
+    """Return whether, along one axis, some weights of a kernel read nothing but padding."""
     starts = range(-pad, size + pad - dilate * (kernel - 1), stride)
     missed = (all(not 0 <= n + k * dilate < size for n in starts) for k in range(kernel))
     return stride > size or any(missed)

@@ -85,7 +85,7 @@ class Builder:
         return self._copies[output]
 
     def add_plain_layout(self, entry: NewOutput) -> NewOutput:
-        """Insert a slice after a float32 output, which restores MXNet's default memory layout."""
+        """Insert a slice after a float32 output to restore MXNet's default memory layout."""
         if entry.dtype != "float32":
             return entry
         whole = {"axis": "0", "begin": "0", "end": "None", ROLE: "layout"}
@@ -94,7 +94,7 @@ class Builder:
         )
 
     def _input_of_cast(self, entry: NewOutput, dtype: str) -> Output:
-        """Return the output that a cast reads: a copy if bfloat16 would lose gradients.
+        """Return the output for a cast to read: a copy where a bfloat16 cast would lose gradients.
 
         On CPUs the gradient of a cast to or from bfloat16 is lost under grad_req="add", because the
         kernel never commits the sum. A copy before the cast accumulates the gradient instead.
@@ -106,7 +106,7 @@ class Builder:
         return entry.output
 
     def _insert(self, op: str, output: Output, suffix: str, attrs: dict[str, str]) -> int:
-        """Add an operator node that reads `output`, with a name from `suffix`; return its index."""
+        """Add a node that reads `output`, named after its source and `suffix`; return its index."""
         producer = self.nodes[output[0]]
         position = str(output[1]) if producer.num_outputs > 1 else ""
         # Casts of casts are named after the first source.

@@ -46,7 +46,7 @@ class Rewrite:
 
 
 def rewrite(graph: Graph, policy: Policy, usage: Usage, choices: Chosen | None = None) -> Rewrite:
-    """Return a copy of a graph with the casts that a policy requires, and faster equivalents.
+    """Return a copy of a graph with a policy's casts, and with faster equivalents of operators.
 
     `choices` are those of the policy's backend for the graph; None to choose them here.
     """
@@ -139,7 +139,7 @@ class _Rewriter:
         return self._add_operator(node, inputs)
 
     def _add_cast(self, node: Node, source: _Value) -> _Value | None:
-        """Return the new output of a cast in the original graph; None to copy it as an operator.
+        """Return the output that replaces an existing cast; None to copy the cast as an operator.
 
         Inserted casts are left out. But one that widens half precision other than the target dtype
         stays: operators would compute in float32 on it, since they read no two half dtypes.
@@ -156,7 +156,7 @@ class _Rewriter:
         return None
 
     def _cast_argument(self, node: Node, inputs: Sequence[_Value]) -> Sequence[_Value]:
-        """Cast the arguments of a function decorated with `half_function` or similar.
+        """Cast a traced function's arguments as its decorator (`half_function` or similar) asks.
 
         Tracing the function has marked them in the graph.
         """
@@ -254,7 +254,7 @@ class _Rewriter:
     def _round_outputs(
         self, node: Node, plan: _CastPlan, reads: Sequence[NewOutput], made: list[NewOutput]
     ) -> list[NewOutput]:
-        """Cast an operator's outputs as `plan` requires; return the outputs to read instead."""
+        """Return an operator's outputs for its consumers, rounded or cast where `plan` requires."""
         cast, decision, through = self.builder.cast, plan.decision, plan.decision.rounded_to
         if through is not None:
             return [
@@ -278,7 +278,7 @@ class _Rewriter:
         return self.builder.cast(entry, plain)
 
     def _rewrite_bodies(self, node: Node, inputs: Sequence[_Value]) -> Sequence[Rewrite]:
-        """Return the subgraphs of a loop or branch with casts, unchanged where that is unsafe."""
+        """Return the subgraphs of a loop or branch with casts, or unchanged if casts are unsafe."""
         if not ir.rewrites_bodies(node, self.usage.training):
             return [Rewrite(body) for body in node.subgraphs]
         dtypes = [value.plain for value in inputs]
@@ -307,7 +307,7 @@ def _call_key(
 
 
 def _kept_for_speed(entries: Sequence[NewOutput], target: str) -> frozenset[int]:
-    """Return the positions of float32 inputs to cast to `target`, the other inputs' dtype.
+    """Return the positions of inputs kept in float32 only for speed, if all others are in `target`.
 
     Those are the inputs that a rule about speed alone keeps in float32.
     """

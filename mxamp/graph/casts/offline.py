@@ -79,7 +79,7 @@ def names_cast_to(graph: Graph, dtype: str) -> set[str]:
 
 
 def with_copies_before_casts(graph: Graph, dtypes: Mapping[str, str]) -> Graph:
-    """Insert a copy before each cast of a variable to or from bfloat16, to save its gradient.
+    """Insert a copy before variables' casts to or from bfloat16, so that no gradient is lost.
 
     On CPUs the gradient of such a cast is lost under grad_req="add" (see
     `Builder._input_of_cast`), and a saved graph may be trained with any grad_req.

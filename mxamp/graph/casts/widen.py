@@ -69,7 +69,7 @@ def widened(
 
 
 def _widen_operators(edit: Edit, graph: Graph, found: Mapping[Output, str]) -> None:
-    """Convert a graph's operators from half precision to float32; keep casts that only round.
+    """Convert a graph's half-precision operators to float32; keep casts used only for rounding.
 
     `found` are the dtypes of all outputs.
     """

@@ -45,7 +45,7 @@ class Causes:
             self.weights[name] = step, Observed(array).largest, array
 
     def add_output(self, site: Place, output: Observed) -> None:
-        """Record whether an output is float16, or is 0 where its gradient is infinite."""
+        """Record a float16 output, and a 0 from an operator whose gradient there is infinite."""
         self.has_float16 |= output.dtype == "float16"
         write = own_tables("operators")["infinite_gradient_at_zero"].get(site.operator)
         is_root = write and float(site.attributes.get("scalar", 0)) < 1
@@ -83,7 +83,7 @@ class Causes:
 
 
 def _cure_in_float32(site: Place, inputs: Inputs) -> str:
-    """Run an operator again in float32; return advice if that fails too, else ""."""
+    """Rerun an operator in float32; return advice if its output is still not finite, else ""."""
     read = [one for one in inputs if one is not None]
     if any(one.largest > _LARGE_VALUE for one in read):
         return _DATA

@@ -273,7 +273,7 @@ def explain(
 
 
 class _Inputs(NamedTuple):
-    """A model's symbol, with the values, dtypes and shapes known of its inputs."""
+    """A model's symbol and parameters, and the known dtypes and shapes of its inputs."""
 
     symbol: Symbol
     params: Mapping[str, NDArray]
@@ -369,7 +369,7 @@ def _node_plan(graph: Graph, node: Node, precision: str, reason: str) -> NodePla
 
 
 def _source_and_cast(graph: Graph, i: int) -> tuple[str, str | None]:
-    """Return the name of the node behind inserted casts, and the dtype that they cast to.
+    """Follow inserted casts from node i to their source; return its name and the casts' dtype.
 
     The dtype is None without a cast.
     """

@@ -148,7 +148,7 @@ def _run_copy(net: Block, inputs: Sequence[Any], hybridized: bool) -> Block:
 
 @contextlib.contextmanager
 def alike_numbers() -> Iterator[Callable[[], None]]:
-    """Return a context that yields a function to reseed random numbers, so that runs are alike.
+    """Return a context that yields a function to reseed all generators, for repeatable runs.
 
     MXNet's generator continues from a number drawn before, since its state can't be read.
     """

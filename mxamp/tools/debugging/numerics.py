@@ -80,7 +80,7 @@ class NumericsCheck(TensorObserver):
     # ------------------------------------------------------------------ forward
 
     def on_operator(self, site: Place, inputs: Inputs, output: Observed, number: int) -> None:
-        """Report an operator if its output is the first with Inf or NaN in this pass."""
+        """Report an operator that produces the first Inf or NaN of a forward or backward pass."""
         self._causes.add_output(site, output)
         if not output.bad or self._found is not None:
             return
@@ -117,7 +117,7 @@ class NumericsCheck(TensorObserver):
                 self._note_read(array, _Reader(array, reader, name))
 
     def on_end(self) -> None:
-        """With `on="raise"`, raise what was found in the graph or eager call that ends."""
+        """With `on="raise"`, raise if the graph or eager call that ends had Inf or NaN."""
         if self._on == "raise":
             self._end_pass()
 

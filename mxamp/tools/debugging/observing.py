@@ -51,7 +51,7 @@ _IGNORE = CFUNCTYPE(None, c_char_p, c_char_p, c_void_p, c_void_p)(lambda *_: Non
 
 
 def patch_over(owner: object, name: str, function: Callable[..., Any]) -> Patch:
-    """Return a patch on top of all others, which calls `function(original, *args)`."""
+    """Return a patch outside all others, which calls `function(original, *args)`."""
     return Patch(owner, name, wrapping(function), on_top=True)
 
 
@@ -88,7 +88,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
         """Run an eager call and return its result; subclasses observe it here."""
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
-        """Return a context for an executor's forward pass, in which subclasses observe it."""
+        """Return a context that observes an executor's forward pass; subclasses implement it."""
         raise NotImplementedError
 
     def on_block(self, symbol: Symbol, inputs: Arrays, run: object) -> object:
@@ -120,7 +120,7 @@ class Observer(PatchSet, contextlib.ContextDecorator):
 
 
 class Place(NamedTuple):
-    """An operator call as reports name it: block, node, operator, attributes, input names."""
+    """Location of an operator call in reports: block, node, operator, attributes, input names."""
 
     block: str
     node: str
@@ -213,7 +213,7 @@ class TensorObserver(Observer):
             self._blocks().pop()
 
     def _site_of_call(self, handle: int, inputs: Arrays, rest: Sequence[Any]) -> Place:
-        """Return how reports name an eager call (`Place`): block, operator and input names."""
+        """Return an eager call's location for reports: its block, operator and input names."""
         operator, block, params = by_handle()[handle].name, "", {}
         if self._blocks():
             block = self._blocks()[-1].name
@@ -245,7 +245,7 @@ class TensorObserver(Observer):
         return self._graph_of(symbol)
 
     def on_graph(self, symbol: Symbol, inputs: Arrays, executor: Executor) -> ContextManager[None]:
-        """Return a context for an executor's forward pass, with a monitor on its graph."""
+        """Return a context that observes an executor's forward pass by a monitor on its graph."""
         graph = self._graph_of(symbol)
         executor.set_monitor_callback(graph.on_output)
         names = zip(symbol.list_arguments(), executor.grad_arrays or ())
@@ -261,7 +261,7 @@ class TensorObserver(Observer):
 
 
 class MonitoredGraph:
-    """A graph that runs under MXNet's monitor, which passes its outputs to an observer."""
+    """A graph that runs under MXNet's monitor and passes operator outputs to an observer."""
 
     def __init__(self, observer: TensorObserver, symbol: Symbol, blocks: list[Block]) -> None:
         self._observer, self._symbol = observer, symbol  # its id is a key
@@ -297,7 +297,7 @@ class MonitoredGraph:
 
     @contextlib.contextmanager
     def observed(self, inputs: Arrays) -> Iterator[None]:
-        """Return a context for a forward pass on `inputs`, which the observer sees."""
+        """Return a context in which a forward pass on `inputs` is reported to the observer."""
         #: The tensors of the running forward pass.
         self._seen: dict[Output, Observed] = dict(zip(self._inputs, map(Observed, inputs)))
         self._calls: Counter[str] = Counter()
@@ -342,7 +342,7 @@ class MonitoredGraph:
         return bool(is_frozen) or source.op == "BlockGrad" or source.name == SCALE_INPUT
 
     def _layers(self, i: int, backward: bool) -> list[str]:
-        """Return the operators to keep in float32 if node i overflows in 16 bits."""
+        """Return the names of layers to keep in float32 if node i overflows in 16 bits."""
         node = self._graph.nodes[i]
         if node.op not in CASTS:
             return [node.name] * (not node.is_variable)
@@ -354,7 +354,7 @@ class MonitoredGraph:
         return [name for k in found if node.is_inserted_cast for name in self._layers(k, backward)]
 
     def _site(self, i: int, backward: bool = False) -> Place:
-        """Return how reports name node i (`Place`): its block, operator and input names."""
+        """Return node i's location for reports: its block, operator and input names."""
         node = self._graph.nodes[i]
         sources = [self._graph.nodes[k] for k, _ in node.inputs]
         known = zip(sources, _input_names(node.operator, len(sources)))

@@ -1,4 +1,4 @@
-"""`benchmark`: times of a model in float32 and in 16 bits, in each way of running it."""
+"""`benchmark`: time a model in float32 and 16 bits, by autocast, converted and fused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _speed(timing: Timing, model: str, reference: str) -> str:
 
 
 def _forms(model: forms.Model, policy: Policy) -> tuple[list[forms.Form], list[forms.Form]]:
-    """Return the forms of a model to time: those for any task, and those for inference only."""
+    """Return the forms of a model to time: for training and inference, and for inference only."""
     if not model.is_traced:
         return model.forms([(forms.AUTOCAST, policy)]), []
     wide = Policy.default("float32", policy.device)

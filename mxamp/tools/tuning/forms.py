@@ -112,12 +112,12 @@ class Timing(NamedTuple):
 
 
 def table(timings: Sequence[Timing]) -> str:
-    """Return timings as a text table, with a line that defines the column of errors."""
+    """Return timings as a text table, with a line below that explains the error column."""
     return f"{text_table(Timing._fields, timings)}\n{ERROR}"
 
 
 class Form:
-    """A form of a model to time: a way to run it, such as "fused", and a precision.
+    """One way to run a model, at one precision, such as fused in bfloat16; it can be timed.
 
     It runs inference; with a `loss`, a training step. The learning rate is 0, so that each step
     runs on the same values.
@@ -227,7 +227,7 @@ class Model:
         return Form(way, block, self.batches[0], policy, loss or self.loss)
 
     def forms(self, ways: Iterable[tuple[str, Policy]]) -> list[Form]:
-        """Return a `Form` for each way that the model runs in, with its errors measured.
+        """Return a `Form`, with measured errors, for each of `ways` in which the model runs.
 
         `notes` gets a sentence on each other way.
         """
@@ -257,7 +257,7 @@ class Model:
         return False
 
     def measure(self, form: Form, found: Sequence[dict[str, list[Any]]] = ()) -> None:
-        """Measure the errors of one form of the model against float32, and its metric."""
+        """Store a form's errors against float32, and its metric, in `form.errors`."""
         found = found or [self._run(batch, form) for batch in self.batches]
         for name in found[0]:
             distance = Distance()
@@ -335,7 +335,7 @@ def convert_options(way: str) -> dict[str, Any]:
 
 
 def time_in_turns(forms: list[Form], ends: float, notes: list[str], limit: float) -> list[Form]:
-    """Time each form of a model once a round; return the forms that were not given up.
+    """Time all forms of a model in several rounds; return those that were not given up.
 
     Float32 comes first in each round.
 

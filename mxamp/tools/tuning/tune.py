@@ -366,7 +366,7 @@ class _Search:
         return sorted(added, key=lambda name: -added[name])
 
     def _pattern(self, name: str) -> str:
-        """Return a pattern for `fp32_layers` that matches a layer, even in a renamed block.
+        """Return a pattern for `fp32_layers` that matches a layer whatever its block's prefix.
 
         Gluon numbers blocks by their order in the process: the pattern is relative to the block
         ("*stage1_conv0_fwd"), and measured as it is.
