@@ -58,7 +58,7 @@ def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -
         given["target_dtype"] = dtype
     else:
         given["policy"] = options.chosen_policy(dtype, policy, device).override(fp32=fp32_ops)
-    given.update(_form_options(policy))
+    given.update(_options_of_tuned_form(policy))
     if check:
         with saved_semantics(prefix, epoch):
             model = load_model(prefix, epoch)
@@ -74,7 +74,7 @@ def convert(prefix: str, epoch: int, inputs: Named, check: bool, **given: Any) -
     click.echo(f"{new.symbol}, {new.params}: {new.bytes_after:,} bytes (was {new.bytes_before:,})")
 
 
-def _form_options(policy: Optional[str]) -> Dict[str, bool]:
+def _options_of_tuned_form(policy: Optional[str]) -> Dict[str, bool]:
     """Return arguments of `convert_files` for the form (converted, fused) that `tune` found best.
 
     A form is a way to run a model, such as converted or fused.

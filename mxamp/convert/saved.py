@@ -24,7 +24,7 @@ from ..framework.files import (
     NOT_THE_SAME,
     check_file_path,
     checksum,
-    left_beside,
+    leftovers,
     locked,
     replaced_files,
 )
@@ -128,7 +128,7 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
             names = [one.name[: -len(_SYMBOL)] for one in path.parent.glob("*" + _SYMBOL)]
             near = closest(Path(prefix).name, names) if path == files[0] else ""
             hint = f"; there are parameters of epoch {epochs} (--epoch)" if epochs else near
-            raise ArgumentError(f"there is no file {str(path)!r}{hint}{_left_by_kills(path)}")
+            raise ArgumentError(f"there is no file {str(path)!r}{hint}{_hint_of_leftovers(path)}")
     with saved_semantics(prefix, epoch):
         symbol = _read_symbol(files[0])
         args, auxs = _read_params(files[1])
@@ -136,10 +136,10 @@ def load_model(prefix: Prefix, epoch: int = 0) -> Model:
     return symbol, args, auxs
 
 
-def _left_by_kills(path: Path) -> str:
+def _hint_of_leftovers(path: Path) -> str:
     """Return a hint for error messages about files that killed conversions left; "" if none."""
     with locked(path):  # other conversions set files aside for a moment
-        left = left_beside(path) if os.access(path.parent, os.R_OK) else []
+        left = leftovers(path) if os.access(path.parent, os.R_OK) else []
     return LEFT.format(names=shortened([one.name for one in left])) if left else ""
 
 
@@ -195,7 +195,7 @@ def _check_params_match(files: Files, symbol: Symbol, params: Mapping[str, NDArr
     if missing or (unread and len(unread) == len(params)):
         wrong = f"lacks {shortened(sorted(missing or read))} of"
     if wrong:
-        hint = f"use the files that were saved together{_left_by_kills(files[0])}"
+        hint = f"use the files that were saved together{_hint_of_leftovers(files[0])}"
         raise ArgumentError(f"{str(files[1])!r} {wrong} {str(files[0])!r}: {hint}")
     if unread:
         logger.warning(UNREAD, str(files[1]), shortened(unread))
@@ -225,7 +225,7 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
 
     def check_content(temporary: Sequence[Path]) -> None:
         for path in files:
-            if not force and (path.exists() or left_beside(path)):
+            if not force and (path.exists() or leftovers(path)):
                 raise ArgumentError(IS_THERE.format(path=str(path)))
         checksum(temporary[1])  # reads the file from the disk, not from the cache
         try:

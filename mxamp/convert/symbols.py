@@ -101,7 +101,7 @@ def convert(symbol: Symbol, options: Options, params: Optional[Params] = None) -
     # The graph without casts: half precision is widened, and operators are fused if asked for.
     values = dict(params or {})
     dtypes = resolved_dtypes(symbol, values, options.input_dtypes)
-    graph, variables = widened_for(graph, policy, dtypes, params, options.keep_io_types)
+    graph, variables = widened_graph(graph, policy, dtypes, params, options.keep_io_types)
     values.update(cast_params(values, dict.fromkeys(variables & values.keys(), "float32")))
     dtypes.update(dict.fromkeys(variables, "float32"))
     if options.fuse:
@@ -136,7 +136,7 @@ def _kept_inputs(graph: Graph, data: Collection[str], options: Options) -> Set[s
     return {*options.not_offline, *params, *(data if options.keep_io_types else ())}
 
 
-def widened_for(
+def widened_graph(
     graph: Graph,
     policy: Policy,
     dtypes: Mapping[str, str],

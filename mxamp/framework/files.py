@@ -67,9 +67,9 @@ def replaced_files(
                     for folder in folders:
                         os.fsync(folder)
                     for place in places:
-                        for old in left_beside(place):
+                        for old in leftovers(place):
                             old.unlink()
-                        for temporary in left_beside(place, _NEW):
+                        for temporary in leftovers(place, _NEW):
                             if temporary.stat().st_mtime < time.time() - _ORPHANED:
                                 temporary.unlink()
         finally:
@@ -111,7 +111,7 @@ def _replace_all(temporaries: Sequence[Path], places: Sequence[Path]) -> None:
         raise
 
 
-def left_beside(path: Path, kind: str = _OLD) -> List[Path]:
+def leftovers(path: Path, kind: str = _OLD) -> List[Path]:
     """Return temporary files of one `kind` (new or old) that killed processes left beside `path`.
 
     An old file may be the only copy. Within `locked(path)`, no file is one of a running process.

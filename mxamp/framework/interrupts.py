@@ -21,7 +21,7 @@ def ending(function: Callable[..., Any], *args: object) -> ExitStack:
     return stack
 
 
-def holding(lock: "threading.RLock") -> ContextDecorator:
+def synchronized(lock: "threading.RLock") -> ContextDecorator:
     """Return a decorator that holds `lock` during each call, and releases it even after Ctrl-C."""
     held = {"__enter__": lock.__enter__, "__exit__": lock.__exit__}
     decorator: ContextDecorator = type("Holding", (ContextDecorator,), held)()

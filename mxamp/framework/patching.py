@@ -16,7 +16,7 @@ import threading
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-from .interrupts import holding
+from .interrupts import synchronized
 
 logger = logging.getLogger("mxamp")
 
@@ -38,7 +38,7 @@ _stacks: Dict[Tuple[int, str], List["Patch"]] = {}
 _open_sets: List["PatchSet"] = []
 _lock = threading.RLock()
 hold_during_forks(_lock)
-locked = holding(_lock)
+locked = synchronized(_lock)
 
 
 class Patch:

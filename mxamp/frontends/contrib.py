@@ -16,7 +16,7 @@ from ..policy.policy import Policy
 from ..policy.targets import check_target
 
 
-class _StandIn(ModuleType):
+class _ForwardingModule(ModuleType):
     """Class set on the modules of `mxnet.contrib.amp`: attribute lookups find mxamp's functions.
 
     Python lets a module change its class, for attributes that are computed when they are read. So
@@ -43,7 +43,7 @@ class _ContribPatches(FrontEnd):
         check_contrib_is_off()
         super().open()
         for module in CONTRIB_AMP_MODULES:
-            module.__class__ = _StandIn
+            module.__class__ = _ForwardingModule
 
     def close(self) -> None:
         """Restore the original functions of `mxnet.contrib.amp`."""

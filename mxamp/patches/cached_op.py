@@ -59,7 +59,7 @@ def build_call_cached_op(original: Original) -> Original:
     def _call_cached_op(self: HybridBlock, *args: object) -> object:
         op = self._cached_op
         if type(op) is not PolicyCachedOp:
-            if current_policy() is not None or _records_under_policy() is not None:
+            if current_policy() is not None or _loss_scaling_policy() is not None:
                 install_policy_op(self, args)
         elif op.arrays == len(args) and not self._callback and _ARRAYS.issuperset(map(type, args)):
             # What MXNet's function does for arrays alone, in half of its time.
@@ -69,7 +69,7 @@ def build_call_cached_op(original: Original) -> Original:
     return _call_cached_op
 
 
-def _records_under_policy() -> Policy | None:
+def _loss_scaling_policy() -> Policy | None:
     """Return the policy for loss scaling if autograd is recording, else None.
 
     It applies where casts are off too. The loss scale is that of the whole program: losses of
@@ -380,4 +380,4 @@ class PolicyCachedOp:
             return (None if self._idle[1] and not autograd.is_recording() else policy), False
         if self._marks:
             policy = policy_for_regions(self._marks)
-        return policy or (_records_under_policy() if self._scales else None), True
+        return policy or (_loss_scaling_policy() if self._scales else None), True

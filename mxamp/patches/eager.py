@@ -275,7 +275,7 @@ class _EagerOperator:
     def __init__(self, operator: Operator, policy: Policy) -> None:
         self.operator, self.policy = operator, policy
         rule = self.rule = policy.rule(operator.name)
-        self._decided = functools.lru_cache(MANY)(self._decide_anew)
+        self._decided = functools.lru_cache(MANY)(self._decide_uncached)
         self.stays_float32 = not rule.lowers  #: on float32 inputs
         checks = shape_checks()
         self._by_shape = any(checks[one.name].in_calls for one in rule.by_shape)
@@ -342,7 +342,7 @@ class _EagerOperator:
         changes = decision is not None and mx_arrays.on_device(arrays, self.policy.device)
         return decision if changes else None
 
-    def _decide_anew(
+    def _decide_uncached(
         self, codes: Sequence[int], attributes: Sequence[tuple[str, str]], kept: Reason | None
     ) -> Decision | None:
         """Return the cast decision for these dtype codes, uncached; None if nothing is cast."""

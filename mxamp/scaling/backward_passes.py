@@ -141,7 +141,7 @@ class _ScalingPatches(FrontEnd):
         """Undo the patches if `close` was called and no backward pass or step still needs them."""
         if not self._is_ending or running.is_any_running():
             return
-        if not any(map(ledger.carry_scale, ledger.known())):
+        if not any(map(ledger.has_scaled, ledger.known())):
             super().close()
             ledger.clear()
             tape.end_scaling()
@@ -213,7 +213,7 @@ class _ScalingPatches(FrontEnd):
         ledger.add(trainer)  # a copied trainer has run no constructor
         state = getattr(trainer, "_amp_loss_scaler", None)
         is_ours = hasattr(state, "note_scaled")  # a `State`, not a scaler of contrib's
-        if not is_ours and ledger.carry_scale(trainer):
+        if not is_ours and ledger.has_scaled(trainer):
             raise StateError(FOREIGN)
         try:
             original(trainer, *args, **named)
@@ -253,7 +253,7 @@ def _run_nested(
 
 def _patched_clip(original: Original, arrays: Any, *args: object, **named: object) -> object:
     """Call `gluon.utils.clip_global_norm`; warn if a gradient is still multiplied by a scale."""
-    scale = ledger.scale_of(arrays)
+    scale = ledger.largest_scale(arrays)
     if scale != 1:
         logger.warning(SCALED_CLIP, scale)
     return original(arrays, *args, **named)

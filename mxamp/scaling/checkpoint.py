@@ -120,7 +120,7 @@ def resume(state: State) -> None:
 # ------------------------------------------------------------ states in another precision
 
 
-def follow_weights(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
+def refresh_masters(pairs: Sequence[tuple[NDArray, NDArray]]) -> None:
     """Copy float16 weights to stale float32 master weights, which no longer round to them.
 
     A plain trainer that loads and saves a state file passes on the master weights in it, which its

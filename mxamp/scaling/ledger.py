@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from mxnet.gluon import Parameter, Trainer
 from mxnet.ndarray.ndarray import NDArray
 
-from ..framework.interrupts import holding
+from ..framework.interrupts import synchronized
 from ..framework.patching import hold_during_forks
 from .finite import multiply, nonfinite, square_sum
 from .running import BackwardPass
@@ -32,7 +32,7 @@ MADE_LATE = "the gradient of %s is older than its trainer, and set to zero: make
 #: Held while records are changed, never while MXNet computes or Python code of a script runs.
 _lock = threading.RLock()
 hold_during_forks(_lock)
-_locked = holding(_lock)
+_locked = synchronized(_lock)
 _listed = _locked(list)
 
 
@@ -214,13 +214,13 @@ class Ledger:
                 multiply([entry.gradient], scale / before.scale)
                 self.note(entry, replace(before, scale=scale))
 
-    def scale_of(self, arrays: Iterable[NDArray]) -> float:
+    def largest_scale(self, arrays: Iterable[NDArray]) -> float:
         """Return the largest loss scale among unused gradients in `arrays`; 1 if there is none."""
         given = {id(array) for array in arrays}
         found = (e for e in self._entries() if id(e.gradient) in given and e.data._fresh_grad)
         return max((self.of(entry).scale for entry in found), default=1.0)
 
-    def carry_scale(self, trainer: Trainer) -> bool:
+    def has_scaled(self, trainer: Trainer) -> bool:
         """Return whether a gradient written since a trainer's last update has a loss scale."""
         return not self.all_carry(1) and any(
             entry.data._fresh_grad and self.of(entry).scale != 1 for entry in entries_of(trainer)

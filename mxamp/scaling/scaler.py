@@ -91,7 +91,7 @@ class LossScaler:
         max_scale: float = 2.0**24,
         hysteresis: int = 1,
     ) -> None:
-        self._start(positive_number("init_scale", init_scale))
+        self._init_fields(positive_number("init_scale", init_scale))
         self._growth_factor = positive_number("growth_factor", growth_factor)
         self._backoff_factor = positive_number("backoff_factor", backoff_factor)
         self._growth_interval = whole_number("growth_interval", growth_interval, least=1)
@@ -106,7 +106,7 @@ class LossScaler:
             raise ArgumentError(f"init_scale is not from min_scale to max_scale: {init_scale:g}")
         self._overflows_left = self._hysteresis
 
-    def _start(self, scale: float) -> None:
+    def _init_fields(self, scale: float) -> None:
         """Initialize all fields as for a constant loss scale; `LossScaler` then overwrites some."""
         # A user-defined subclass saves states of the class that it derives from.
         self.kind = next(one.__name__ for one in type(self).__mro__ if one in _KINDS.values())
@@ -266,7 +266,7 @@ class StaticLossScaler(LossScaler):
 
     @checked_call
     def __init__(self, scale: float = 1.0) -> None:
-        self._start(positive_number("scale", scale))
+        self._init_fields(positive_number("scale", scale))
 
 
 class NoScaler(StaticLossScaler):

@@ -39,7 +39,7 @@ from ..framework.patching import Original
 from ..framework.wording import shortened, shown
 from ..policy.active import chose_float32, current_policy
 from .backward_passes import scale_losses, scaling_patches
-from .checkpoint import follow_weights, load_states, resume, save_states, share_step_counts
+from .checkpoint import load_states, refresh_masters, resume, save_states, share_step_counts
 from .distributed import (
     check_kvstore,
     check_settings,
@@ -171,7 +171,7 @@ class State:
         if self in (self.scaler.finite_by_state or ()):
             return Stage.STEPPED
         # The gradients of a loss that was scaled before the last step, or for another trainer.
-        return Stage.SCALED if ledger.carry_scale(self.trainer) else Stage.NONE
+        return Stage.SCALED if ledger.has_scaled(self.trainer) else Stage.NONE
 
     @property
     def loss_scale(self) -> float:
@@ -305,7 +305,7 @@ class State:
         if self.report is None:
             check_float16_update(self.trainer)
         if self.loaded_masters:
-            follow_weights(self.loaded_masters)
+            refresh_masters(self.loaded_masters)
             self.loaded_masters = []
         scale = self._equalize()
         if scale == 1:

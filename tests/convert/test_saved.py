@@ -263,7 +263,7 @@ def test_a_process_killed_at_any_step_leaves_the_old_pair_none_or_the_new_one(tm
         # Without the symbol, nobody reads the parameters.
         assert there[0] is None or there[0] == there[1]
         real = [Path(os.path.realpath(path)) for path in paths]
-        kept = [one.read_text() for one in files.left_beside(real[0])]
+        kept = [one.read_text() for one in files.leftovers(real[0])]
         assert kept == (["old"] if stage in (2, 3, 4, 5) else [])
     assert found == ["old", None, None, None, "new", "new", "new"]
     for path in (*folder.iterdir(), *places.iterdir()):

@@ -200,7 +200,7 @@ def test_processes_replace_files_one_after_the_other(folder):
                     with files.locked(paths[0]):
                         texts = {path.read_text() for path in paths}
                         assert len(texts) == 1
-                        assert not files.left_beside(paths[0])
+                        assert not files.leftovers(paths[0])
                 status = 0
             finally:
                 os._exit(status)

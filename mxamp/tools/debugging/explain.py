@@ -14,7 +14,7 @@ from mxnet.symbol import Symbol
 
 from ...convert import options
 from ...convert.blocks import Examples, trace
-from ...convert.symbols import widened_for
+from ...convert.symbols import widened_graph
 from ...errors import ArgumentError, unknown
 from ...framework.keywords import checked_call
 from ...framework.machine import Dtype
@@ -331,7 +331,7 @@ def _decided(
     converting = mode == CONVERTED
     if converting and source is None:
         plain = without_copies_before_casts(graph)
-        graph, variables = widened_for(plain, policy, known, inputs.params, True)
+        graph, variables = widened_graph(plain, policy, known, inputs.params, True)
         known.update(dict.fromkeys(variables, "float32"))
     shapes = {name: array.shape for name, array in inputs.params.items()}
     if not converting:  # a conversion serves data of any shape
