@@ -51,7 +51,7 @@ Chosen = Union[Choices, Tuple[()]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A graph with all that a backend's choices depend on, such as policies and input shapes."""
+    """The input of a backend's choices: a graph with its policies, dtypes and input shapes."""
 
     graph: Graph
     policies: Sequence[Policy]  #: of each node

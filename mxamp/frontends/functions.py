@@ -143,7 +143,7 @@ def _dtype_inside(inside: str, leaves: Iterable[Any], policy: Policy) -> str:
 
 
 def _cast_argument(value: object, dtype: Optional[str], region: str) -> object:
-    """Cast an array to `dtype`, or append an identity to a symbol, to be cast when the graph runs.
+    """Cast an array to `dtype`; mark a symbol by an identity node, cast when the graph runs.
 
     Other values are unchanged.
     """

@@ -46,7 +46,7 @@ class UniqueNames:
 
 @dataclass(frozen=True)
 class View:
-    """A graph to read in a pass: the consumers of each output, and the parameters' values."""
+    """Read-only view of a graph for passes: consumers of each output, values of parameters."""
 
     graph: Graph
     params: Mapping[str, NDArray]

@@ -1,4 +1,4 @@
-"""Passes for training: correct gradients of PReLU and of biases, and a loss scale input.
+"""Graph passes that correct the gradients of PReLU and biases, and add a loss scale input.
 
 MXNet's PReLU overwrites the incoming gradient with the gradient of its data, then reads it for the
 gradient of the slope, which becomes too small by a factor of the slope. Only eager calls and graph

@@ -572,5 +572,5 @@ def body_inputs(node: Node, position: int) -> dict[int, int]:
 
 
 def _positions(node: Node, attribute: str) -> list[int]:
-    """Return the list of integers in a loop's attribute; empty without the attribute."""
+    """Return the input positions listed in a loop's attribute; [] if the loop lacks it."""
     return parse_integers(node.attrs.get(attribute, "[]"))

@@ -194,7 +194,7 @@ class Ledger:
 
     @_locked
     def _settle(self, scale: float) -> None:
-        """Make `scale` the default loss scale, so that records equal to it can be dropped.
+        """Set the loss scale that gradients without a record have, and drop equal records.
 
         Does nothing while a gradient without a record relies on the present default.
         """

@@ -141,7 +141,7 @@ def nodes_with_consumers(graph: Graph, fits: Callable[[Node, int, bool], bool]) 
 
 
 def nodes_before_products(graph: Graph) -> frozenset[int]:
-    """Return the indexes of nodes that only lead to convolutions and dense layers."""
+    """Return the indexes of nodes whose outputs reach only convolutions and dense layers."""
     ends = with_trait("spreads_infinity")
     passing = with_trait("passes_gradient") | with_trait("keeps_finite")
     return nodes_with_consumers(

@@ -53,7 +53,7 @@ class Causes:
             self.at_zero = f"{site.operator} in {site.node!r} has no gradient at 0: write {write}"
 
     def cure(self, site: Place, inputs: Inputs | None, overflows: bool) -> str:
-        """Return advice against Inf or NaN; "" if a higher precision would prevent them.
+        """Return advice against Inf or NaN other than a higher precision; "" if that is the cure.
 
         `inputs` are those of an operator in a forward pass, and None in a backward pass.
         """
