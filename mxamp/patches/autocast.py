@@ -233,10 +233,10 @@ class autocast(active.Regional):
             if region.policy:
                 warn_of_speed(region.policy)
             active.begin(region)
+            return self
         except BaseException:
             region.close()  # undoes whatever was done of this
             raise
-        return self
 
     def __call__(self, function: Function) -> Function:
         """Decorate `function` so that each call runs inside this `autocast`."""
