@@ -11,11 +11,12 @@ LATER = ("rich", "click", "mxamp.convert", "mxamp.debugging", "mxamp.tools", "mx
 PROGRAM = """
 import gc, json, sys, warnings
 warnings.simplefilter("ignore")
+frozen = gc.get_freeze_count()  # not 0 in Python 3.12
 import mxamp
 from mxamp.framework.patching import _stacks
 loaded = sorted(sys.modules)
 from mxamp.framework.operators import registry
-collected = gc.isenabled() and gc.get_freeze_count() == 0
+collected = gc.isenabled() and gc.get_freeze_count() == frozen
 print(json.dumps([loaded, registry.cache_info().currsize, [*map(str, _stacks)], collected]))
 """
 
