@@ -3,6 +3,7 @@
 import inspect
 import logging
 import warnings
+from contextlib import nullcontext
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
@@ -30,7 +31,10 @@ from .symbols import Converted
 NOT_RUN = "block {name!r} has no graph yet: hybridize it and run it once, or give example_inputs"
 NO_EXAMPLE = "example_inputs must be an NDArray, or the arguments of one call, not {given}"
 NOT_ON_EXAMPLE = "block {name!r} ({takes}) does not run on a call with arrays of shape {shapes}"
-OVERRIDES = "block {name!r} overrides forward, which can't be traced: convert the blocks inside it"
+OVERRIDES = (
+    "{name!r} has its own __call__ or forward, which can't be traced ({why}): convert its children"
+)
+OWN_CALL = "%r has its own __call__ or forward: give example_inputs, to convert what that does too"
 FROZEN = "block %r was converted with cast_optional_params or fuse: it does not train %s"
 
 logger = logging.getLogger("mxamp")
@@ -106,33 +110,44 @@ def trace(block: Block, example_inputs: Examples = None) -> TracedBlock:
         if any(param._data is None for param in block.collect_params().values()):
             block(*arguments)
         return _traced_on(block, arguments)
-    except (MXNetError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, MXNetError, RuntimeError, TypeError, ValueError) as error:
         raise _example_error(block, arguments, error) from error
 
 
 def _traced_on(block: HybridBlock, arguments: Tuple[Any, ...]) -> TracedBlock:
     """Trace a block on a call with `arguments`, without changing its own cached graph."""
-    kept = {name: getattr(block, name) for name in ("_cached_graph", "_in_format", "_out_format")}
+    kept = dict(vars(block))
+
+    def call(_operators: object, *inputs: Any, **_params: object) -> object:
+        del vars(block)["hybrid_forward"], vars(block)["name_scope"]
+        return block(*inputs)
+
     try:
         block._cached_graph = ()
         if isinstance(block, _RNNLayer):
             # As its own `__call__`, which reads later whether the call left out the states.
             block.skip_states = len(arguments) == 1
             arguments = _with_states_as_list(block, *arguments)
+        if _has_own_call(block):  # `_get_graph` calls `hybrid_forward` alone
+            vars(block).update(hybrid_forward=call, name_scope=nullcontext)
         block._get_graph(*arguments)
         return TracedBlock(block, arguments)
     finally:
-        for name, value in kept.items():
-            setattr(block, name, value)
+        block.__dict__ = kept
+
+
+def _has_own_call(block: Block) -> bool:
+    """Return whether a block's class overrides MXNet's `__call__` or `forward`."""
+    methods = type(block).__call__, type(block).forward
+    return not all(one.__module__.startswith(("mxnet.", "mxamp.")) for one in methods)
 
 
 def _example_error(block: HybridBlock, arguments: Tuple[Any, ...], error: Exception) -> AmpError:
     """Return the error to raise if a block can't run, or be traced, on the example inputs."""
     if type(error) is RuntimeError:  # of parameters that were not initialized
         return StateError(f"block {block.name!r} does not run: {error}")
-    is_call = isinstance(error, (TypeError, NotImplementedError))
-    if is_call and not type(block).forward.__module__.startswith("mxnet."):
-        return ArgumentError(OVERRIDES.format(name=block.name))
+    if _has_own_call(block):
+        return ArgumentError(OVERRIDES.format(name=block.name, why=error_reason(error)))
     arrays = [one for one in _flatten(arguments, "input")[0] if one is not None]
     shapes = " and ".join(str(array.shape) for array in arrays)
     named = [*inspect.signature(block.hybrid_forward).parameters][1:]  # after F
@@ -194,6 +209,11 @@ class ConvertedBlock(SymbolBlock):
         #: The dtypes of inputs that the block casts, or None.
         self._input_dtypes = [dtypes.get(one.name) for one in traced.inputs]
         block = traced.block
+        #: Whether nothing is known of a call but its arrays: it is taken as MXNet's SymbolBlock is.
+        self._is_flat = _has_own_call(block) and not traced.example_shapes
+        if self._is_flat:
+            traced.formats = self._in_format, traced.formats[1]
+            logger.warning(OWN_CALL, block.name)
         # A user's model may have its own begin_state alone.
         states = {n: getattr(block, n) for n in ("begin_state", "state_info") if hasattr(block, n)}
         layer = block if isinstance(block, _RNNLayer) else getattr(block, "_layer", None)
@@ -218,6 +238,8 @@ class ConvertedBlock(SymbolBlock):
     def __call__(self, x: Any, *args: Any) -> Any:
         """Call the block; a recurrent layer may be called without states, as before conversion."""
         given = (x, *args) if self._layer is None else _with_states_as_list(self._layer, x, *args)
+        if self._is_flat:
+            given = tuple(one for one in _flatten(given, "input")[0] if one is not None)
         return super().__call__(*given)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = False) -> None:

@@ -74,11 +74,9 @@ def with_excluded_layers(policy: Policy, excluded: LayerArgument, graph: Graph) 
     """
     kept: List[str] = []
     for patterns in layer_patterns("excluded_sym_names", excluded):
-        if not patterns:
-            raise ArgumentError("`excluded_sym_names`: a block has no operators and no children")
         # A block may have children that its graph never calls.
         errors = unknown_layers(patterns, graph.layer_names)
-        if len(errors) == len(patterns):
+        if patterns and len(errors) == len(patterns):
             raise errors[0]
         kept += patterns
     for error in unknown_layers(policy.fp32_layers, graph.layer_names):

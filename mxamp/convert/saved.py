@@ -49,7 +49,6 @@ _MAGIC, _NUMPY_ARRAY = slice(24, 28), (0xF993FACA).to_bytes(4, "little")
 _MODEL_FILE = re.compile(r"(.+?)(-symbol\.json|-\d{4}\.params|\.(onnx|json|params|toml))$")
 
 NOT_A_PREFIX = "{path!r} is a file: the prefix of its model is {prefix!r} (`policy` takes policies)"
-IS_ONNX = "{path!r} is an ONNX file: give a model that MXNet saved (export-onnx compares the two)"
 LEFT = "; a killed conversion has left {names}: convert again, with `force=True`"
 NUMPY_BFLOAT16 = "%s: under npx.set_np(), use it within mx.util.np_array(False), np_shape(True)"
 SAME_FILES = "{out!r} names the model's own file {path!r}: give another `out`"
@@ -87,8 +86,7 @@ def check_prefix(prefix: Prefix) -> None:
     """Raise if a model's prefix is the full name of a file, such as model-symbol.json."""
     match = _MODEL_FILE.match(os.fspath(prefix))
     if match is not None:
-        message = IS_ONNX if match[3] == "onnx" else NOT_A_PREFIX
-        raise ArgumentError(message.format(path=match[0], prefix=match[1]))
+        raise ArgumentError(NOT_A_PREFIX.format(path=match[0], prefix=match[1]))
 
 
 def epochs_of(prefix: Prefix) -> List[int]:
@@ -147,26 +145,17 @@ def _read_symbol(path: Path) -> Symbol:
     """Return the symbol in a JSON file; raise with the reason if the file is damaged."""
     try:
         # MXNet doesn't escape control characters.
-        _check_graph_json(json.loads(path.read_bytes().decode(), strict=False))
+        graph = json.loads(path.read_bytes().decode(), strict=False)
+        for i, node in enumerate(graph["nodes"]):
+            # MXNet loads a graph with a cycle, and may then run forever.
+            if not all(0 <= source < i for source, *_ in node.get("inputs", ())):
+                raise ValueError(f"node {i} does not read earlier nodes alone")
         return mx.sym.load(str(path))
     except (MXNetError, OSError) as error:
         why = error_reason(error)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         why = f"it is no graph in JSON, or was cut off: {error}"
     raise ArgumentError(f"{str(path)!r} can't be read as a symbol: {why}")
-
-
-def _check_graph_json(graph: Dict[str, Any]) -> None:
-    """Raise unless a symbol's parsed JSON has nodes and outputs, and no cycles."""
-    if not (graph["nodes"] and graph["heads"]):
-        raise ValueError("it has no nodes or no heads")
-    for i, node in enumerate(graph["nodes"]):
-        # MXNet loads a graph with a cycle, and may then run forever.
-        for source, *_ in node.get("inputs", ()):
-            if not 0 <= source < i:
-                raise ValueError(f"node {i} reads node {source}, which does not come before it")
-        for body in node.get("subgraphs", ()):
-            _check_graph_json(body)
 
 
 def _read_params(path: Path) -> Tuple[Dict[str, NDArray], Dict[str, NDArray]]:
@@ -246,10 +235,9 @@ def write_model(model: Model, files: Files, force: bool = True) -> None:
 
 def _fingerprint(model: Model) -> object:
     """Return a model's symbol as JSON, and shape, dtype and checksum of each parameter."""
-    symbol, *params = model
 
     def described(array: NDArray) -> object:
         return array.shape, dtype_name(array.dtype), zlib.crc32(array.asnumpy().tobytes())
 
-    arrays = [{name: described(array) for name, array in one.items()} for one in params]
-    return symbol.tojson(remove_amp_cast=False), arrays
+    arrays = {name: described(array) for name, array in {**model[1], **model[2]}.items()}
+    return model[0].tojson(remove_amp_cast=False), arrays

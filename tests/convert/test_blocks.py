@@ -188,8 +188,7 @@ def test_inputs_that_are_not_read_are_taken_all_the_same(read, fuse):
 def test_float64_stays_float64(dtype, example):
     block = initialized(TwoInputs("both"), hybridize=True)
     x, y = randn(40, 40).astype("float64"), randn(40, 40, seed=1).astype("float64")
-    plain = block(x, y)
-    policy = amp.Policy.default(dtype, "cpu")
+    plain, policy = block(x, y), amp.Policy.default(dtype, "cpu")
     low = amp.convert_hybrid_block(block, policy=policy, example_inputs=[x, y] if example else None)
     assert same(low(x, y), plain)
     if example:
@@ -226,10 +225,9 @@ def test_a_block_that_has_not_run(dtype):
     layer = initialized(gluon.rnn.LSTM(6))
     low = amp.convert_hybrid_block(layer, policy=untuned(dtype), example_inputs=randn(3, 2, 5))
     assert low(randn(3, 2, 5)).shape == (3, 2, 6)
-    with pytest.raises(amp.StateError, match="does not run"):
-        amp.convert_hybrid_block(nn.Dense(2), example_inputs=randn(2, 2))
-    with pytest.raises(amp.StateError, match="example_inputs"):
-        amp.convert_hybrid_block(nn.Dense(2))
+    for words, example in (("does not run", randn(2, 2)), ("example_inputs", None)):
+        with pytest.raises(amp.StateError, match=words):
+            amp.convert_hybrid_block(nn.Dense(2), example_inputs=example)
 
 
 def test_converted_blocks_keep_grad_req(dtype):
@@ -292,17 +290,39 @@ def test_a_fused_block_keeps_its_packed_weights():
     np.testing.assert_array_equal(values(kept), first)
 
 
-class OverridesForward(gluon.HybridBlock):
-    """As GluonNLP's GNMTDecoder: what `hybrid_forward` takes is not what a call gives."""
+class OwnCall(gluon.HybridBlock):
+    """As GluonNLP's RoBERTaModel: `hybrid_forward` takes more than a call passes."""
 
-    def forward(self, x, states):
-        return super().forward(x, *states)
+    def __init__(self, before=lambda x: x, after=lambda x: x):
+        super().__init__()
+        self.dense, self.before, self.after = nn.Dense(4, in_units=3), before, after
 
-    def hybrid_forward(self, F, x, first, second):
-        return x + first * second
+    def __call__(self, x, factors):
+        return self.after(super().__call__(self.before(x), [], factors))
+
+    def forward(self, x, segments, factors):
+        return super().forward(x * 2, segments, factors)
+
+    def hybrid_forward(self, F, x, segments, factors):
+        return F.broadcast_mul(self.dense(x), factors)
 
 
-def test_a_block_that_overrides_forward_is_named_as_the_cause():
-    one = nd.ones((2, 4))
-    with pytest.raises(amp.ArgumentError, match="overrides forward"):
-        amp.convert_hybrid_block(OverridesForward(), example_inputs=(one, [one, one]))
+CALL = randn(2, 3), randn(1, 4, seed=1)
+
+
+@pytest.mark.parametrize("options", [{}, {"target_dtype": "float32", "fuse": True}], ids=str)
+@pytest.mark.parametrize("functions", [(), (lambda x: x / 8, lambda y: y.softmax())], ids=len)
+def test_what_a_call_of_the_block_does_is_converted(functions, options):
+    net = initialized(OwnCall(*functions))
+    converted = amp.convert_hybrid_block(net, example_inputs=CALL, **options)
+    np.testing.assert_allclose(values(converted(*CALL)), values(net(*CALL)), rtol=0.02, atol=1e-3)
+
+
+def test_a_call_that_a_graph_cannot_hold_is_told(caplog):
+    net = initialized(OwnCall(before=lambda x: x / x.asnumpy().max()))
+    net.hybridize()
+    net(*CALL)
+    assert amp.convert_hybrid_block(net)(*CALL).shape == (2, 4)
+    assert "give example_inputs, to convert what that does too" in caplog.text
+    with pytest.raises(amp.ArgumentError, match=r"own __call__ or forward, which can't be traced"):
+        amp.convert_hybrid_block(net, example_inputs=CALL)

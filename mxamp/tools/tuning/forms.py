@@ -218,7 +218,7 @@ class Model:
         """
         block = self.block
         if way in (CONVERTED, FUSED):
-            options = convert_options(way)
+            options = {**convert_options(way), "example_inputs": self.batches[0].inputs}
             block = convert_hybrid_block(block, policy=policy, ctx=self.context, **options)
             if self._is_saved:
                 block._source = None  # its files hold a graph that is not tuned to shapes
