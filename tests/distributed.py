@@ -6,6 +6,10 @@ distributed.py WAY OUT [first=0 load=... save=... accumulate=1]
 import os
 import sys
 
+if "MXNET_ENABLE_AUTO_MIXED_PRECISION" not in os.environ:  # `mxamp run` is for other programs
+    import mxamp  # noqa: F401  # first: beside a new NumPy, MXNet alone can't be imported
+
+# isort: split
 import mxnet as mx
 import numpy as np
 

@@ -119,7 +119,7 @@ def test_a_file_keeps_the_roles_of_its_casts_and_runs_in_plain_mxnet(tmp_path, d
     assert nodes(amp.convert_symbol(again, "float32")) == nodes(amp.convert_symbol(net, "float32"))
     expected = amp.compare_models((net, params(net), {}), model, DATA)
     code = f"""
-        import mxnet as mx
+        import mxamp, mxnet as mx  # MXNet alone can't be imported beside a new NumPy
         model = mx.model.load_checkpoint({str(tmp_path / "low")!r}, 0)
         args = {{**model[1], "data": mx.nd.ones((4, 64))}}
         print(model[0].bind(mx.cpu(), args).forward()[0].shape)
