@@ -14,10 +14,11 @@ from ...policy.regions import policy_for_node
 from ...policy.rules import Rule
 from ...policy.values import parse_integers
 from .. import Site
+from . import cpu
 
 #: The channels of an image; with one more, oneDNN has a blocked kernel for the convolution.
 COLORS = 3
-#: The channels in a block of oneDNN's bfloat16 convolutions.
+#: The channels in a block of oneDNN's bfloat16 convolutions; `block_size` has those of others.
 BLOCK = 16
 #: The axes of a batch of images (NCHW), and of the weight of a 2-D convolution (OIHW).
 PLANAR_AXES = 4
@@ -30,6 +31,11 @@ _VOLUME_KERNEL_AXES = 3
 
 
 # ---------------------------------------------------------------------- blocked layouts
+
+
+def block_size(policy: Policy) -> int:
+    """Return the channels in a block: 8 in float32 on a CPU without avx512, else 16."""
+    return BLOCK if policy.lowers or "avx512" in cpu.onednn_features() else BLOCK // 2
 
 
 def channel_counts(site: Site) -> tuple[int, int] | None:

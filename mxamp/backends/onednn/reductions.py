@@ -11,7 +11,7 @@ from typing import Mapping
 
 from ...policy.values import is_true, parse_integers
 from ..passes import Attributes, Call, Detail, Parts, Tensor
-from .layouts import BLOCK, PLANAR_AXES
+from .layouts import PLANAR_AXES, block_size
 
 # The least elements of the summed array: with fewer, starting the additional operators takes
 # longer than the sum.
@@ -119,9 +119,9 @@ def match_pool(call: Call) -> Detail | None:
     if shape is None or len(shape) != PLANAR_AXES or not all(shape):
         return None
     _, channels, *sides = shape
-    blocks = channels // BLOCK
+    blocks, rest = divmod(channels, block_size(call.policy))
     plain = attrs.get("layout", "None") in ("None", "NCHW")
-    if not plain or channels % BLOCK or max(sides) <= blocks:
+    if not plain or rest or max(sides) <= blocks:
         return None
     fewest = [_least_divisor(side) for side in sides]
     if max(fewest) > blocks:
@@ -200,12 +200,12 @@ def broadcast(parts: Parts, detail: Detail) -> None:
     sign = -1 if operator == _SUM and which else 1
     if behind > 1:
         rows = parts.add("Reshape", "column", repeated, shape="(-1, 1)")
-        row = _add_constant(parts, "row", behind, sign)
+        row = parts.add("_full", "ones_row", shape=f"({behind}, 1)", value=str(sign))
         repeated, sign = _add_product(parts, "behind", rows, row, behind), 1
     if before > 1:
         length = math.prod(shape) // before  # of a known batch: the first axis is repeated
         columns = parts.add("Reshape", "columns", repeated, shape="(-1, 1)")
-        rows = _add_constant(parts, "rows", before, sign)
+        rows = parts.add("_full", "ones_rows", shape=f"({before}, 1)", value=str(sign))
         repeated = _add_product(parts, "before", rows, columns, length)
     like = (shape[0] or -1, *shape[1:])
     inputs[which] = parts.add("Reshape", "repeated", repeated, shape=str(like))
@@ -213,11 +213,6 @@ def broadcast(parts: Parts, detail: Detail) -> None:
         operator = "elemwise_sub"
         inputs[1] = inputs[1] if which else parts.add("negative", "negative", inputs[1])
     parts.add(operator, "", *inputs)
-
-
-def _add_constant(parts: Parts, name: str, count: int, value: int) -> Tensor:
-    """Add a constant column vector of `count` entries; return the vector."""
-    return parts.add("_full", f"ones_{name}", shape=f"({count}, 1)", value=str(value))
 
 
 def _add_product(parts: Parts, name: str, data: Tensor, weight: Tensor, width: int) -> Tensor:

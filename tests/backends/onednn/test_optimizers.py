@@ -80,18 +80,15 @@ class Mine(mx.optimizer.SGD):
 
 
 @pytest.mark.usefixtures("any_size")
-@pytest.mark.parametrize(
-    "optimizer, policy, options, used",
-    [
-        (mx.optimizer.SGD, B, {}, True),
-        (mx.optimizer.SGD, B.untuned(), {}, False),
-        (mx.optimizer.SGD, amp.Policy.default("float16", "cpu"), {}, False),
-        (lambda: mx.optimizer.SGD(multi_precision=True), B, {"dtype": "float16"}, False),
-        (mx.optimizer.SGD, B, {"stype": "row_sparse"}, False),
-        (mx.optimizer.SGD, B, {"cores": "16"}, False),
-        (Mine, B, {}, False),
-    ],
-)
+@pytest.mark.parametrize("optimizer, policy, options, used", [
+    (mx.optimizer.SGD, B, {}, True),
+    (mx.optimizer.SGD, B.untuned(), {}, False),
+    (mx.optimizer.SGD, amp.Policy.default("float16", "cpu"), {}, False),
+    (lambda: mx.optimizer.SGD(multi_precision=True), B, {"dtype": "float16"}, False),
+    (mx.optimizer.SGD, B, {"stype": "row_sparse"}, False),
+    (mx.optimizer.SGD, B, {"cores": "16"}, False),
+    (Mine, B, {}, False),
+])  # fmt: skip
 def test_when_numpy_updates(optimizer, policy, options, used, counted, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", options.get("cores", "1"))
     updater = mx.optimizer.get_updater(optimizer())
