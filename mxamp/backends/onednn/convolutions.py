@@ -1,4 +1,4 @@
-"""Faster equivalents of convolutions whose channels do not fill oneDNN's blocks of 16.
+"""Faster equivalents of convolutions whose channels do not fill oneDNN's blocks.
 
 A first layer has 3 input channels, for which oneDNN has no blocked bfloat16 kernel. A grouped
 convolution with 4 or 8 channels a group gets blocks of that size, and a BatchNorm next to it falls
@@ -10,43 +10,43 @@ from __future__ import annotations
 import math
 
 from ..passes import Call, Detail, Parts, Tensor
-from .layouts import BLOCK, COLORS, PLANAR_AXES
+from .layouts import BLOCK, COLORS, PLANAR_AXES, block_size
 
 # With larger kernels, the products of the fourth channel cost more than the layout saves.
 _LARGEST_KERNEL = 7
-# Channels per group. In inference, groups of 8 have fast kernels too.
-_NARROW, _NARROW_WHEN_TRAINING = (2, 4), (2, 4, 8)
-# The least multiplications of a call that gains.
+# The widest depthwise kernel whose weight has a fast gradient with AVX2.
+_WIDEST_FAST = 3
+# The least multiplications of a call that gains; depthwise ones need as many as in inference.
 _LEAST, _LEAST_WHEN_TRAINING = 2**22, 2**19
 
 
 def match_narrow_groups(call: Call) -> Detail | None:
-    """Return a convolution's weight shape if `merged_groups` makes it faster; else None."""
+    """Return (block, *weight shape) if `merged_groups` makes a convolution faster; else None."""
     weight = _planar_weight(call)
     if weight is None or (call.training and call.behind_concat):
         return None
     groups, narrow = int(call.attrs.get("num_group", "1")), weight[1]
-    fits = (
-        narrow in (_NARROW_WHEN_TRAINING if call.training else _NARROW)
-        and weight[0] == groups * narrow
-        and weight[0] % BLOCK == 0
-    )
-    least = _LEAST_WHEN_TRAINING if call.training else _LEAST
+    block, slow = block_size(call.policy), [2, 4]
+    if call.training:
+        # In training alone, groups of 8 are slow with avx512, and wide depthwise kernels with AVX2.
+        slow += [8] if block == BLOCK else [1] * (weight[3] > _WIDEST_FAST)
+    fits = narrow in slow and weight[0] == groups * narrow and weight[0] % block == 0
+    least = _LEAST_WHEN_TRAINING if call.training and narrow > 1 else _LEAST
     size = math.prod(call.shape or (least,)) * math.prod(weight) // weight[0]
-    return weight if fits and size >= least else None
+    return (block, *weight) if fits and size >= least else None
 
 
 def merged_groups(parts: Parts, detail: Detail) -> None:
-    """Merge a convolution's narrow groups into groups of 16 channels, with zeros in the weight.
+    """Merge a convolution's narrow groups until they fill a block, with zeros in the weight.
 
     Conditions: float32 inputs. In training it is not behind a Concat of channels, since the
-    gradient of its data is in blocks of 16 channels.
+    gradient of its data is in blocks of channels.
 
     The result takes no more time, since narrow kernels leave most of each vector unused. The weight
     is repeated for each of the merged groups and multiplied by a mask.
     """
-    channels, narrow, height, width = detail
-    merged, groups = BLOCK // narrow, channels // BLOCK
+    block, channels, narrow, height, width = detail
+    merged, groups = block // narrow, channels // block
     data, weight, *bias = parts.inputs
     add = parts.add_float32
     # A copy, since other operators can't read a weight in oneDNN's layout.
@@ -56,7 +56,7 @@ def merged_groups(parts: Parts, detail: Detail) -> None:
     shape = (groups, merged, narrow, merged, narrow * height * width)
     apart = add("Reshape", "apart", eye, shape=str((1, merged, 1, merged, 1)))
     whole = add("broadcast_to", "whole", apart, shape=str(shape))
-    mask = add("Reshape", "mask", whole, shape=str((channels, BLOCK, height, width)))
+    mask = add("Reshape", "mask", whole, shape=str((channels, block, height, width)))
     masked = add("elemwise_mul", "masked", repeated, mask)
     attrs = {**parts.attrs, "num_group": str(groups)}
     parts.add("Convolution", "", data, masked, *bias, **attrs)

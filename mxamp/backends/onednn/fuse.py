@@ -19,11 +19,10 @@ from ...graph.ir import Graph, Node, Output
 from ...policy.policy import Policy
 from ...policy.regions import policy_for_node
 from ...policy.values import flattens_data, is_true
-from ..passes import Call, Pass
+from ..passes import Call, Detail, Pass
 from . import fusible
 from .attention import fuse_attention
 from .dense_convolutions import make_dense_convolutions
-from .layouts import BLOCK
 from .pad_channels import pad_channels
 from .substitutions import ACTIVATIONS
 from .substitutions import PASSES as RUNNING_PASSES
@@ -216,7 +215,7 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
     """
     images: dict[Output, Output] = {}
     padding = ((0, 0), (0, 1), (0, 0), (0, 0))
-    for i, weight in _matching_weights(view, "image_convolution"):
+    for i, weight, _ in _matching_weights(view, "image_convolution"):
         node = view.graph.nodes[i]
         data = node.inputs[0]
         fusible.set_parameter(edit, node.inputs[1][0], np.pad(weight, padding))
@@ -230,24 +229,23 @@ def _add_fourth_channels(view: fusible.FusionView, edit: Edit) -> None:
 
 
 def _merge_groups(view: fusible.FusionView, edit: Edit) -> None:
-    """Merge narrow groups of convolutions into groups of 16 channels, with zeros in the weights.
+    """Merge narrow groups of convolutions until they fill a block, with zeros in the weights.
 
     Conditions: those of the substitution of the same name, and a weight without other consumers.
 
     The substitution of the same name does this in graphs that run, but not in fused operators.
     """
-    for i, weight in _matching_weights(view, "merged_groups"):
-        channels, narrow, *kernel = weight.shape
-        merged, groups = BLOCK // narrow, channels // BLOCK
+    for i, weight, (block, channels, narrow, *kernel) in _matching_weights(view, "merged_groups"):
+        merged, groups = block // narrow, channels // block
         apart = weight.reshape(groups, merged, narrow, 1, narrow, *kernel)
         own = np.eye(merged, dtype=bool).reshape(1, merged, 1, merged, 1, 1, 1)
-        whole = np.where(own, apart, np.float32(0)).reshape(channels, BLOCK, *kernel)
+        whole = np.where(own, apart, np.float32(0)).reshape(channels, block, *kernel)
         fusible.set_parameter(edit, edit.node(i).inputs[1][0], whole)
         edit.change(i, attrs={**edit.node(i).attrs, "num_group": str(groups)})
 
 
-def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[tuple[int, Values]]:
-    """Yield the index and weight of each convolution that `substitution` would make faster.
+def _matching_weights(view: fusible.FusionView, kind: str) -> Iterator[tuple[int, Values, Detail]]:
+    """Yield index, weight and detail of each convolution that substitution `kind` makes faster.
 
     The weights have no other consumers.
     """
@@ -257,8 +255,8 @@ def _matching_weights(view: fusible.FusionView, substitution: str) -> Iterator[t
             inside, weight = policy_for_node(view.policy, node.attrs), view.params[name]
             call = Call(node, inside, training=False, shapes=(None, weight.shape))
             match = RUNNING_PASSES.match(call)
-            if match is not None and match[0] == substitution:
-                yield i, weight.asnumpy()
+            if match is not None and match[0] == kind:
+                yield i, weight.asnumpy(), match[1]
 
 
 #: In order: each pass sees the graph that the passes before it have made.

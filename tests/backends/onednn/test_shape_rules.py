@@ -76,11 +76,8 @@ def test_dense_layers_of_few_outputs_or_rows_stay_in_float32(kind, rows, weight,
 
 @pytest.mark.parametrize("count, low", [(1, False), (15, False), (16, True), (20, True)])
 def test_layers_that_share_a_weight_train_in_bfloat16_if_they_are_many(count, low):
-    data, weight = mx.sym.var("data"), mx.sym.var("weight")
-    net = mx.sym.Group([
-        mx.sym.FullyConnected(data * k, weight, num_hidden=1024, no_bias=True, name=f"fc{k}")
-        for k in range(count)
-    ])  # fmt: skip
+    weight = mx.sym.var("weight")
+    net = mx.sym.Group([dense(f"fc{k}", 1024, weight) for k in range(count)])
     found = kept(net, shapes={"data": (8, 256)}, training=True)
     assert len(found) == (0 if low else count)
 
@@ -96,11 +93,8 @@ def test_dense_layers_whose_weight_is_cast_for_few_rows_run_in_float32():
     assert kept_for(1, stored=frozenset({"fc_weight"})) == []
     assert kept_for(1, dtypes={"fc_weight": "bfloat16"}) == []
     # One cast for all that read it.
-    data, weight = mx.sym.var("data"), mx.sym.var("weight")
-    net = mx.sym.Group([
-        mx.sym.FullyConnected(data * k, weight, num_hidden=4096, no_bias=True, name=f"fc{k}")
-        for k in (1, 2, 3)
-    ])  # fmt: skip
+    weight = mx.sym.var("weight")
+    net = mx.sym.Group([dense(f"fc{k}", 4096, weight) for k in range(3)])
     assert len(kept_for(8)) == 3
     assert kept_for(9) == []
 
