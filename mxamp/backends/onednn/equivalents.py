@@ -8,6 +8,7 @@ from typing import Any, Sequence
 from ...policy.decision import CASTABLE
 from ...policy.values import is_true, parse_integers
 from ..passes import Call, Detail, Parts, Tensor, has_elements
+from .layouts import BLOCK, block_size
 
 # The least elements of a LayerNorm whose equivalent is faster.
 _LEAST_NORM = 2**11
@@ -17,11 +18,12 @@ _LEAST_PRODUCT = 2**23
 
 
 def match_relu6(call: Call) -> Detail | None:
-    """Return (whether to keep NaN,) if `relu6` should replace a clip from 0 to 6; else None."""
+    """Return (keeps NaN, leaves blocks) if `relu6` should replace a clip from 0 to 6; else None."""
     bounds = float(call.attrs["a_min"]), float(call.attrs["a_max"])
     is_safe = not call.training or call.feeds_products
     fits = bounds == (0, 6) and is_safe and has_elements(call)
-    return (not call.policy.lowers,) if fits else None
+    leaves_blocks = block_size(call.policy) < BLOCK and bool(call.shape) and not call.training
+    return (not call.policy.lowers, leaves_blocks) if fits else None
 
 
 def relu6(parts: Parts, detail: Detail) -> None:
@@ -32,13 +34,17 @@ def relu6(parts: Parts, detail: Detail) -> None:
     infinite gradient reaches the weights anyway there.
 
     The minimum has a faster kernel in float32. Its gradient reads the output of the relu: with both
-    in float32, training keeps one tensor instead of two.
+    in float32, training keeps one tensor instead of two. In inference MXNet would write the maximum
+    over x, and copy it back to oneDNN's layout of x, which the minimum can't read: a Reshape before
+    them leaves this layout.
     """
-    [keeps_nan] = detail
+    (keeps_nan, leaves_blocks), [data] = detail, parts.inputs
+    if leaves_blocks:
+        data = parts.add("Reshape", "plain", data, shape="(-2,)")
     if keeps_nan:
-        relu = parts.add_float32("_maximum_scalar", "relu", *parts.inputs, scalar="0")
+        relu = parts.add_float32("_maximum_scalar", "relu", data, scalar="0")
     else:
-        relu = parts.add_float32("Activation", "relu", *parts.inputs, act_type="relu")
+        relu = parts.add_float32("Activation", "relu", data, act_type="relu")
     parts.add("_minimum_scalar", "", relu, scalar="6")
 
 
