@@ -35,7 +35,8 @@ class Net(nn.HybridBlock):
 
     def hybrid_forward(self, F, x):
         x = F.clip(F.relu(self.norm(self.grouped(x))) * 2, 0, 6)
-        x = F.broadcast_mul(x, F.sigmoid(F.mean(x, axis=(2, 3), keepdims=True)))
+        means = F.contrib.AdaptiveAvgPooling2D(x, output_size=1)
+        x = F.broadcast_mul(x, F.sigmoid(means - F.mean(x, axis=(2, 3), keepdims=True) / 2))
         pooled = F.Pooling(x, global_pool=True, pool_type="avg").reshape((-1, 32))
         first, second = F.split(F.tanh(pooled), num_outputs=2, axis=-1)
         rows = F.tile(F.concat(first, second, F.sum(x, axis=(2, 3)), dim=-1), reps=(16, 2))

@@ -11,7 +11,7 @@ from typing import Mapping
 
 from ...policy.values import is_true, parse_integers
 from ..passes import Attributes, Call, Detail, Parts, Tensor
-from .layouts import PLANAR_AXES, block_size
+from .layouts import BLOCK, PLANAR_AXES, block_size
 
 # The least elements of the summed array: with fewer, starting the additional operators takes
 # longer than the sum.
@@ -108,38 +108,41 @@ def _add_result(parts: Parts, sums: Tensor, attrs: Attributes, detail: Detail) -
 
 
 def match_pool(call: Call) -> Detail | None:
-    """Return (tile height, tile width) if `pool_in_parts` should replace a Pooling; else None.
+    """Return (tile height, tile width) if `pool_in_parts` should replace a pooling; else None.
 
     The call is a global average Pooling with a slow gradient. Where parts don't help, return the
-    shape without the batch: `pool_in_parts` then uses a product.
+    shape without the batch: `pool_in_parts` then uses a product. For AdaptiveAvgPooling2D return ()
+    where Pooling is fast: MXNet's own kernel reads one element after the other.
     """
-    attrs, shape = call.attrs, call.shape
-    if not is_true(attrs.get("global_pool", "False")) or attrs.get("pool_type", "max") != "avg":
-        return None
-    if shape is None or len(shape) != PLANAR_AXES or not all(shape):
-        return None
-    _, channels, *sides = shape
-    blocks, rest = divmod(channels, block_size(call.policy))
+    attrs, shape, block = call.attrs, call.shape, block_size(call.policy)
+    adapts, size = call.operator != "Pooling", parse_integers(attrs.get("output_size", "0"))
+    whole = is_true(attrs.get("global_pool", "False")) and attrs.get("pool_type") == "avg"
+    if adapts:  # measured with AVX2
+        whole = block < BLOCK and size in ([1], [1, 1])
     plain = attrs.get("layout", "None") in ("None", "NCHW")
-    if not plain or rest or max(sides) <= blocks:
+    if not (whole and plain and shape and all(shape)) or len(shape) != PLANAR_AXES:
         return None
-    fewest = [_least_divisor(side) for side in sides]
-    if max(fewest) > blocks:
-        return shape[1:]
-    return tuple([side // count for side, count in zip(sides, fewest)])
+    blocks, rest = divmod(shape[1], block)
+    fewest = [_least_divisor(side) for side in shape[2:]]
+    if rest or not call.training or max(shape[2:]) <= blocks:
+        return () if adapts and not rest else None
+    tiles = tuple([side // count for side, count in zip(shape[2:], fewest)])
+    return shape[1:] if max(fewest) > blocks else tiles
 
 
 def pool_in_parts(parts: Parts, detail: Detail) -> None:
-    """Replace a global average Pooling with averages of tiles, or with a product with ones.
+    """Replace an average of maps with averages of tiles and a Pooling, or with a product with ones.
 
-    Conditions: training, and channels in blocks. `detail` comes from `match_pool`.
+    Conditions: channels in blocks. `detail` comes from `match_pool`: without tiles there is only
+    the Pooling.
     """
     if len(detail) == PLANAR_AXES - 1:
         _add_mean(parts, {"keepdims": "True"}, (2, 4, 0, *detail))
         return
-    size = f"({detail[0]}, {detail[1]})"
-    kind = {"pool_type": "avg"}
-    averages = parts.add("Pooling", "parts", *parts.inputs, kernel=size, stride=size, **kind)
+    [averages], kind = parts.inputs, {"pool_type": "avg"}
+    if detail:
+        size = f"({detail[0]}, {detail[1]})"
+        averages = parts.add("Pooling", "parts", averages, kernel=size, stride=size, **kind)
     parts.add("Pooling", "", averages, kernel="(1, 1)", global_pool="True", **kind)
 
 

@@ -46,10 +46,9 @@ def test_each_machine(expected):
     assert amp.current_policy() is amp.Policy.default(expected, device)
 
 
-@pytest.mark.parametrize(
-    "limit, dtype",
-    [("AVX2", "float32"), ("AVX512_CORE", "float32"), ("AVX512_CORE_BF16", "bfloat16"), ("ALL", "bfloat16")],
-)  # fmt: skip
+@pytest.mark.parametrize("limit, dtype", [
+    ("AVX2", "float32"), ("AVX512_CORE", "float32"), ("AVX512_CORE_BF16", "bfloat16"), ("ALL", "bfloat16"),
+])  # fmt: skip
 def test_onednns_limit_counts(monkeypatch, on_machine, caplog, limit, dtype):
     on_machine(0, BF16)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)

@@ -204,19 +204,16 @@ def test_convolutions_by_channels(channels, kernel, groups, norm, low):
     assert found.get("norm", found["conv"]) == found["conv"]
 
 
-@pytest.mark.parametrize(
-    "how, precision",
-    [
-        (lambda F, a, b: a, "bfloat16"),
-        (lambda F, a, b: F.elemwise_add(a, b), "bfloat16"),
-        (lambda F, a, b: F.concat(a, b), "bfloat16"),
-        (lambda F, a, b: F.Pooling(a, kernel=(2, 2)), "bfloat16"),
-        (lambda F, a, b: F.concat(a, b, dim=2), "float32"),
-        (lambda F, a, b: F.reshape(a, shape=(0, 0, -1)), "float32"),
-        (lambda F, a, b: F.slice_axis(a, axis=1, begin=0, end=8), "float32"),
-        (lambda F, a, b: F.elemwise_add(a, F.reshape(b, shape=(0, 0, 0, 0))), "float32"),
-    ],
-)
+@pytest.mark.parametrize("how, precision", [
+    (lambda F, a, b: a, "bfloat16"),
+    (lambda F, a, b: F.elemwise_add(a, b), "bfloat16"),
+    (lambda F, a, b: F.concat(a, b), "bfloat16"),
+    (lambda F, a, b: F.Pooling(a, kernel=(2, 2)), "bfloat16"),
+    (lambda F, a, b: F.concat(a, b, dim=2), "float32"),
+    (lambda F, a, b: F.reshape(a, shape=(0, 0, -1)), "float32"),
+    (lambda F, a, b: F.slice_axis(a, axis=1, begin=0, end=8), "float32"),
+    (lambda F, a, b: F.elemwise_add(a, F.reshape(b, shape=(0, 0, 0, 0))), "float32"),
+])  # fmt: skip
 def test_norms_by_what_is_before_them(how, precision):
     net = mx.sym.BatchNorm(how(mx.sym, conv("a", X), conv("b", X)), name="norm")
     assert precisions(net, (64, 16, 64, 64))["norm"] == precision
@@ -225,9 +222,7 @@ def test_norms_by_what_is_before_them(how, precision):
 # ---------------------------------------------------------------------- transposed convolutions
 
 TAKEN = mx.sym.var("weight")
-UP = mx.sym.Deconvolution(
-    mx.sym.var("data"), TAKEN, kernel=(2, 2), num_filter=16, no_bias=True, name="up"
-)
+UP = mx.sym.Deconvolution(X, TAKEN, kernel=(2, 2), num_filter=16, no_bias=True, name="up")
 TIED = mx.sym.Group([UP, mx.sym.relu(TAKEN)])
 WEIGHT = frozenset({"weight"})
 
