@@ -456,7 +456,7 @@ def init_trainer(optimizer_or_trainer: Trainer, loss_scaler: LossScaler | None =
     loss_scaler : LossScaler, StaticLossScaler or NoScaler, optional
         The default is `LossScaler()` in float16, and `NoScaler()` in bfloat16, which has float32's
         range. Steps with Inf or NaN gradients are skipped, but not with a `NoScaler`, which leaves
-        updates to plain MXNet. Where `init("auto")` has chosen float32, any scaler is a `NoScaler`.
+        updates to plain MXNet. Where `init` has chosen float32, any scaler is a `NoScaler`.
 
     Raises
     ------
