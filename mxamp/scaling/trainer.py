@@ -565,8 +565,12 @@ def scaling_state(trainer: Any) -> State:
     """Return the loss scaling state of a trainer; raise if nothing scales its losses."""
     state = active_state(trainer)
     if state is None:
-        raise StateError(NOT_INITIALIZED.format(shortened([p.name for p in trainer._params], 1)))
+        raise StateError(_not_initialized(trainer))
     return state
+
+
+def _not_initialized(trainer: Trainer) -> str:
+    return NOT_INITIALIZED.format(shortened([param.name for param in trainer._params], 1))
 
 
 def attach_state(
@@ -604,8 +608,16 @@ def attach_state(
     trainer._allreduce_grads = state.reduce
     trainer._amp_loss_scaler, trainer._amp_original_scale = state, RefusedScale()
     for name, value in _SHOWN.items():
-        setattr(Trainer, name, property(attrgetter(f"_amp_loss_scaler.{value}")))
+        setattr(Trainer, name, property(partial(_shown, value)))
     return state
+
+
+def _shown(name: str, trainer: Trainer) -> Any:
+    """Return an attribute of a trainer's loss scaling state; raise AttributeError without one."""
+    state = state_of(trainer)
+    if state is None:
+        raise AttributeError(_not_initialized(trainer))
+    return attrgetter(name)(state)
 
 
 def check_skippable(trainer: Trainer, scaler: LossScaler) -> bool:

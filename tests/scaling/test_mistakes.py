@@ -32,6 +32,7 @@ def test_scaling_what_is_scaled(mistake):
             mistake(loss, trainer)
     train(net, trainer, batches(1)[0])  # all is as before
     assert trainer.amp_steps == 1
+    pytest.raises(AttributeError, getattr, setup()[1], "amp_steps").match("call init_trainer")
 
 
 @pytest.mark.parametrize("way", ["scale_loss", "GradScaler"])
@@ -56,8 +57,7 @@ def test_two_ways_of_scaling_for_one_trainer(first, second):
         if way is amp.init_trainer:
             amp.init_trainer(trainer, amp.StaticLossScaler(8))
         elif way is amp.scale_loss:
-            with amp.scale_loss(nd.ones(1), trainer):
-                pass
+            amp.scale_loss(nd.ones(1), trainer)
         else:
             one_step(net, trainer, nd.array(batches(1)[0]), "GradScaler", amp.GradScaler(8))
 
