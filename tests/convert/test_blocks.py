@@ -318,8 +318,7 @@ def test_what_a_call_of_the_block_does_is_converted(functions):
 
 
 def test_a_call_that_a_graph_cannot_hold_is_told(caplog):
-    net = initialized(OwnCall(before=lambda x: x / x.asnumpy().max()))
-    net.hybridize()
+    net = initialized(OwnCall(before=lambda x: x / x.asnumpy().max()), hybridize=True)
     net(*CALL)
     assert amp.convert_hybrid_block(net)(*CALL).shape == (2, 4)
     assert "give example_inputs, to convert what that does too" in caplog.text

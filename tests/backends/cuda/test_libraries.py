@@ -15,7 +15,7 @@ from mxamp.framework.compat import MXNET
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 with_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
-
+pytestmark = pytest.mark.slow  # programs that import MXNet
 
 STUB = """
 #include <stdio.h>
