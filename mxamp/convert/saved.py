@@ -146,10 +146,11 @@ def _read_symbol(path: Path) -> Symbol:
     try:
         # MXNet doesn't escape control characters.
         graph = json.loads(path.read_bytes().decode(), strict=False)
-        for i, node in enumerate(graph["nodes"]):
-            # MXNet loads a graph with a cycle, and may then run forever.
-            if not all(0 <= source < i for source, *_ in node.get("inputs", ())):
-                raise ValueError(f"node {i} does not read earlier nodes alone")
+        nodes = [*enumerate(graph["nodes"])]
+        # MXNet loads a graph with a cycle, and may then run forever.
+        has_order = all(0 <= k < i for i, node in nodes for k, *_ in node.get("inputs", ()))
+        if not (nodes and graph["heads"] and has_order):
+            raise ValueError("it has no nodes or no heads, or a node that reads a later one")
         return mx.sym.load(str(path))
     except (MXNetError, OSError) as error:
         why = error_reason(error)
