@@ -212,7 +212,6 @@ class ConvertedBlock(SymbolBlock):
         #: Whether nothing is known of a call but its arrays: it is taken as MXNet's SymbolBlock is.
         self._is_flat = _has_own_call(block) and not traced.example_shapes
         if self._is_flat:
-            traced.formats = self._in_format, traced.formats[1]
             logger.warning(OWN_CALL, block.name)
         # A user's model may have its own begin_state alone.
         states = {n: getattr(block, n) for n in ("begin_state", "state_info") if hasattr(block, n)}
@@ -220,7 +219,8 @@ class ConvertedBlock(SymbolBlock):
         # Past Block.__setattr__, which would make a layer a child, and register a parameter.
         self.__dict__.update(states, _layer=layer)
         # MXNet flattens the inputs and outputs of a SymbolBlock; the formats restore their nesting.
-        self._in_format, self._out_format = traced.formats
+        in_format, self._out_format = traced.formats
+        self._in_format = self._in_format if self._is_flat else in_format
         for name, param in self.collect_params().items():
             value = converted.params[name]
             param.cast(value.dtype)
